@@ -1,0 +1,1 @@
+"""CUDA kernels of kvrag; none is built yet, kvrag runs on torch without them."""

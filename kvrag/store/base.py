@@ -1,0 +1,136 @@
+"""The store's contract: what the engine relies on, and what a third-party tier must keep.
+
+Blobs are the truth, the index is a rebuildable cache of them. A fault of a stored chunk is a miss, never an exception and never
+an answer: every read proves identity and integrity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of the index.
+
+    Parameters
+    ----------
+    key
+        Address of the blob, :func:`kvrag.fingerprint.chunk_key`.
+    content
+        Address without the prefix, :func:`kvrag.fingerprint.content_key`: shared by the variants of one chunk behind several prefixes.
+    model, namespace, prefix
+        Fields of the :class:`~kvrag.types.ChunkIdentity`.
+    num_tokens, num_bytes
+        Size of the chunk's KV.
+    text
+        What the span scanner needs; ``None`` for the KV of a prefix, which is never searched for.
+    """
+
+    key: ChunkKey
+    content: str
+    model: str
+    namespace: str
+    prefix: str
+    num_tokens: int
+    num_bytes: int
+    text: TextEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters of a store since it was opened, and its present size."""
+
+    chunks: int
+    num_bytes: int
+    hits: int
+    misses: int
+    rejected: int
+    """Blobs that failed the proof of identity or integrity and were quarantined."""
+
+
+class Index(Protocol):
+    """Small rows about stored chunks; holds no tensors and may be lost at any time."""
+
+    def add(self, record: Record, *, doc_id: str | None) -> None:
+        """Insert or update the row of ``record.key``; with ``doc_id``, let that document hold a reference. Idempotent."""
+
+    def get(self, key: ChunkKey) -> Record | None:
+        """Return the row of ``key``."""
+
+    def variants(self, content: str) -> list[Record]:
+        """Return the rows with this content key (the same chunk behind other prefixes), oldest first."""
+
+    def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
+        """Return the texts of ``namespace`` added after cursor ``after`` (0: all), and the new cursor.
+
+        A text that was removed meanwhile may be missing from the list or still be in it; a hit on it is then a miss of the store.
+        """
+
+    def documents(self, namespace: str) -> list[str]:
+        """Return the ids of all documents that hold a reference in ``namespace``."""
+
+    def document_texts(self, namespace: str, doc_id: str) -> list[str]:
+        """Return the text digests that document ``doc_id`` references."""
+
+    def unlink(self, namespace: str, doc_id: str) -> list[ChunkKey]:
+        """Drop document ``doc_id`` and return the keys (all models, all prefixes) that no document references any more.
+
+        The rows of the returned keys are removed. Keys that were added without a document id don't hold on to anything. 0 keys for
+        an unknown document.
+        """
+
+    def unlink_text(self, namespace: str, digest: str) -> list[ChunkKey]:
+        """Drop every reference to the text with this digest; return and remove all its keys."""
+
+    def remove(self, key: ChunkKey) -> None:
+        """Remove one row; unknown keys are fine."""
+
+    def keys(self) -> list[ChunkKey]:
+        """Return all keys."""
+
+    def close(self) -> None:
+        """Release resources; idempotent."""
+
+
+class KVStore(Protocol):
+    """What the engine talks to. Safe to use from several threads; a directory may be shared by several processes."""
+
+    index: Index
+
+    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return the chunk's KV, proven to be that of ``identity``, or ``None``. Never raises for a fault of the stored data.
+
+        The tensors are read-only by convention: they may be shared with the memory tier.
+        """
+
+    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
+        """Load several chunks at once; one that is not there in time is ``None``. Repeated identities are loaded once."""
+
+    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
+        """Store a chunk and return the bytes written; 0 if it was there already (then only the reference is added).
+
+        Raises
+        ------
+        StoreError
+            If it can't be written. Nothing half-written is ever visible.
+        """
+
+    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
+        """Add a reference to a chunk that is stored already; return whether it is."""
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether a chunk is stored, without proving its integrity."""
+
+    def delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Erase chunks from every tier and return how many were there."""
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of each tier by name (``"host"``, ``"disk"``)."""
+
+    def close(self) -> None:
+        """Release resources; idempotent."""

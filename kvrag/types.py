@@ -1,0 +1,322 @@
+"""The values that the stages pass to each other: small, frozen, named.
+
+Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk, ``N`` tokens of a prompt, ``D`` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+import torch
+
+ChunkKey = NewType("ChunkKey", str)
+"""Address of one stored chunk: 64 lower-case hex digits (SHA-256), see :mod:`kvrag.fingerprint`."""
+
+Exactness = Literal["exact", "repaired", "full"]
+Mode = Literal["auto", "full", "prefix", "stitch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a document, given explicitly as one segment of a prompt.
+
+    Parameters
+    ----------
+    text
+        The chunk's text. White space at its ends belongs to the live text around it, as for chunks found by scanning.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkIdentity:
+    """Everything that decides the KV of a chunk; two chunks with the same identity have the same KV.
+
+    Parameters
+    ----------
+    model
+        Fingerprint of the model (weights, config, tokenizer, RoPE, dtype, attention variant, format).
+    namespace
+        Digest of the isolation namespace.
+    prefix
+        Digest of the token ids that the chunk was encoded behind.
+    token_ids
+        The chunk's own token ids.
+    """
+
+    model: str
+    namespace: str
+    prefix: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Keys and values of one layer.
+
+    Parameters
+    ----------
+    keys
+        Position-free keys (after the key norm, before RoPE), ``(H_kv, T, D)``.
+    values
+        Values, ``(H_kv, T, D_v)``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKV:
+    """KV of one chunk in all layers, on the host.
+
+    Parameters
+    ----------
+    layers
+        One :class:`LayerKV` per layer, layer 0 first.
+    """
+
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens ``T`` of the chunk."""
+        return int(self.layers[0].keys.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class TextEntry:
+    """What the span scanner must know to find a chunk's text in a prompt; the text itself is not kept.
+
+    Parameters
+    ----------
+    digest
+        SHA-256 of the stripped text, hex.
+    head, tail
+        Rolling hashes (uint64) of its first and its last :data:`kvrag.spans.ANCHOR_CHARS` characters.
+    num_chars
+        Length of the stripped text in characters (code points).
+    """
+
+    digest: str
+    head: int
+    tail: int
+    num_chars: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A known chunk's place in a rendered prompt, in characters: ``text[start:stop]``."""
+
+    start: int
+    stop: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrecomputeReport:
+    """What :meth:`KVRagEngine.precompute` did.
+
+    Parameters
+    ----------
+    stored, skipped
+        Chunks computed and written, and chunks that the store already had.
+    failed
+        ``(id, reason)`` of every chunk that has no KV now; such a chunk is computed at query time.
+    stored_bytes
+        Bytes of KV written.
+    seconds
+        Wall time.
+    """
+
+    stored: int
+    skipped: int
+    failed: list[tuple[str, str]]
+    stored_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What :func:`kvrag.sync_kv` did: chunks added, documents removed, and the precompute report."""
+
+    added: int
+    removed: int
+    precompute: PrecomputeReport
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """How the KV of a prompt was made; every token is counted once.
+
+    ``cached_tokens + repaired_tokens + computed_tokens == prompt_tokens``.
+
+    Parameters
+    ----------
+    prompt_ids
+        Token ids of the prompt: the definition of what was answered.
+    prompt_tokens
+        Their number ``N``.
+    cached_tokens
+        Rows whose KV came from the store and was used as stored, possibly with the residual shift.
+    repaired_tokens
+        Rows whose KV came from the store and was recomputed.
+    computed_tokens
+        Rows computed live: prefix without stored KV, glue, missing chunks, the question.
+    exactness
+        ``"exact"``: reuse that equals a full prefill; ``"repaired"``: approximate reuse; ``"full"``: no reuse.
+    timings_ms
+        Milliseconds per stage.
+    loaded_bytes
+        Bytes of KV taken from the store.
+    fallback_reason
+        Why the answer used less reuse than asked for; ``None`` where it did not.
+    """
+
+    prompt_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    repaired_tokens: int
+    computed_tokens: int
+    exactness: Exactness
+    timings_ms: Mapping[str, float]
+    loaded_bytes: int = 0
+    fallback_reason: str | None = None
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        """Cached tokens divided by prompt tokens, in [0, 1]."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult(Accounting):
+    """A prefilled prompt. ``logits``: float32 CPU tensor ``(vocab,)`` of the first answer token."""
+
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    ttft_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult(Accounting):
+    """A scored continuation.
+
+    Parameters
+    ----------
+    logits
+        Float32 CPU tensor ``(T, vocab)``; row ``t`` predicts continuation token ``t``.
+    loss
+        Mean negative log-likelihood of the continuation, nats per token.
+    continuation_ids
+        Token ids of the continuation.
+    """
+
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    loss: float = float("nan")
+    continuation_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult(Accounting):
+    """A generated answer.
+
+    Parameters
+    ----------
+    text
+        The answer, stop string removed.
+    token_ids
+        Its token ids, including those of a stop string or end-of-sequence token.
+    finish_reason
+        ``"stop"`` (end-of-sequence or stop string), ``"length"`` or ``"cancelled"``.
+    ttft_ms
+        Wall time from the call to the first token, everything included: scan, load, stitch, repair.
+    total_ms, tokens_per_s
+        Wall time of the whole call, and decode speed after the first token.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: Literal["stop", "length", "cancelled"] = "stop"
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedSpan:
+    """One segment of a prompt as :meth:`KVRagEngine.explain` sees it.
+
+    ``kind`` is ``"prefix"``, ``"chunk"`` or ``"live"``; ``hit`` says whether stored KV will be used, ``exact`` whether it needs no
+    repair, ``reason`` why not (``None`` where there is nothing to say).
+    """
+
+    kind: Literal["prefix", "chunk", "live"]
+    start: int
+    stop: int
+    text: str
+    hit: bool
+    exact: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Spans, hits and reasons of misses for one prompt; print it."""
+
+    spans: list[ExplainedSpan]
+    prompt_tokens: int
+    mode: Mode
+    notes: list[str]
+
+    @property
+    def hits(self) -> int:
+        """Number of chunks with stored KV."""
+        return sum(span.hit for span in self.spans if span.kind == "chunk")
+
+    def __str__(self) -> str:
+        lines = [f"{self.prompt_tokens} tokens, {self.hits} chunk(s) reused, would run in mode {self.mode!r}"]
+        for span in self.spans:
+            head = " ".join(span.text.split())[:48]
+            state = ("exact" if span.exact else "hit") if span.hit else "computed"
+            why = f"  ({span.reason})" if span.reason else ""
+            lines.append(f"{span.start:>6}-{span.stop:<6} {span.kind:<6} {state:<8} {head!r}{why}")
+        return "\n".join([*lines, *self.notes])
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRow:
+    """Reuse against full prefill for one prompt: KL in nats at the first token, and the two greedy answers."""
+
+    kl: float
+    top1: bool
+    greedy: bool
+    exactness: Exactness
+    kv_reuse_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Agreement of reuse with full prefill over some prompts.
+
+    ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats; ``top1_agreement`` and ``greedy_agreement`` are fractions of
+    prompts with the same first token and with the same greedy answer; ``passed`` compares them with the thresholds given.
+    """
+
+    passed: bool
+    mean_kl: float
+    top1_agreement: float
+    greedy_agreement: float
+    rows: list[VerifyRow]
