@@ -1,0 +1,295 @@
+"""The scanner finds what was registered, character for character, and nothing else."""
+
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrag import spans
+from kvrag.errors import InputError
+from kvrag.fingerprint import text_digest
+from kvrag.spans import ANCHOR_CHARS, SpanIndex, choose, locate, text_entry
+from kvrag.types import Span
+
+LOREM = "The reading room opens at nine; maps are brought up from the store twice a day, at ten and at two."
+OTHER = "A shelf mark is written on the slip in pencil, never in ink, and the slip stays in the place of the book."
+
+
+def index_of(*texts: str) -> SpanIndex:
+    index = SpanIndex()
+    index.add(entry for text in texts if (entry := text_entry(text)))
+    return index
+
+
+def found(index: SpanIndex, prompt: str) -> list[str]:
+    result = index.scan(prompt)
+    assert all(text_digest(prompt[span.start : span.stop]) == span.digest for span in result)
+    assert all(a.stop <= b.start for a, b in pairwise(result))
+    return [prompt[span.start : span.stop] for span in result]
+
+
+def naive(prompt: str, texts: list[str]) -> list[Span]:
+    """Slow reference: every place of every text, then the overlap rule by comparing all pairs."""
+    stripped = {text.strip() for text in texts if len(text.strip()) >= ANCHOR_CHARS}
+    places = [(i, i + len(t)) for t in stripped for i in range(len(prompt)) if prompt.startswith(t, i)]
+    kept: list[tuple[int, int]] = []
+    for start, stop in sorted(places, key=lambda p: (p[0] - p[1], p[0])):
+        if all(stop <= a or b <= start for a, b in kept):
+            kept.append((start, stop))
+    return [Span(a, b, text_digest(prompt[a:b])) for a, b in sorted(kept)]
+
+
+def seconds(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+AWKWARD = {
+    "quotes": "He said \"no\", then 'maybe', then ‘yes’ — and wrote «perhaps» in the margin.",
+    "braces": 'Use {context} and {{escaped}} with {"json": [1, 2, {"deep": "er"}]} and %s and $name, please.',
+    "crlf": "First line of the page\r\nsecond line of the page\r\n\r\nfourth line, after an empty one",
+    "tabs": "shelf\tmark\tcolour\t\tyear\nA\t12\tgreen\t\t1911\nB\t13\tred\t\t1912",
+    "nbsp": "The fee is 12\u00a0€ per day, or 60\u00a0€ per week; see\u00a0§\u202f4 of the rules.",
+    "double spaces": "Two  spaces  after   every word,  and  three   after some,  as  typists did.",
+    "emoji": "Opening day 🎉 was loud 👩‍👩‍👧‍👦 and long 🏳️‍🌈; the guests 🥂 stayed until midnight 🌙.",
+    "cjk": "图书馆每天上午九点开门，下午六点关门；周末休息。地图室只在预约后开放，读者须出示证件，禁止使用墨水笔。",
+    "combining": "Cafe\u0301 re\u0301sume\u0301, A\u030angstro\u0308m and Vie\u0323\u0302t Nam, decomposed.",
+    "rtl": "ספר זה נמצא במחסן התחתון ואפשר להזמין אותו פעמיים ביום, בעשר ובשתיים בדיוק.",
+    "nul and controls": "A text with a NUL \x00 and a bell \x07 and an escape \x1b[0m, copied from a terminal.",
+    "control tokens": "<|im_start|>system\nThis is the plain text of a document<|im_end|></s>[INST] and no more.",
+}
+
+
+@pytest.mark.parametrize("text", AWKWARD.values(), ids=AWKWARD.keys())
+def test_a_chunk_is_found_verbatim_whatever_it_holds(text):
+    index = index_of(text)
+    assert found(index, text) == [text]
+    assert found(index, f"Context:\n\n{text}\n\nQuestion: {text[:31]}?") == [text]
+    assert found(index, f"🙂{text}🙂") == [text]
+
+
+def test_composed_and_decomposed_characters_are_different_texts():
+    assert found(index_of("é" * 40), "e\u0301" * 40) == []
+
+
+def test_the_ends_are_stripped_and_stay_outside_the_span():
+    index = index_of(f" \n\t\u00a0{LOREM}\u2003\r\n")
+    prompt = f"x \n{LOREM}\n\n y"
+    assert index.scan(prompt) == [Span(3, 3 + len(LOREM), text_digest(LOREM))]
+
+
+@pytest.mark.parametrize("size", [0, 1, ANCHOR_CHARS - 1])
+def test_a_text_below_the_anchor_has_no_entry(size):
+    assert text_entry("  " + "x" * size + "\n") is None
+
+
+@pytest.mark.parametrize("size", [ANCHOR_CHARS, ANCHOR_CHARS + 1, 2 * ANCHOR_CHARS - 1, 2 * ANCHOR_CHARS])
+def test_the_shortest_texts_that_have_an_entry_are_found(size):
+    text = (LOREM + OTHER)[:size].strip().ljust(size, ".")
+    assert found(index_of(text), f"a {text} b {text}") == [text, text]
+
+
+@pytest.mark.parametrize("text", ["short \ud800", LOREM + "\udfff"])
+def test_a_lone_surrogate_is_refused_with_a_sentence_that_names_it(text):
+    with pytest.raises(InputError, match=r"\\ud[8f].* UTF-8 can't encode; decode"):
+        text_entry(text)
+    with pytest.raises(InputError, match="UTF-8"):
+        locate("prompt", [text])
+
+
+def test_a_lone_surrogate_in_the_prompt_hides_nothing_else():
+    assert found(index_of(LOREM), f"\ud800 {LOREM} \udfff") == [LOREM]
+    same_ends = LOREM[:40] + "\ud800" + LOREM[41:]
+    assert index_of(LOREM).scan(same_ends) == []
+
+
+def test_repeated_and_adjacent_chunks_are_found_each_time():
+    index = index_of(LOREM, OTHER)
+    assert found(index, LOREM + OTHER + LOREM + LOREM + "\n" + OTHER) == [LOREM, OTHER, LOREM, LOREM, OTHER]
+
+
+def test_the_longest_match_wins_over_those_inside_and_across_it():
+    whole = LOREM + " " + OTHER
+    across = OTHER[-40:] + " and then some"
+    prompt = f"{whole} and then some; {LOREM}"
+    assert found(index_of(LOREM, OTHER, whole, across), prompt) == [whole, LOREM]
+
+
+def test_the_leftmost_of_equally_long_matches_wins():
+    text = "".join(chr(ord("A") + n % 57) for n in range(130))
+    left, right = text[:80], text[50:130]
+    assert found(index_of(right, left), text) == [left]
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, len(LOREM) // 2, len(LOREM) - 33, len(LOREM) - 1])
+def test_one_changed_character_means_not_found(place):
+    changed = LOREM[:place] + chr(ord(LOREM[place]) ^ 1) + LOREM[place + 1 :]
+    assert index_of(LOREM).scan(f"x {changed} y") == []
+
+
+@pytest.mark.parametrize("prompt", ["", "x", LOREM[:-1], LOREM[1:], LOREM[:40] + LOREM[41:]])
+def test_parts_of_a_chunk_are_not_found(prompt):
+    assert index_of(LOREM).scan(prompt) == []
+
+
+def test_an_empty_index_finds_nothing():
+    assert SpanIndex().scan(LOREM) == []
+    assert len(SpanIndex()) == 0
+
+
+def test_texts_with_the_same_ends_and_length_are_told_apart():
+    texts = [LOREM + str(n) * 5 + OTHER for n in range(10)]
+    index = index_of(*texts[:5])
+    assert found(index, "\n\n".join(texts)) == texts[:5]
+
+
+def test_adding_twice_changes_nothing_and_discarding_forgets():
+    index = index_of(LOREM, OTHER)
+    index.add([text_entry(LOREM), text_entry(LOREM)])
+    assert len(index) == 2
+    assert found(index, LOREM + OTHER) == [LOREM, OTHER]
+    index.discard(text_digest(LOREM))
+    index.discard(text_digest(LOREM))
+    index.discard("unknown")
+    assert len(index) == 1
+    assert found(index, LOREM + OTHER) == [OTHER]
+    index.add([text_entry(LOREM)])
+    assert found(index, LOREM + OTHER) == [LOREM, OTHER]
+
+
+def test_a_discarded_long_text_no_longer_hides_a_short_one():
+    index = index_of(LOREM, LOREM + OTHER)
+    assert found(index, LOREM + OTHER) == [LOREM + OTHER]
+    index.discard(text_digest(LOREM + OTHER))
+    assert found(index, LOREM + OTHER) == [LOREM]
+
+
+@pytest.mark.parametrize("tolerated", [0, 3, 1000])
+def test_any_order_of_adds_scans_and_discards_gives_the_same(monkeypatch, tolerated):
+    monkeypatch.setattr(spans, "MIN_OVERFLOW", tolerated)
+    texts = [f"{n:03d} {LOREM}" for n in range(40)]
+    prompt = "\n".join(texts)
+    index = SpanIndex()
+    for n, text in enumerate(texts):
+        index.add([text_entry(text)])
+        if n % 7 == 3:
+            index.discard(text_digest(texts[n - 3]))
+        expected = [t for i, t in enumerate(texts[: n + 1]) if not (i % 7 == 0 and i + 3 <= n)]
+        assert found(index, prompt) == expected
+
+
+def test_threads_may_add_and_discard_while_others_scan():
+    index = index_of(LOREM)
+    fresh = [f"{n} {OTHER}" for n in range(2000)]
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def scan() -> None:
+        try:
+            while not done.is_set():
+                assert LOREM in found(index, f"{LOREM}\n{fresh[-1]}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=scan) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for text in fresh:
+        index.add([text_entry(text)])
+        if text is not fresh[-1]:
+            index.discard(text_digest(text))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert found(index, f"{LOREM}\n{fresh[-1]}") == [LOREM, fresh[-1]]
+
+
+@pytest.mark.parametrize("footer", ["", " " + OTHER], ids=["own tails", "same tails"])
+def test_a_header_shared_by_ten_thousand_chunks_stays_fast(footer):
+    texts = [f"{LOREM} Page {n}: {'word ' * (n % 300)}end of {n}.{footer}" for n in range(10_000)]
+    index = index_of(*texts)
+    wanted = texts[5::1000]
+    prompt = "\n\n".join([*wanted, LOREM])
+    assert found(index, prompt) == wanted
+    assert seconds(lambda: index.scan(prompt)) < 0.5
+
+
+def test_a_run_of_one_character_is_scanned_in_bounded_time():
+    index = index_of(*("a" * n for n in range(ANCHOR_CHARS, 1500)))
+    prompt = "a" * 100_000
+    assert seconds(lambda: index.scan(prompt)) < 5
+    result = found(index, prompt)
+    assert result[0] == "a" * 1499
+    assert sum(map(len, result)) > 98_000
+
+
+def test_a_run_that_differs_only_in_the_middle_is_scanned_in_bounded_time():
+    index = index_of(*("a" * n + "b" + "a" * 2000 for n in range(1000, 1020)), LOREM)
+    prompt = "a" * 50_000 + LOREM + "a" * 50_000
+    assert seconds(lambda: index.scan(prompt)) < 5
+
+
+def test_what_the_bounds_cut_off_is_missed_and_never_wrong(monkeypatch):
+    monkeypatch.setattr(spans, "MAX_PAIRS", 0)
+    monkeypatch.setattr(spans, "MAX_WASTED_CHARS", 0)
+    index = index_of(*("a" * n for n in range(ANCHOR_CHARS, 200)), "a" * 50 + "b" + "a" * 100)
+    for piece in found(index, "a" * 3000):
+        assert set(piece) == {"a"}
+        assert len(piece) < 200
+
+
+def test_choose_keeps_the_longest_then_the_leftmost():
+    a, b, c, d = (Span(0, 10, "a"), Span(5, 20, "b"), Span(20, 30, "c"), Span(25, 35, "d"))
+    assert choose([d, c, b, a]) == [b, c]
+    assert choose([a, c, Span(10, 10, "empty")]) == [a, c]
+    assert choose([]) == []
+
+
+def test_locate_finds_short_and_long_needles_by_the_same_rule():
+    prompt = f"tiny {LOREM} tiny"
+    assert locate(prompt, [" tiny\n", LOREM, LOREM[4:20], "", "absent"]) == [
+        Span(0, 4, text_digest("tiny")),
+        Span(5, 5 + len(LOREM), text_digest(LOREM)),
+        Span(len(prompt) - 4, len(prompt), text_digest("tiny")),
+    ]
+    assert locate("", ["x"]) == []
+
+
+runs = st.lists(st.tuples(st.sampled_from("ab é🙂\n"), st.integers(1, 40)), min_size=1, max_size=4)
+chunk_texts = st.one_of(
+    runs.map(lambda parts: "".join(char * count for char, count in parts)),
+    st.text(min_size=ANCHOR_CHARS, max_size=48).filter(lambda t: t.isprintable()),
+)
+
+
+@st.composite
+def cases(draw) -> tuple[list[str], str]:
+    """Some texts, and a prompt made of them, of pieces of them and of noise."""
+    texts = draw(st.lists(chunk_texts, min_size=1, max_size=5))
+    prompt = ""
+    for _ in range(draw(st.integers(0, 6))):
+        text = draw(st.sampled_from(texts))
+        cut = draw(st.integers(0, len(text)))
+        prompt += draw(st.sampled_from([text, text, text[:cut], text[cut:], text.strip(), "a" * cut, "\n\n", "x"]))
+    return texts, prompt
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_scan_agrees_with_a_naive_search(case):
+    texts, prompt = case
+    assert index_of(*texts).scan(prompt) == naive(prompt, texts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_locate_agrees_with_choosing_among_all_places(case):
+    texts, prompt = case
+    needles = {text.strip() for text in texts} - {""}
+    places = [(i, i + len(n)) for n in needles for i in range(len(prompt)) if prompt.startswith(n, i)]
+    assert locate(prompt, texts) == choose(Span(a, b, text_digest(prompt[a:b])) for a, b in places)
