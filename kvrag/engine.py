@@ -1,0 +1,575 @@
+"""The facade: what users and adapters call. It knows the order of the stages and does no tensor maths."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode
+from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
+from kvrag.errors import ConfigError, ContextLengthError, InputError, OutOfMemoryError
+from kvrag.explain import explain_plan
+from kvrag.fingerprint import namespace_digest
+from kvrag.index_time import check_items, pair_up, precompute_texts
+from kvrag.loading import LoadedModel, ModelSource, check_source, load
+from kvrag.plan import Plan, plan_prompt
+from kvrag.prefill import Clock, Prefilled, prefill
+from kvrag.prefix import Prefix, prefix_text
+from kvrag.prompt import Prompt
+from kvrag.spans import SpanIndex
+from kvrag.stats import EngineStats
+from kvrag.store import open_store
+from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
+from kvrag.types import Explanation, GenerationResult, Mode, PrecomputeReport, PrefillResult, ScoreResult, VerifyReport
+from kvrag.verify import verify_prompts
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class KVRagEngine:
+    """Prefills chunks once, reuses their KV in any order, and says for every answer how it was made.
+
+    Build one with :meth:`from_pretrained`, or share one per process with :meth:`get`. Weights are loaded at first use. All methods may
+    be called from several threads; requests take turns forward by forward.
+
+    Examples
+    --------
+    >>> engine = KVRagEngine.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct", kv_dir="./kv")  # doctest: +SKIP
+    >>> engine.precompute(chunks)  # doctest: +SKIP
+    >>> engine.generate([{"role": "user", "content": f"{chunks[3]}\\n\\n{chunks[1]}\\n\\nWho?"}]).text  # doctest: +SKIP
+    """
+
+    _shared: dict[tuple[object, ...], KVRagEngine] = {}  # noqa: RUF012 - the process-wide registry of get()
+    _shared_lock = threading.Lock()
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        kv_dir: str | os.PathLike[str] | None = None,
+        prefix: Prefix | None = None,
+        repair: RepairConfig | None = None,
+        namespace: str = "default",
+        store_config: StoreConfig | None = None,
+    ) -> None:
+        if not isinstance(namespace, str) or not namespace:
+            raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+        check_source(source)
+        self.source, self.namespace = source, namespace
+        self.repair = _check_repair(repair) or RepairConfig()
+        self.store_config = store_config or StoreConfig()
+        self.store = open_store(kv_dir, self.store_config)
+        self._prefix = prefix
+        self._prefix_texts: dict[str, None] = {}
+        self._spans: dict[str, tuple[SpanIndex, int]] = {}
+        self._stats = EngineStats()
+        self._lock = threading.RLock()
+        self._loaded: LoadedModel | None = None
+        self._has_warned = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        kv_dir: str | os.PathLike[str] | None = None,
+        prefix: Prefix | None = None,
+        repair: RepairConfig | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        namespace: str = "default",
+        revision: str | None = None,
+        store_config: StoreConfig | None = None,
+        **hf_kwargs: Any,
+    ) -> KVRagEngine:
+        """Describe an engine; weights are loaded at first use, and shared by all engines of this process with the same source.
+
+        Parameters
+        ----------
+        model
+            Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (then ``tokenizer`` is needed).
+        tokenizer
+            A tokenizer, its id or directory; default: the model's.
+        kv_dir
+            Directory of the KV store; default: chunks are kept in memory only.
+        prefix
+            What stands before the first chunk in your prompts: text, chat messages, a prompt template, or a
+            :class:`~kvrag.prefix.TemplatePrefix`. Default: the head of the model's chat template.
+        repair
+            How stitched KV is repaired.
+        device
+            ``"cpu"``, ``"cuda"``, ...; default: CUDA if there is one.
+        dtype
+            ``"auto"``: float32 on CPU, else the checkpoint's.
+        namespace
+            Isolation: chunks of one namespace are never found from another.
+        revision
+            Hub revision.
+        store_config
+            Budgets and limits of the store.
+        **hf_kwargs
+            For ``AutoModelForCausalLM.from_pretrained``.
+
+        Raises
+        ------
+        ModelError
+            If the model can't be found or its architecture is not accepted.
+        ConfigError
+            If an option has an impossible value, or CUDA is requested and absent.
+        StoreError
+            If ``kv_dir`` can't be used.
+        """
+        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs)
+        return cls(
+            source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config
+        )
+
+    @classmethod
+    def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
+        """Return the process-wide engine for these arguments (those of :meth:`from_pretrained`), made on first call."""
+        names = ("tokenizer", "revision", "dtype", "device")
+        own = ("kv_dir", "prefix", "repair", "namespace", "store_config")
+        hf_kwargs = {k: v for k, v in options.items() if k not in (*names, *own)}
+        source = ModelSource(model, **{k: options[k] for k in names if k in options}, hf_kwargs=hf_kwargs)
+        kv_dir = None if options.get("kv_dir") is None else os.path.abspath(options["kv_dir"])
+        settings = (repr(options.get("prefix")), options.get("repair"), options.get("namespace", "default"))
+        key = (source.key, kv_dir, *settings, options.get("store_config"))
+        with cls._shared_lock:
+            if key not in cls._shared:
+                cls._shared[key] = cls.from_pretrained(model, **options)
+            return cls._shared[key]
+
+    # -- state that is made at first use ---------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model and its tokenizer; loads them."""
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load(self.source)
+            return self._loaded
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.loaded.encoder.tokenizer
+
+    @property
+    def prefix_text(self) -> str:
+        """The text that chunks are encoded behind unless :meth:`precompute` is told otherwise."""
+        return prefix_text(self._prefix, self.loaded.encoder)
+
+    def close(self) -> None:
+        """Close the store and forget the model; the engine can't be used afterwards."""
+        with self._shared_lock:
+            for key in [k for k, engine in self._shared.items() if engine is self]:
+                del self._shared[key]
+        self.store.close()
+        self._loaded = None
+
+    # -- index time ------------------------------------------------------------------------------------------------------
+
+    def precompute(
+        self,
+        texts: Sequence[str],
+        *,
+        ids: Sequence[str] | None = None,
+        prefix: Prefix | None = None,
+        namespace: str | None = None,
+        batch_size: int = 8,
+        show_progress: bool = False,
+    ) -> PrecomputeReport:
+        """Compute and store the KV of chunks; what is stored already is skipped, so a run that was killed is simply run again.
+
+        Parameters
+        ----------
+        texts
+            Chunk texts. White space at their ends does not count.
+        ids
+            Document ids, one per text; KV lives until the last document that refers to it is deleted (:meth:`delete`).
+        prefix
+            What stands before the first chunk; default: the engine's.
+        namespace
+            Default: the engine's.
+        batch_size
+            Chunks per forward.
+        show_progress
+            Show a progress bar.
+
+        Raises
+        ------
+        InputError
+            If a text is no string or empty, or one id names different texts. Nothing has been stored then.
+        """
+        return self.precompute_items(
+            pair_up(texts, ids),
+            prefix=prefix,
+            namespace=namespace,
+            batch_size=batch_size,
+            show_progress=show_progress,
+        )
+
+    def precompute_items(
+        self,
+        items: Sequence[tuple[str | None, str]],
+        *,
+        prefix: Prefix | None = None,
+        namespace: str | None = None,
+        batch_size: int = 8,
+        show_progress: bool = False,
+    ) -> PrecomputeReport:
+        """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
+        items = check_items(items)
+        text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
+        self._prefix_texts[text] = None
+        return precompute_texts(
+            self.loaded,
+            self.store,
+            items,
+            prefix=text,
+            namespace=self._namespace(namespace),
+            batch_size=batch_size,
+            min_chunk_tokens=self.store_config.min_chunk_tokens,
+            show_progress=show_progress,
+        )
+
+    def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> int:
+        """Delete documents: KV that no other document refers to is erased from every tier.
+
+        Returns
+        -------
+        int
+            Number of chunks erased.
+        """
+        space = self._namespace(namespace)
+        keys = [key for doc_id in ids for key in self.store.index.unlink(space, doc_id)]
+        return self.store.delete(keys)
+
+    def document_ids(self, *, namespace: str | None = None) -> list[str]:
+        """Return the ids of all documents that KV is kept for."""
+        return self.store.index.documents(self._namespace(namespace))
+
+    # -- query time ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 64,
+        mode: Mode = "auto",
+        repair: RepairConfig | None = None,
+        temperature: float = 0.0,
+        stop: str | Sequence[str] | None = None,
+        namespace: str | None = None,
+        **sampling: Any,
+    ) -> GenerationResult:
+        """Answer a prompt.
+
+        Parameters
+        ----------
+        prompt
+            Text, chat messages, or segments (``str`` and :class:`~kvrag.types.Chunk`).
+        max_new_tokens
+            Upper bound of answer tokens.
+        mode
+            ``"auto"``, ``"full"`` (no reuse), ``"prefix"`` (exact reuse of the prompt's head only), ``"stitch"``.
+        repair
+            Default: the engine's.
+        temperature
+            0 is greedy.
+        stop
+            Strings that end the answer.
+        namespace
+            Default: the engine's.
+        **sampling
+            ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``; see :class:`~kvrag.config.SamplingConfig`.
+
+        Raises
+        ------
+        InputError
+            If the prompt is empty, malformed, or too long with the answer (:class:`ContextLengthError`).
+        ConfigError
+            If an option does not exist or has an impossible value.
+        OutOfMemoryError
+            If the prompt does not fit, even without reuse.
+        """
+        stream = self.stream(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            mode=mode,
+            repair=repair,
+            temperature=temperature,
+            stop=stop,
+            namespace=namespace,
+            **sampling,
+        )
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
+        """Answer a prompt piece by piece: iterate over text, then read ``.result``. Options as for :meth:`generate`."""
+        return TokenStream(self._request(prompt, **options))
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
+        """As :meth:`generate`; the event loop is not blocked, and cancelling the task stops decoding."""
+        stream = self.astream(prompt, **options)
+        async for _ in stream:
+            pass
+        return stream.result
+
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncTokenStream:
+        """As :meth:`stream`, for ``async for``."""
+        return AsyncTokenStream(self._request(prompt, **options))
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        mode: Mode = "auto",
+        repair: RepairConfig | None = None,
+        namespace: str | None = None,
+    ) -> PrefillResult:
+        """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
+        check_mode(mode)
+        start = time.perf_counter()
+        done, clock = self._prefilled(prompt, mode, _check_repair(repair), namespace, max_new_tokens=1)
+        result = PrefillResult(
+            **_accounting(done, clock),
+            logits=done.logits.float().cpu(),
+            ttft_ms=(time.perf_counter() - start) * 1e3,
+        )
+        self._stats.count(result)
+        return result
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int],
+        *,
+        mode: Mode = "auto",
+        repair: RepairConfig | None = None,
+        namespace: str | None = None,
+    ) -> ScoreResult:
+        """Score a given continuation: logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats.
+
+        Parameters
+        ----------
+        prompt, mode, repair, namespace
+            As for :meth:`generate`.
+        continuation
+            Text or token ids, at least one token.
+        """
+        check_mode(mode)
+        encoder = self.loaded.encoder
+        ids = encoder.live_ids(continuation) if isinstance(continuation, str) else list(continuation)
+        if not ids:
+            raise InputError("the continuation is empty; pass text or token ids")
+        done, clock = self._prefilled(prompt, mode, _check_repair(repair), namespace, max_new_tokens=len(ids))
+        with clock.stage("score"):
+            rows = slice(done.buffer.length, done.buffer.length + len(ids) - 1)
+            logits = [done.logits[None]]
+            if len(ids) > 1:
+                logits.append(self.loaded.lm.forward(torch.tensor(ids[:-1]), rows, done.buffer, logits=len(ids) - 1)[0][0])
+            scores = torch.cat(logits).float().cpu()
+        loss = torch.nn.functional.cross_entropy(scores, torch.tensor(ids))
+        result = ScoreResult(**_accounting(done, clock), logits=scores, loss=float(loss), continuation_ids=ids)
+        self._stats.count(result)
+        return result
+
+    # -- looking inside --------------------------------------------------------------------------------------------------
+
+    def explain(self, prompt: Prompt, *, mode: Mode = "auto", namespace: str | None = None) -> Explanation:
+        """Tell which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
+        check_mode(mode)
+        plan = self._plan(prompt, namespace)
+        return explain_plan(plan, mode, self.repair, num_layers=self.loaded.lm.num_layers)
+
+    def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
+        """Compare reuse with full prefill on your prompts; options as for :func:`kvrag.verify.verify_prompts`."""
+        return verify_prompts(self, prompts, **options)
+
+    def stats(self) -> dict[str, Any]:
+        """Return totals over requests, and the size and counters of each tier of the store."""
+        return {**self._stats.snapshot(), "store": self.store.stats()}
+
+    # -- internals -------------------------------------------------------------------------------------------------------
+
+    def _namespace(self, namespace: str | None) -> str:
+        return namespace_digest(self.namespace if namespace is None else namespace)
+
+    def _scanner(self, namespace: str) -> SpanIndex:
+        """Return the namespace's span index, brought up to date with what any process has stored."""
+        with self._lock:
+            spans, cursor = self._spans.get(namespace, (SpanIndex(), 0))
+            try:
+                entries, cursor = self.store.index.texts(namespace, cursor)
+                spans.add(entries)
+            except Exception as error:  # a broken store costs reuse, never the answer
+                logger.warning("the KV store's index can't be read (%s); computing instead", error)
+            self._spans[namespace] = (spans, cursor)
+            return spans
+
+    def _plan(self, prompt: Prompt, namespace: str | None) -> Plan:
+        space = self._namespace(namespace)
+        plan = plan_prompt(
+            prompt,
+            self.loaded.encoder,
+            scanner=self._scanner(space),
+            store=self.store,
+            model=self.loaded.fingerprint,
+            namespace=space,
+            prefixes=[self.prefix_text, *self._prefix_texts],
+            min_chunk_tokens=self.store_config.min_chunk_tokens,
+        )
+        if plan.has_mismatch and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired; "
+                f"precompute with what stands before the first chunk: prefix={plan.pieces[0].piece.text[:400]!r}",
+                UserWarning,
+                stacklevel=2,
+            )
+        return plan
+
+    def _prefilled(
+        self, prompt: Prompt, mode: Mode, repair: RepairConfig | None, namespace: str | None, *, max_new_tokens: int
+    ) -> tuple[Prefilled, Clock]:
+        """Plan and prefill; when memory runs out, once more without reuse."""
+        clock = Clock()
+        with clock.stage("plan"):
+            plan = self._plan(prompt, namespace)
+        total, window = len(plan.token_ids) + max_new_tokens, self.loaded.lm.context_window
+        if total > window:
+            raise ContextLengthError(
+                f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
+                f"context window of {window}; retrieve fewer chunks or lower max_new_tokens"
+            )
+
+        def attempt(mode: Mode) -> Prefilled:
+            return prefill(
+                self.loaded.lm,
+                self.store,
+                plan,
+                mode=mode,
+                config=repair or self.repair,
+                max_new_tokens=max_new_tokens,
+                load_timeout_s=self.store_config.load_timeout_s,
+                clock=clock,
+            )
+
+        return _retry_without_reuse(attempt, mode), clock
+
+    def _request(
+        self,
+        prompt: Prompt,
+        *,
+        mode: Mode = "auto",
+        repair: RepairConfig | None = None,
+        namespace: str | None = None,
+        stop: str | Sequence[str] | None = None,
+        **sampling: Any,
+    ) -> Produce:
+        """Check the options now, in the caller's thread, and return the work for the request's own thread."""
+        check_mode(mode)
+        repair = _check_repair(repair)
+        config = build(SamplingConfig, {**sampling, "stop": stop})
+        start = time.perf_counter()
+
+        def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
+            done, clock = self._prefilled(prompt, mode, repair, namespace, max_new_tokens=config.max_new_tokens)
+            result = self._decode(done, clock, config, start, emit, cancel)
+            self._stats.count(result)
+            return result
+
+        return produce
+
+    def _decode(
+        self, done: Prefilled, clock: Clock, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
+    ) -> GenerationResult:
+        lm, encoder = self.loaded.lm, self.loaded.encoder
+        defaults = lm.model.generation_config
+        eos_ids = eos_token_ids(defaults, encoder.tokenizer)
+        sampler = Sampler(config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0)
+        text = TextStream(encoder.decode, config.stop)
+        ids: list[int] = []
+        parts: list[str] = []
+        first = time.perf_counter()
+
+        def show(delta: str) -> None:
+            if delta:
+                parts.append(delta)
+                emit(delta)
+
+        with clock.stage("decode"):
+            for token in decode_tokens(
+                lm, done.buffer, done.logits, sampler, max_new_tokens=config.max_new_tokens, eos_ids=eos_ids, cancel=cancel
+            ):
+                first = first if ids else time.perf_counter()
+                ids.append(token)
+                show(text.push(token))
+                if text.is_stopped:
+                    break
+            show(text.finish())
+        end = time.perf_counter()
+        has_ended = text.is_stopped or ids[-1] in eos_ids
+        return GenerationResult(
+            **_accounting(done, clock),
+            text="".join(parts),
+            token_ids=ids,
+            finish_reason="stop" if has_ended else "length" if len(ids) == config.max_new_tokens else "cancelled",
+            ttft_ms=(first - start) * 1e3,
+            total_ms=(end - start) * 1e3,
+            tokens_per_s=(len(ids) - 1) / (end - first) if len(ids) > 1 else 0.0,
+        )
+
+
+def _check_repair(repair: object) -> RepairConfig | None:
+    if repair is not None and not isinstance(repair, RepairConfig):
+        raise ConfigError(f"repair is {repair!r}; pass a kvrag.RepairConfig, for example RepairConfig(recompute_ratio=0.15)")
+    return repair
+
+
+def _retry_without_reuse(attempt: Callable[[Mode], T], mode: Mode) -> T:
+    """Run a prefill; when memory runs out, once more without reuse, then give up with a sentence."""
+    try:
+        return attempt(mode)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if mode != "full":
+            logger.warning("out of memory with reuse (%s); trying once more without", error)
+            try:
+                return attempt("full")
+            except (torch.OutOfMemoryError, MemoryError):
+                pass
+        raise OutOfMemoryError(
+            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
+            f"or use a smaller model or dtype ({error})"
+        ) from error
+
+
+def _accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
+    """Fields of :class:`~kvrag.types.Accounting`."""
+    total = len(done.token_ids)
+    return {
+        "prompt_ids": done.token_ids,
+        "prompt_tokens": total,
+        "cached_tokens": total - done.num_live - done.num_repaired,
+        "repaired_tokens": done.num_repaired,
+        "computed_tokens": done.num_live,
+        "exactness": done.exactness,
+        "timings_ms": clock.timings_ms,
+        "loaded_bytes": done.loaded_bytes,
+        "fallback_reason": done.fallback_reason,
+    }

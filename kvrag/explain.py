@@ -1,0 +1,52 @@
+"""Say in words what a plan found: spans, hits, and the reason of each miss."""
+
+from __future__ import annotations
+
+from kvrag.config import RepairConfig
+from kvrag.plan import Plan, decide, lay_out
+from kvrag.types import ChunkKV, ExplainedSpan, Explanation, Mode
+
+
+def explain_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: int) -> Explanation:
+    """Describe a plan without loading anything.
+
+    Parameters
+    ----------
+    plan
+        The prompt's pieces.
+    mode
+        The mode asked for; the explanation holds the one that it comes to.
+    config, num_layers
+        Decide whether reuse pays.
+    """
+    layout, reason = decide(
+        lay_out(plan, dict.fromkeys(plan.identities, ChunkKV(())))[0], mode, config, num_layers=num_layers
+    )
+    spans: list[ExplainedSpan] = []
+    start = 0
+    for index, piece in enumerate(plan.pieces):
+        stop = start + len(piece.ids)
+        is_head = index == 0 and piece.piece.kind == "live"
+        kind = "prefix" if is_head else piece.piece.kind
+        spans.append(
+            ExplainedSpan(
+                kind=kind,
+                start=start,
+                stop=stop,
+                text=piece.piece.text,
+                hit=piece.identity is not None,
+                exact=piece.is_exact,
+                reason=piece.reason,
+            )
+        )
+        start = stop
+    notes = [reason] if reason else []
+    if not any(span.kind == "chunk" for span in spans):
+        notes.append(
+            "no known chunk text stands in this prompt; if documents were precomputed, check that the prompt holds their text verbatim "
+            "(not escaped by repr() or JSON) and that the namespace is the same"
+        )
+    if plan.has_mismatch:
+        notes.append("pass prefix= what stands before the first chunk when precomputing, to make the first chunk exact")
+    outcome: Mode = "full" if not layout.reused else "stitch" if layout.stale else "prefix"
+    return Explanation(spans=spans, prompt_tokens=layout.num_tokens, mode=outcome, notes=notes)

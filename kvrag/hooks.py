@@ -1,0 +1,227 @@
+"""Hooks for index time that take whatever the frameworks hold: texts, documents, nodes, a vector store or an index.
+
+Nothing of LangChain or LlamaIndex is imported here: their objects are recognised by the attributes that this module reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from kvrag.engine import KVRagEngine
+from kvrag.errors import ConfigError, InputError, KVRagError
+from kvrag.prefix import Prefix
+from kvrag.types import PrecomputeReport, SyncReport
+
+logger = logging.getLogger(__name__)
+
+Content = Literal["text", "llm"]
+OnError = Literal["raise", "warn"]
+
+
+def precompute_kv(
+    items: Any,
+    *,
+    llm: Any,
+    ids: Sequence[str] | None = None,
+    prefix: Prefix | None = None,
+    namespace: str | None = None,
+    content: Content = "text",
+    batch_size: int = 8,
+    show_progress: bool = False,
+    on_error: OnError = "raise",
+) -> PrecomputeReport:
+    """Compute and store the KV of documents.
+
+    Parameters
+    ----------
+    items
+        Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain vector store, a LlamaIndex index.
+    llm
+        A :class:`~kvrag.engine.KVRagEngine`, or one of the framework classes that have one.
+    ids
+        Document ids, one per item; default: the items' own.
+    prefix, namespace, batch_size, show_progress
+        As for :meth:`kvrag.engine.KVRagEngine.precompute`.
+    content
+        For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM is shown.
+    on_error
+        ``"raise"`` faults of the call, or ``"warn"`` and go on: without KV, answers are computed from scratch.
+
+    Returns
+    -------
+    PrecomputeReport
+
+    Raises
+    ------
+    InputError
+        If an item has no text, or one id names different texts.
+    """
+    _check_choice("content", content, ("text", "llm"))
+    _check_choice("on_error", on_error, ("raise", "warn"))
+    try:
+        pairs = _pairs(items, content)
+        names = [name for name, _ in pairs] if ids is None else list(ids)
+        engine = engine_of(llm)
+        return _precompute(engine, pairs, names, prefix, namespace, batch_size, show_progress)
+    except KVRagError as error:
+        if on_error == "raise":
+            raise
+        warnings.warn(f"no KV was precomputed: {error}", UserWarning, stacklevel=2)
+        return PrecomputeReport(0, 0, [("", str(error))], 0, 0.0)
+
+
+def delete_kv(items: Any, *, llm: Any, namespace: str | None = None) -> int:
+    """Delete documents by id, or the documents given: KV that nothing else refers to is erased.
+
+    Parameters
+    ----------
+    items
+        Ids, LangChain documents, LlamaIndex nodes, a vector store or an index.
+    llm, namespace
+        As for :func:`precompute_kv`.
+
+    Returns
+    -------
+    int
+        Number of chunks erased.
+    """
+    engine = engine_of(llm)
+    if isinstance(items, str):
+        items = [items]
+    if _is_many(items) and all(isinstance(item, str) for item in items):
+        return engine.delete(list(items), namespace=namespace)
+    return engine.delete([name for name, _ in _pairs(items, "text") if name is not None], namespace=namespace)
+
+
+def sync_kv(
+    live_items: Any,
+    *,
+    llm: Any,
+    ids: Sequence[str] | None = None,
+    prefix: Prefix | None = None,
+    namespace: str | None = None,
+    content: Content = "text",
+    batch_size: int = 8,
+    show_progress: bool = False,
+) -> SyncReport:
+    """Make the store hold the KV of exactly these documents: precompute what is missing, delete what is gone.
+
+    Parameters
+    ----------
+    live_items
+        Every document that shall have KV in this namespace; each needs an id.
+    llm, ids, prefix, namespace, content, batch_size, show_progress
+        As for :func:`precompute_kv`.
+    """
+    engine = engine_of(llm)
+    pairs = _pairs(live_items, content)
+    names = [name for name, _ in pairs] if ids is None else list(ids)
+    if any(name is None for name in names):
+        raise InputError("sync_kv needs an id for every item, to tell what is gone; pass ids=[...]")
+    report = _precompute(engine, pairs, names, prefix, namespace, batch_size, show_progress)
+    gone = sorted(set(engine.document_ids(namespace=namespace)) - set(map(str, names)))
+    engine.delete(gone, namespace=namespace)
+    return SyncReport(added=report.stored, removed=len(gone), precompute=report)
+
+
+def engine_of(llm: Any) -> KVRagEngine:
+    """Return the engine behind an engine or one of the framework classes."""
+    engine = llm if isinstance(llm, KVRagEngine) else getattr(llm, "engine", None)
+    if not isinstance(engine, KVRagEngine):
+        raise ConfigError(
+            f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM (other models can't use KV)"
+        )
+    return engine
+
+
+def _precompute(
+    engine: KVRagEngine,
+    pairs: list[tuple[str | None, str]],
+    names: Sequence[str | None],
+    prefix: Prefix | None,
+    namespace: str | None,
+    batch_size: int,
+    show_progress: bool,
+) -> PrecomputeReport:
+    """Precompute with ids where there are any; empty texts of a splitter are left out, as they hold nothing to compute."""
+    if len(names) != len(pairs):
+        raise InputError(f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none")
+    kept = [(name, text) for name, (_, text) in zip(names, pairs, strict=True) if not isinstance(text, str) or text.strip()]
+    options: dict[str, Any] = {
+        "prefix": prefix,
+        "namespace": namespace,
+        "batch_size": batch_size,
+        "show_progress": show_progress,
+    }
+    return engine.precompute_items(kept, **options)
+
+
+def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
+    """Turn whatever was given into ``(id or None, text)``."""
+    if isinstance(items, str):
+        return [(None, items)]
+    found = items if _is_many(items) else _documents_in(items)
+    return [_pair(item, content) for item in found]
+
+
+def _is_many(items: Any) -> bool:
+    return isinstance(items, Iterable) and not hasattr(items, "similarity_search") and not hasattr(items, "docstore")
+
+
+def _pair(item: Any, content: Content) -> tuple[str | None, str]:
+    if isinstance(item, str):
+        return None, item
+    item = getattr(item, "node", item)  # NodeWithScore
+    if hasattr(item, "page_content"):  # LangChain
+        return item.id, item.page_content
+    if hasattr(item, "node_id") and hasattr(item, "get_content"):  # LlamaIndex
+        mode = {"text": "none", "llm": "llm"}[content]
+        return item.node_id, item.get_content(metadata_mode=mode)
+    raise InputError(f"an item is of type {type(item).__name__}; pass texts, LangChain documents or LlamaIndex nodes")
+
+
+def _documents_in(holder: Any) -> list[Any]:
+    """List the documents of a vector store or index that can list them."""
+    for read in (_kvrag_documents, _langchain_documents, _llama_index_nodes):
+        documents = read(holder)
+        if documents is not None:
+            return documents
+    raise InputError(
+        f"{type(holder).__name__} can't list its documents; pass the documents or nodes themselves, with the ids that it gave them"
+    )
+
+
+def _kvrag_documents(holder: Any) -> list[Any] | None:
+    listing = getattr(holder, "kv_documents", None)
+    return None if listing is None else list(listing())
+
+
+def _langchain_documents(holder: Any) -> list[Any] | None:
+    """Read LangChain's ``InMemoryVectorStore`` (``store``) and the community FAISS class (``docstore``)."""
+    rows = getattr(holder, "store", None)
+    if isinstance(rows, dict) and hasattr(holder, "similarity_search"):
+        return list(holder.get_by_ids(list(rows)))
+    stored = getattr(getattr(holder, "docstore", None), "_dict", None)
+    return None if stored is None else list(stored.values())
+
+
+def _llama_index_nodes(holder: Any) -> list[Any] | None:
+    """Read a LlamaIndex index: its document store, or a vector store that keeps the text."""
+    documents = getattr(getattr(holder, "docstore", None), "docs", None)
+    if documents:
+        return list(documents.values())
+    store = getattr(holder, "vector_store", holder)
+    if not hasattr(store, "get_nodes"):
+        return [] if documents is not None else None
+    try:
+        return list(store.get_nodes(node_ids=None, filters=None))
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")

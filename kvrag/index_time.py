@@ -1,0 +1,215 @@
+"""Index time: texts → token ids → key → KV → store, in batches, skipping what is there, so that a killed run is simply run again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+
+from kvrag.cache import KVBuffer
+from kvrag.errors import ConfigError, InputError, StoreError
+from kvrag.fingerprint import ids_digest
+from kvrag.loading import LoadedModel
+from kvrag.precompute import encode_chunks, encode_prefix
+from kvrag.prompt import check_chunk_text
+from kvrag.spans import text_entry
+from kvrag.store.base import KVStore
+from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One distinct chunk to store, and the documents that refer to it."""
+
+    doc_ids: tuple[str | None, ...]
+    entry: TextEntry | None
+    identity: ChunkIdentity
+
+    @property
+    def label(self) -> str:
+        """How reports call it."""
+        return next((i for i in self.doc_ids if i is not None), self.entry.digest[:12] if self.entry else "prefix")
+
+
+def pair_up(texts: Sequence[str], ids: Sequence[str] | None) -> list[tuple[str | None, str]]:
+    """Pair texts with their ids, if any.
+
+    Raises
+    ------
+    InputError
+        If their numbers differ.
+    """
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    names: list[str | None] = [None] * len(texts) if ids is None else list(ids)
+    if len(names) != len(texts):
+        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
+    return list(zip(names, texts, strict=True))
+
+
+def check_items(items: Sequence[tuple[str | None, str]]) -> list[tuple[str | None, str]]:
+    """Validate before anything is computed; returns ``(id, stripped text)``.
+
+    Raises
+    ------
+    InputError
+        If a text is no string or empty, or one id names different texts.
+    """
+    out: list[tuple[str | None, str]] = []
+    seen: dict[str, str] = {}
+    for index, (name, text) in enumerate(items):
+        try:
+            body = check_chunk_text(text).strip()
+        except InputError as error:
+            raise InputError(f"chunk {index} (id {name!r}): {error}") from None
+        if name is not None:
+            if not isinstance(name, str):
+                raise InputError(f"chunk {index} has the id {name!r}; ids must be strings")
+            if seen.setdefault(name, body) != body:
+                raise InputError(f"the id {name!r} names two different texts; give each text its own id")
+        out.append((name, body))
+    return out
+
+
+def precompute_texts(
+    loaded: LoadedModel,
+    store: KVStore,
+    items: Sequence[tuple[str | None, str]],
+    *,
+    prefix: str,
+    namespace: str,
+    batch_size: int,
+    min_chunk_tokens: int,
+    show_progress: bool,
+) -> PrecomputeReport:
+    """Store the KV of the prefix and of every text that has none yet.
+
+    Parameters
+    ----------
+    loaded
+        Model and tokenizer.
+    store
+        Where to.
+    items
+        ``(id or None, stripped text)``.
+    prefix
+        Text that the chunks are encoded behind.
+    namespace
+        Digest of the namespace.
+    batch_size
+        Chunks per forward; halved when memory runs out.
+    min_chunk_tokens
+        Shorter texts are skipped.
+    show_progress
+        Show a progress bar.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+    start = time.perf_counter()
+    prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
+    jobs = _jobs(loaded, items, ids_digest(prefix_ids), namespace)
+    room = loaded.lm.context_window - len(prefix_ids)
+    run = _Run(loaded, store, tuple(prefix_ids), namespace)
+    todo: list[Job] = []
+    for job in jobs:
+        length = len(job.identity.token_ids)
+        if length < min_chunk_tokens or job.entry is None:
+            logger.info("chunk %s has %d tokens and stays live text", job.label, length)
+            run.skipped += 1
+        elif length >= room:
+            run.fail(job, f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the context window")
+        elif run.link(job):
+            run.skipped += 1
+        else:
+            todo.append(job)
+    todo.sort(key=lambda job: len(job.identity.token_ids))  # neighbours of similar length pad least
+    with tqdm(total=len(jobs), initial=len(jobs) - len(todo), disable=not show_progress, unit="chunk") as bar:
+        for batch in _batches(todo, batch_size):
+            run.store_batch(batch)
+            bar.update(len(batch))
+    return PrecomputeReport(run.stored, run.skipped, run.failed, run.stored_bytes, time.perf_counter() - start)
+
+
+def _jobs(
+    loaded: LoadedModel, items: Sequence[tuple[str | None, str]], prefix: str, namespace: str
+) -> list[Job]:
+    """Merge equal texts: one job per text, with all ids that name it."""
+    names: dict[str, list[str | None]] = {}
+    for name, text in items:
+        names.setdefault(text, []).append(name)
+    return [
+        Job(
+            tuple(dict.fromkeys(ids)),
+            text_entry(text),
+            ChunkIdentity(loaded.fingerprint, namespace, prefix, loaded.encoder.chunk_ids(text)),
+        )
+        for text, ids in names.items()
+    ]
+
+
+def _batches(jobs: list[Job], size: int) -> Iterator[list[Job]]:
+    for start in range(0, len(jobs), size):
+        yield jobs[start : start + size]
+
+
+class _Run:
+    """State of one precompute: the prefix's buffer and the report in the making."""
+
+    def __init__(
+        self, loaded: LoadedModel, store: KVStore, prefix_ids: tuple[int, ...], namespace: str
+    ) -> None:
+        self._loaded, self._store = loaded, store
+        self._prefix_ids, self._namespace = prefix_ids, namespace
+        self._prefix: KVBuffer | None = None
+        self.stored = self.skipped = self.stored_bytes = 0
+        self.failed: list[tuple[str, str]] = []
+
+    def fail(self, job: Job, reason: str) -> None:
+        """Note that a chunk has no KV now; at query time it is computed."""
+        logger.warning("chunk %s was not stored: %s", job.label, reason)
+        self.failed.append((job.label, reason))
+
+    def link(self, job: Job) -> bool:
+        """Add references to a chunk that is stored already."""
+        return all([self._store.link(job.identity, text=job.entry, doc_id=doc_id) for doc_id in job.doc_ids])
+
+    def store_batch(self, jobs: list[Job]) -> None:
+        """Encode and store some chunks; what fails is reported, and the rest goes on."""
+        try:
+            prefix = self._encode_prefix()
+            kvs = encode_chunks(self._loaded.lm, prefix, [job.identity.token_ids for job in jobs])
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if len(jobs) == 1:
+                self.fail(jobs[0], f"out of memory ({error})")
+                return
+            half = len(jobs) // 2
+            self.store_batch(jobs[:half])
+            self.store_batch(jobs[half:])
+            return
+        for job, kv in zip(jobs, kvs, strict=True):
+            self._put(job, kv)
+
+    def _put(self, job: Job, kv: ChunkKV) -> None:
+        try:
+            for doc_id in job.doc_ids:
+                self.stored_bytes += self._store.put(job.identity, kv, text=job.entry, doc_id=doc_id)
+            self.stored += 1
+        except StoreError as error:
+            self.fail(job, str(error))
+
+    def _encode_prefix(self) -> KVBuffer:
+        """Run the prefix once per precompute, and store its KV: prompts that start with it reuse it exactly."""
+        if self._prefix is None:
+            self._prefix, kv = encode_prefix(self._loaded.lm, self._prefix_ids)
+            identity = ChunkIdentity(self._loaded.fingerprint, self._namespace, ids_digest(()), self._prefix_ids)
+            if kv is not None:
+                try:
+                    self.stored_bytes += self._store.put(identity, kv, text=None)
+                except StoreError as error:
+                    logger.warning("the prefix's KV was not stored: %s", error)
+        return self._prefix

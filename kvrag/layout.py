@@ -1,0 +1,127 @@
+"""Where everything stands in one prompt: integers only, decided once, before any tensor moves.
+
+::
+
+    0        p            a        b     c          d      e          N
+    | prefix | chunk      | glue   | chunk          | glue | suffix   |
+    |  kept  | exact      |computed| stale: repaired| ...  | computed |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["prefix", "chunk", "live"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows ``start:stop`` of a prompt.
+
+    Parameters
+    ----------
+    kind
+        ``prefix`` and ``chunk`` come from the store, ``live`` is computed.
+    exact
+        Whether the rows' KV equals a full prefill's without repair. Live rows are computed, not exact.
+    source
+        Index into the loaded KVs; -1 for live rows.
+    is_mismatched
+        Whether the chunk was encoded behind another prefix than this prompt has.
+    """
+
+    start: int
+    stop: int
+    kind: Kind
+    exact: bool = False
+    source: int = -1
+    is_mismatched: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The ordered segments of one prompt; they cover ``0:num_tokens`` without gap or overlap, and the last row is live."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the prompt, ``N``."""
+        return self.segments[-1].stop
+
+    @property
+    def reused(self) -> list[Segment]:
+        """Segments with stored KV."""
+        return [s for s in self.segments if s.kind != "live"]
+
+    @property
+    def stale(self) -> list[Segment]:
+        """Reused chunks whose KV lacks what stands before them here: the candidates for repair."""
+        return [s for s in self.segments if s.kind == "chunk" and not s.exact]
+
+    @property
+    def live(self) -> list[Segment]:
+        """Segments to compute: glue, chunks without stored KV, suffix."""
+        return [s for s in self.segments if s.kind == "live"]
+
+    @property
+    def num_live(self) -> int:
+        """Rows to compute in any case."""
+        return sum(s.num_rows for s in self.live)
+
+    @property
+    def num_suffix(self) -> int:
+        """Rows after the last reused segment: the question and the template's tail."""
+        return self.num_tokens - max((s.stop for s in self.reused), default=0)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing needs repair."""
+        return not self.stale
+
+    def only_exact_head(self) -> Layout:
+        """Return the layout that reuses no more than the leading exact segments; the rest is computed."""
+        head: list[Segment] = []
+        for segment in self.segments:
+            if segment.kind == "live" or not segment.exact:
+                break
+            head.append(segment)
+        start = head[-1].stop if head else 0
+        return Layout((*head, Segment(start, self.num_tokens, "live")))
+
+
+def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
+    """Lay out ``(length, kind, exact, source, is_mismatched)`` one after the other; empty ones vanish, the last row becomes live.
+
+    The last row's logits choose the first answer token, so it is computed even where its KV is stored.
+    """
+    placed: list[Segment] = []
+    start = 0
+    for length, kind, exact, source, is_mismatched in segments:
+        if length:
+            placed.append(Segment(start, start + length, kind, exact, source, is_mismatched))
+            start += length
+    last = placed.pop()
+    if last.kind != "live":
+        if last.num_rows > 1:
+            placed.append(
+                Segment(last.start, last.stop - 1, last.kind, last.exact, last.source, last.is_mismatched)
+            )
+        last = Segment(last.stop - 1, last.stop, "live")
+    return Layout((*placed, last))
+
+
+def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
+    """Return the rows of segments, int64, ascending."""
+    if not segments:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(s.start, s.stop) for s in segments])

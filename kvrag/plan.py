@@ -1,0 +1,291 @@
+"""Plan one prompt: which pieces have stored KV, whether it is exact here, and whether reuse pays. No tensors, no model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvrag.config import RepairConfig
+from kvrag.errors import InputError
+from kvrag.fingerprint import chunk_key, content_key, ids_digest
+from kvrag.layout import Layout, place
+from kvrag.prompt import Piece, Prompt, PromptEncoder, cut
+from kvrag.selection import effective_ratio, strategy_of
+from kvrag.store.base import KVStore
+from kvrag.types import ChunkIdentity, ChunkKV, Mode, Span
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD_TOKENS = 160
+"""Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
+
+
+class Scanner(Protocol):
+    """Finds known chunk texts: :class:`kvrag.spans.SpanIndex`."""
+
+    def scan(self, text: str) -> list[Span]:
+        """Return verified spans, ascending, without overlap."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPiece:
+    """One piece of a prompt, tokenised, and what the store has for it.
+
+    Parameters
+    ----------
+    piece, ids
+        The text and its token ids.
+    identity
+        Stored KV to use; ``None`` where there is none.
+    is_exact, is_mismatched
+        As in :class:`~kvrag.layout.Segment`.
+    reason
+        Why there is no stored KV, or why it is not exact.
+    """
+
+    piece: Piece
+    ids: tuple[int, ...]
+    identity: ChunkIdentity | None = None
+    is_exact: bool = False
+    is_mismatched: bool = False
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A prompt's pieces in order."""
+
+    pieces: tuple[PlannedPiece, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return [i for piece in self.pieces for i in piece.ids]
+
+    @property
+    def has_mismatch(self) -> bool:
+        """Whether a chunk will be used that was encoded behind another prefix."""
+        return any(piece.is_mismatched for piece in self.pieces)
+
+    @property
+    def identities(self) -> list[ChunkIdentity]:
+        """What to load, in order of first use."""
+        return list(dict.fromkeys(p.identity for p in self.pieces if p.identity is not None))
+
+
+def plan_prompt(
+    prompt: Prompt,
+    encoder: PromptEncoder,
+    *,
+    scanner: Scanner,
+    store: KVStore,
+    model: str,
+    namespace: str,
+    prefixes: Sequence[str],
+    min_chunk_tokens: int,
+) -> Plan:
+    """Cut a prompt into pieces and look every chunk up.
+
+    Parameters
+    ----------
+    prompt
+        As given by the user.
+    encoder
+        Renders and tokenises.
+    scanner
+        Known chunk texts.
+    store
+        Asked for presence only; a fault of the store reads as "not there".
+    model, namespace
+        Fields of the identities.
+    prefixes
+        Texts that chunks were encoded behind; the longest one that the prompt starts with is kept apart from what follows it.
+    min_chunk_tokens
+        Shorter chunks are live text.
+
+    Raises
+    ------
+    InputError
+        If the prompt is empty or malformed.
+    """
+    pieces = encoder.pieces(prompt)
+    spans = {i: scanner.scan(p.text) for i, p in enumerate(pieces) if p.kind == "live"}
+    pieces = cut(pieces, spans)
+    head, rest = _split_head(pieces, prefixes)
+    head_ids = tuple(encoder.live_ids(head.text, at_start=True)) if head else tuple(encoder.bos_ids)
+    lookup = _Lookup(store, model, namespace, ids_digest(head_ids))
+    planned = [_plan_head(head or Piece(""), head_ids, lookup)] if head_ids else []
+    is_next_to_head = True
+    for piece in rest:
+        planned.append(_plan_piece(piece, encoder, lookup, is_next_to_head, min_chunk_tokens))
+        is_next_to_head = False
+    planned = [p for p in planned if p.ids]
+    if not planned:
+        raise InputError("the prompt has no tokens; pass some text")
+    return Plan(tuple(planned))
+
+
+def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:
+    """Take the live text before the first chunk apart: a known prefix, and glue that follows it."""
+    if not pieces or pieces[0].kind == "chunk":
+        return None, pieces
+    text = pieces[0].text
+    known = max((p for p in prefixes if p and text.startswith(p)), key=len, default=None)
+    has_chunks = any(piece.kind == "chunk" for piece in pieces)
+    if known is None or known == text or not has_chunks:
+        return pieces[0], pieces[1:]
+    return Piece(known), [Piece(text[len(known) :]), *pieces[1:]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """Asks the store; any fault of it is an absence."""
+
+    store: KVStore
+    model: str
+    namespace: str
+    prefix: str
+
+    def identity(self, ids: tuple[int, ...], prefix: str) -> ChunkIdentity:
+        return ChunkIdentity(self.model, self.namespace, prefix, ids)
+
+    def has(self, identity: ChunkIdentity) -> bool:
+        try:
+            return self.store.contains(chunk_key(identity))
+        except Exception as error:  # a broken store must not break the answer
+            logger.warning("the KV store can't be asked (%s); computing instead", error)
+            return False
+
+    def other_prefix(self, ids: tuple[int, ...]) -> ChunkIdentity | None:
+        """Return the newest stored variant of this chunk behind any other prefix."""
+        try:
+            variants = self.store.index.variants(content_key(self.identity(ids, "")))
+        except Exception as error:  # as above
+            logger.warning("the KV store's index can't be asked (%s); computing instead", error)
+            return None
+        return self.identity(ids, variants[-1].prefix) if variants else None
+
+
+def _plan_head(head: Piece, ids: tuple[int, ...], lookup: _Lookup) -> PlannedPiece:
+    identity = lookup.identity(ids, ids_digest(()))
+    if lookup.has(identity):
+        return PlannedPiece(head, ids, identity, is_exact=True)
+    return PlannedPiece(head, ids, reason="no stored KV for this prefix")
+
+
+def _plan_piece(
+    piece: Piece, encoder: PromptEncoder, lookup: _Lookup, is_next_to_head: bool, min_chunk_tokens: int
+) -> PlannedPiece:
+    if piece.kind == "live":
+        return PlannedPiece(piece, tuple(encoder.live_ids(piece.text)))
+    ids = encoder.chunk_ids(piece.text)
+    if len(ids) < min_chunk_tokens:
+        return PlannedPiece(piece, ids, reason=f"{len(ids)} tokens, fewer than min_chunk_tokens={min_chunk_tokens}")
+    identity = lookup.identity(ids, lookup.prefix)
+    if lookup.has(identity):
+        reason = None if is_next_to_head else "other text stands between the prefix and this chunk: repaired"
+        return PlannedPiece(piece, ids, identity, is_exact=is_next_to_head, reason=reason)
+    variant = lookup.other_prefix(ids)
+    if variant is not None:
+        reason = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
+        return PlannedPiece(piece, ids, variant, is_mismatched=True, reason=reason)
+    known = "the text is known, but there is no KV of this model for it" if not piece.is_given else "not precomputed"
+    return PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model")
+
+
+def lay_out(plan: Plan, loaded: Mapping[ChunkIdentity, ChunkKV | None]) -> tuple[Layout, list[ChunkKV]]:
+    """Lay a plan out with what could be loaded; what could not becomes live.
+
+    An exact chunk stays exact without its prefix's KV: the prefix is then computed, and so is as in a full prefill.
+
+    Returns
+    -------
+    layout : Layout
+        The segments.
+    kvs : list of ChunkKV
+        Indexed by ``segment.source``.
+    """
+    kvs: list[ChunkKV] = []
+    source: dict[ChunkIdentity, int] = {}
+    entries: list[tuple[int, str, bool, int, bool]] = []
+    for index, piece in enumerate(plan.pieces):
+        kv = loaded.get(piece.identity) if piece.identity is not None else None
+        if kv is None or piece.identity is None:
+            entries.append((len(piece.ids), "live", False, -1, False))
+            continue
+        if piece.identity not in source:
+            source[piece.identity] = len(kvs)
+            kvs.append(kv)
+        kind = "prefix" if index == 0 and piece.piece.kind == "live" else "chunk"
+        entries.append((len(piece.ids), kind, piece.is_exact, source[piece.identity], piece.is_mismatched))
+    return place(entries), kvs  # type: ignore[arg-type]
+
+
+def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
+    """Choose how much of the possible reuse to use.
+
+    Parameters
+    ----------
+    layout
+        All reuse that is possible.
+    mode
+        ``stitch``: all of it. ``prefix``: leading exact segments. ``auto``: all of it if that costs less than a full prefill, else the
+        leading exact segments. ``full``: none.
+    config
+        Decides the cost of repair.
+    num_layers
+        Layers of the model, for the cost of a truncated pass.
+
+    Returns
+    -------
+    layout : Layout
+        What to do.
+    reason : str or None
+        Why ``auto`` or ``stitch`` uses less than asked for.
+    """
+    nothing = place([(layout.num_tokens, "live", False, -1, False)])
+    if mode == "full":
+        return nothing, None
+    if not layout.reused:
+        return nothing, "no stored KV for this prompt"
+    head = layout.only_exact_head()
+    if mode == "prefix":
+        return (head, None) if head.reused else (nothing, "no stored KV for the head of this prompt")
+    if mode == "stitch" or layout.is_exact:
+        return layout, None
+    cost = estimated_rows(layout, config, num_layers=num_layers) + OVERHEAD_TOKENS
+    if cost < head.num_live:
+        return layout, None
+    reason = f"reuse would cost as much as {cost} tokens of {head.num_live} to prefill"
+    return (head, reason) if head.reused else (nothing, reason)
+
+
+def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> int:
+    """Estimate the rows that repair computes, counting rows of the probe, and of the pass to the check layer by its share of layers."""
+    num_stale = sum(s.num_rows for s in layout.stale)
+    strategy = strategy_of(config)
+    rows = layout.num_live
+    if config.strategy == "all":
+        rows += num_stale
+    elif config.strategy != "none":
+        heads = sum(min(config.first_k, s.num_rows) for s in layout.stale)
+        rows += min(num_stale, round(effective_ratio(layout, config) * num_stale) + heads)
+    if "mass" in strategy.needs:
+        rows += layout.num_live
+    if "deviation" in strategy.needs:
+        rows += layout.num_tokens * (config.check_layer + 1) // num_layers
+    return rows
+
+
+def without(plan: Plan, missing: Iterable[ChunkIdentity], reason: str) -> Plan:
+    """Return the plan with some identities marked as not available."""
+    gone = set(missing)
+    return Plan(
+        tuple(
+            replace(p, identity=None, is_exact=False, is_mismatched=False, reason=reason) if p.identity in gone else p
+            for p in plan.pieces
+        )
+    )

@@ -1,0 +1,159 @@
+"""The query-time stages in their order, for one planned prompt: load, stitch, select, repair. Ends with the first token's logits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from kvrag.cache import KVBuffer
+from kvrag.config import RepairConfig
+from kvrag.layout import Layout
+from kvrag.models import CausalLM
+from kvrag.plan import Plan, decide, lay_out
+from kvrag.repair import deviation, probe, repair
+from kvrag.selection import select_rows, strategy_of
+from kvrag.stitch import stitch
+from kvrag.store.base import KVStore
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Mode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Milliseconds per stage."""
+
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings_ms[name] = self.timings_ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt whose KV stands in a buffer, ready to decode.
+
+    ``logits`` is ``(vocab,)`` of the last row; the counts and ``exactness`` are those of :class:`~kvrag.types.Accounting`.
+    """
+
+    buffer: KVBuffer
+    logits: torch.Tensor
+    token_ids: list[int]
+    num_repaired: int
+    num_live: int
+    exactness: Exactness
+    loaded_bytes: int
+    fallback_reason: str | None
+
+
+def load(plan: Plan, store: KVStore, *, timeout_s: float) -> dict[ChunkIdentity, ChunkKV | None]:
+    """Load the KV that a plan names; what is late, damaged or gone is ``None``, and so is everything if the store breaks."""
+    identities = plan.identities
+    try:
+        return dict(zip(identities, store.get_many(identities, timeout_s=timeout_s), strict=True))
+    except Exception as error:  # a fault below costs time, never the answer
+        logger.warning("the KV store failed to load (%s); computing instead", error)
+        return dict.fromkeys(identities)
+
+
+def prefill(
+    model: CausalLM,
+    store: KVStore,
+    plan: Plan,
+    *,
+    mode: Mode,
+    config: RepairConfig,
+    max_new_tokens: int,
+    load_timeout_s: float,
+    clock: Clock,
+) -> Prefilled:
+    """Bring a prompt's KV into a buffer with room for the answer, by as much reuse as the mode allows and pays.
+
+    Parameters
+    ----------
+    model, store
+        Where forwards and stored KV come from.
+    plan
+        The prompt.
+    mode, config
+        How much to reuse and how to repair.
+    max_new_tokens
+        Room for the answer.
+    load_timeout_s
+        Deadline for loading; late chunks are computed.
+    clock
+        Collects milliseconds per stage.
+    """
+    wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
+    loaded: dict[ChunkIdentity, ChunkKV | None] = {}
+    if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
+        with clock.stage("load"):
+            loaded = load(plan, store, timeout_s=load_timeout_s)
+    possible, kvs = lay_out(plan, loaded if wanted.reused else _present(plan))
+    layout, reason = decide(possible, mode, config, num_layers=model.num_layers)
+    lost = sum(kv is None for kv in loaded.values())
+    if lost:
+        reason = reason or f"{lost} stored chunk(s) could not be loaded in time or intact, and were computed"
+    token_ids = plan.token_ids
+    buffer = model.buffer(layout.num_tokens + max_new_tokens)
+    num_bytes = sum(kv.num_bytes for kv in kvs) if layout.reused else 0
+    loaded.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
+    selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(token_ids), config, clock)
+    num_stale = sum(s.num_rows for s in layout.stale)
+    exactness: Exactness = "full" if not layout.reused else "exact" if len(selected) == num_stale else "repaired"
+    return Prefilled(
+        buffer=buffer,
+        logits=logits,
+        token_ids=token_ids,
+        num_repaired=len(selected),
+        num_live=layout.num_live,
+        exactness=exactness,
+        loaded_bytes=num_bytes,
+        fallback_reason=reason,
+    )
+
+
+def _present(plan: Plan) -> dict[ChunkIdentity, ChunkKV | None]:
+    """Stand-ins for KV that the index promises: enough to lay out and decide before anything is read."""
+    return {identity: ChunkKV(()) for identity in plan.identities}
+
+
+def _blend(
+    model: CausalLM,
+    buffer: KVBuffer,
+    layout: Layout,
+    kvs: list[ChunkKV],
+    ids: torch.Tensor,
+    config: RepairConfig,
+    clock: Clock,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
+    rotary = None
+    if layout.reused:
+        with clock.stage("stitch"):
+            rotary = model.rotary(layout.num_tokens)
+            stitch(buffer, layout, kvs, rotary)
+    kvs.clear()
+    with clock.stage("select"):
+        needs = strategy_of(config).needs if layout.stale else frozenset()
+        mass = probe(model, buffer, layout, ids) if "mass" in needs else None
+        change = (
+            deviation(model, buffer, layout, ids, check_layer=config.check_layer) if "deviation" in needs else None
+        )
+        selected = select_rows(layout, config, mass=mass, deviation=change)
+    with clock.stage("repair" if layout.reused else "prefill"):
+        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+    return selected, logits

@@ -1,0 +1,178 @@
+"""Repair: recompute chosen rows against the whole stitched prompt, and carry what they teach to the rows left alone.
+
+All strategies share one forward (:meth:`kvrag.models.CausalLM.forward`) over the chosen rows, the glue and the suffix, each at its own
+position, with an exact causal limit per row. Its last row's logits choose the first answer token: no other forward stands before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.cache import KVBuffer
+from kvrag.layout import Layout, Segment, rows_of
+from kvrag.models import CausalLM, StopForward
+from kvrag.rope import RotaryTable
+
+SHIFT_SKIP = 4
+"""Head rows of a chunk that don't count towards its mean change: as former attention sinks they change in a way of their own."""
+
+SHIFT_MIN_ROWS = 3
+"""Fewer repaired rows than this give no estimate of a chunk's change worth applying."""
+
+
+def probe(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor) -> torch.Tensor:
+    """Measure the attention that the suffix pays to every row of the stitched, unrepaired prompt.
+
+    Parameters
+    ----------
+    model, buffer, layout
+        The stitched prompt. Live rows of the buffer are written on the way; the repair writes them again.
+    token_ids
+        Ids of the whole prompt, int64 ``(N,)``.
+
+    Returns
+    -------
+    torch.Tensor
+        Float32 ``(N,)`` on the host: probability per row, averaged over layers, heads and suffix rows would differ by a constant only.
+    """
+    rows = rows_of(layout.live).to(model.device)
+    _, mass = model.forward(token_ids[rows.cpu()], rows, buffer, mass_rows=layout.num_suffix)
+    assert mass is not None
+    return mass.cpu()
+
+
+def deviation(
+    model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor, *, check_layer: int = 1
+) -> torch.Tensor:
+    """Measure how far stored values are from fresh ones at the check layer (CacheBlend's HKVD signal).
+
+    All rows pass the layers before the check layer; its fresh keys and values stay in the buffer for all rows, as in the authors' code.
+
+    Returns
+    -------
+    torch.Tensor
+        Float32 ``(N,)`` on the host: squared difference of V, summed over heads and head dim.
+    """
+    layer_index = min(check_layer, model.num_layers - 1)
+    found: list[torch.Tensor] = []
+
+    def compare(
+        layer: int, keys: torch.Tensor, values: torch.Tensor, fresh_keys: torch.Tensor, fresh_values: torch.Tensor
+    ) -> None:
+        if layer == layer_index:
+            found.append((fresh_values.float() - values.float()).square().sum(dim=(0, 1, 3)))
+            keys.copy_(fresh_keys)
+            values.copy_(fresh_values)
+            raise StopForward
+
+    buffer.before_write = compare
+    try:
+        model.forward(token_ids, slice(0, layout.num_tokens), buffer)
+    except StopForward:
+        pass
+    finally:
+        buffer.before_write = None
+    return found[0].cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualShift:
+    """Shift a chunk's unrepaired rows by the mean change of its repaired ones, layer by layer, before attention.
+
+    What a stored chunk lacks is what stands before it in this prompt, and much of that is common to its rows (the nearest published
+    idea is AgentKVShift, arXiv 2607.21604). Keys are averaged position-free and turned back to each row.
+
+    Parameters
+    ----------
+    strength
+        Factor in (0, 1].
+    chunks
+        Stale chunks with enough repaired rows.
+    picked
+        Per chunk, the repaired rows that count, as indices into the forward's rows.
+    rows
+        The forward's rows, int64 ``(R,)``.
+    rotary
+        Rotations of the prompt's positions.
+    """
+
+    strength: float
+    chunks: tuple[Segment, ...]
+    picked: tuple[torch.Tensor, ...]
+    rows: torch.Tensor
+    rotary: RotaryTable
+
+    def __call__(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        fresh_keys: torch.Tensor,
+        fresh_values: torch.Tensor,
+    ) -> None:
+        """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
+        if layer == 0:  # keys and values of layer 0 depend on the token alone: nothing to learn there
+            return
+        for chunk, picked in zip(self.chunks, self.picked, strict=True):
+            at, span = self.rows[picked], slice(chunk.start, chunk.stop)
+            change = fresh_keys[0, :, picked].float() - keys[0, :, at].float()
+            mean = self.rotary.unit_unrotate(change, at).mean(dim=1, keepdim=True)
+            turned = self.rotary.unit_rotate(mean.expand(-1, chunk.num_rows, -1), span)
+            keys[0, :, span] += self.strength * turned
+            change = fresh_values[0, :, picked].float() - values[0, :, at].float()
+            values[0, :, span] += self.strength * change.mean(dim=1, keepdim=True)
+
+
+def residual_shift(
+    layout: Layout, rows: torch.Tensor, strength: float, rotary: RotaryTable
+) -> ResidualShift | None:
+    """Plan the residual shift for a forward over ``rows``; ``None`` where there is nothing to shift or to learn from."""
+    chunks, picked = [], []
+    for chunk in layout.stale if strength > 0 else ():
+        inside = (rows >= chunk.start) & (rows < chunk.stop)
+        counted = torch.nonzero(inside & (rows >= chunk.start + SHIFT_SKIP))[:, 0]
+        if len(counted) >= SHIFT_MIN_ROWS and int(inside.sum()) < chunk.num_rows:
+            chunks.append(chunk)
+            picked.append(counted)
+    return ResidualShift(strength, tuple(chunks), tuple(picked), rows, rotary) if chunks else None
+
+
+def repair(
+    model: CausalLM,
+    buffer: KVBuffer,
+    layout: Layout,
+    token_ids: torch.Tensor,
+    selected: torch.Tensor,
+    *,
+    shift: float,
+    rotary: RotaryTable | None,
+) -> torch.Tensor:
+    """Recompute the selected rows and all live rows in one forward.
+
+    Parameters
+    ----------
+    model, buffer, layout, token_ids
+        The stitched prompt.
+    selected
+        Rows of stale chunks to repair, int64, ascending.
+    shift
+        Strength of the residual shift; 0 is off.
+    rotary
+        Rotations of the prompt; needed for the shift.
+
+    Returns
+    -------
+    torch.Tensor
+        Logits ``(vocab,)`` of the prompt's last row, in the model's dtype.
+    """
+    rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values.to(model.device)
+    is_whole = len(rows) == layout.num_tokens
+    if rotary is not None and not is_whole:
+        buffer.before_write = residual_shift(layout, rows, shift, rotary)
+    try:
+        logits, _ = model.forward(token_ids[rows.cpu()], slice(0, len(rows)) if is_whole else rows, buffer)
+    finally:
+        buffer.before_write = None
+    return logits[0, -1]

@@ -1,0 +1,37 @@
+"""Stitch: put stored KV at its final positions in one buffer. No model forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvrag.cache import KVBuffer
+from kvrag.layout import Layout
+from kvrag.rope import RotaryTable
+from kvrag.types import ChunkKV
+
+
+@torch.inference_mode()
+def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: RotaryTable) -> None:
+    """Copy the KV of every reused segment into the buffer; keys are turned from position-free to their rows.
+
+    Parameters
+    ----------
+    buffer
+        At least ``layout.num_tokens`` rows. Rows of live segments are left as they are.
+    layout
+        The prompt's segments; ``segment.source`` indexes ``kvs``.
+    kvs
+        Loaded chunks. A segment shorter than its chunk takes the chunk's first rows (causal: they don't depend on the rest).
+    rotary
+        Rotations for at least ``layout.num_tokens`` positions.
+    """
+    for segment in layout.reused:
+        rows = slice(segment.start, segment.stop)
+        for index, layer in enumerate(kvs[segment.source].layers):
+            all_keys, all_values = buffer.keys(index), buffer.values(index)
+            keys = layer.keys[:, : segment.num_rows].to(all_keys.device, all_keys.dtype, non_blocking=True)
+            all_keys[0, :, rows] = rotary.rotate(keys, rows)
+            all_values[0, :, rows] = layer.values[:, : segment.num_rows]
+    buffer.length = layout.num_tokens

@@ -1,0 +1,83 @@
+"""Measure how far reuse is from full prefill, on the user's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvrag.config import RepairConfig
+from kvrag.errors import InputError
+from kvrag.prompt import Prompt
+from kvrag.types import GenerationResult, Mode, PrefillResult, VerifyReport, VerifyRow
+
+
+class Answers(Protocol):
+    """The part of an engine that verification needs."""
+
+    def prefill(self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None) -> PrefillResult:
+        """Prefill a prompt."""
+        ...
+
+    def generate(
+        self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None, max_new_tokens: int
+    ) -> GenerationResult:
+        """Answer a prompt."""
+        ...
+
+
+def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(reference ‖ other) in nats between next-token distributions given as logits ``(..., vocab)``."""
+    p, q = torch.log_softmax(reference.double(), -1), torch.log_softmax(other.double(), -1)
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
+
+
+def verify_prompts(
+    engine: Answers,
+    prompts: Sequence[Prompt],
+    *,
+    mode: Mode = "stitch",
+    repair: RepairConfig | None = None,
+    max_new_tokens: int = 16,
+    max_mean_kl: float = 0.1,
+    min_top1: float = 0.8,
+) -> VerifyReport:
+    """Run each prompt with reuse and by full prefill of the same ids.
+
+    Parameters
+    ----------
+    engine
+        The engine.
+    prompts
+        At least one; their chunks should be precomputed, or there is nothing to verify.
+    mode, repair
+        Of the run with reuse.
+    max_new_tokens
+        Length of the greedy answers compared.
+    max_mean_kl, min_top1
+        Thresholds on the mean KL at the first token (nats) and on the agreement of the first token.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise InputError("verify needs a list of at least one prompt")
+    rows = []
+    for prompt in prompts:
+        reused = engine.prefill(prompt, mode=mode, repair=repair)
+        full = engine.prefill(prompt, mode="full", repair=repair)
+        answers = [
+            engine.generate(prompt, mode=m, repair=repair, max_new_tokens=max_new_tokens).token_ids
+            for m in (mode, "full")
+        ]
+        rows.append(
+            VerifyRow(
+                kl=float(kl_divergence(full.logits, reused.logits)),
+                top1=bool(full.logits.argmax() == reused.logits.argmax()),
+                greedy=answers[0] == answers[1],
+                exactness=reused.exactness,
+                kv_reuse_ratio=reused.kv_reuse_ratio,
+            )
+        )
+    mean_kl = sum(row.kl for row in rows) / len(rows)
+    top1 = sum(row.top1 for row in rows) / len(rows)
+    greedy = sum(row.greedy for row in rows) / len(rows)
+    return VerifyReport(mean_kl <= max_mean_kl and top1 >= min_top1, mean_kl, top1, greedy, rows)
