@@ -20,7 +20,7 @@ STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "
 TOLERANCE = 1e-3
 
 CHUNKS = make_chunks(4, words=30)
-CHUNKS.append(CHUNKS[3][:-1] + "!")  # chunk 4 is chunk 3 with another last token
+CHUNKS.append(CHUNKS[3].replace(":", ";", 1))  # chunk 4 is chunk 3 with another early token
 ORDERS = [(0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 0), (1, 0, 1, 3, 1)]  # the last two repeat a chunk
 
 MakeEngine = Callable[..., KVRagEngine]
@@ -89,7 +89,7 @@ def test_one_chunk_behind_its_own_prefix_equals_full_prefill(
 
 
 def largest_change_before_the_difference(engine: KVRagEngine) -> float:
-    """Two prompts that differ in one late token only: how far apart is the KV of all rows before it?
+    """Two prompts that differ in one token of the last chunk: how far apart is the KV of all rows before it?
 
     Without the residual shift: its mean is over a chunk's repaired rows, so within one chunk it is not causal by design.
     """
@@ -98,7 +98,7 @@ def largest_change_before_the_difference(engine: KVRagEngine) -> float:
     one, two = (run_stages(engine, ask((2, 0, last)), repair) for last in (3, 4))
     assert one.num_repaired > 20
     common = next(i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=True)) if a != b)
-    assert common > 200
+    assert common > 150
     return max(
         float((getattr(one.buffer, read)(layer) - getattr(two.buffer, read)(layer))[:, :, :common].abs().max())
         for layer in range(engine.loaded.lm.num_layers)
