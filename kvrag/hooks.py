@@ -149,7 +149,9 @@ def _precompute(
     """Precompute with ids where there are any; empty texts of a splitter are left out, as they hold nothing to compute."""
     if len(names) != len(pairs):
         raise InputError(f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none")
-    kept = [(name, text) for name, (_, text) in zip(names, pairs, strict=True) if not isinstance(text, str) or text.strip()]
+    kept = [
+        (name, text) for name, (_, text) in zip(names, pairs, strict=True) if not isinstance(text, str) or text.strip()
+    ]
     options: dict[str, Any] = {
         "prefix": prefix,
         "namespace": namespace,
@@ -163,12 +165,22 @@ def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
     """Turn whatever was given into ``(id or None, text)``."""
     if isinstance(items, str):
         return [(None, items)]
-    found = items if _is_many(items) else _documents_in(items)
+    if any(hasattr(items, mark) for mark in _ITEM_MARKS):
+        found: Iterable[Any] = [items]
+    else:
+        found = items if _is_many(items) else _documents_in(items)
     return [_pair(item, content) for item in found]
 
 
+_ITEM_MARKS = ("page_content", "node_id", "node")
+"""Attributes of one LangChain document, one LlamaIndex node, one scored node."""
+
+_HOLDER_MARKS = ("similarity_search", "docstore", "get_nodes")
+"""Attributes of vector stores and indexes; LlamaIndex's stores are pydantic models, and those can be iterated over."""
+
+
 def _is_many(items: Any) -> bool:
-    return isinstance(items, Iterable) and not hasattr(items, "similarity_search") and not hasattr(items, "docstore")
+    return isinstance(items, Iterable) and not any(hasattr(items, mark) for mark in (*_HOLDER_MARKS, *_ITEM_MARKS))
 
 
 def _pair(item: Any, content: Content) -> tuple[str | None, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from kvrag.errors import ConfigError
@@ -90,7 +91,8 @@ def _variables(template: Any) -> list[str]:
     for attribute in ("input_variables", "template_vars"):
         names = getattr(template, attribute, None)
         if names is not None:
-            return list(names)
+            filled_in = getattr(template, "kwargs", None) or {}  # LlamaIndex lists partial variables, too
+            return [name for name in names if name not in filled_in]
     raise ConfigError(
         f"prefix is of type {type(template).__name__}; pass text, chat messages, or a prompt template of LangChain or LlamaIndex"
     )
@@ -113,6 +115,8 @@ def _from_template(prefix: TemplatePrefix, encoder: PromptEncoder) -> str:
 
 def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> str:
     """Render a template of either framework; chat templates go through the model's chat template."""
+    if hasattr(template, "kvrag_render"):  # an adapter's: it knows what its framework and its LLM add
+        return str(template.kvrag_render(values, encoder))
     if hasattr(template, "format_prompt"):  # LangChain
         list_types = getattr(template, "input_types", {}) or {}
         values = {n: ([] if n in list_types and list_types[n] is not str else v) for n, v in values.items()}
@@ -121,10 +125,20 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
             roles = [(_ROLES.get(m.type, m.type), m.content) for m in value.to_messages()]
             return encoder.render([{"role": role, "content": content} for role, content in roles])
         return str(value.to_string())
-    if hasattr(template, "message_templates"):  # LlamaIndex, chat
-        messages = template.format_messages(**values)
-        return encoder.render([{"role": m.role.value, "content": m.content or ""} for m in messages])
+    if hasattr(template, "format_messages"):
+        return _render_llama_index(template, values, encoder)
     return str(template.format(**values))
+
+
+def _render_llama_index(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> str:
+    """Render as LlamaIndex does: chat models are shown messages, whatever the kind of the template, and others text."""
+    is_chat = bool(getattr(encoder.tokenizer, "chat_template", None))
+    if hasattr(template, "select"):  # its conditions ask an LLM what it is
+        template = template.select(SimpleNamespace(metadata=SimpleNamespace(is_chat_model=is_chat)))
+    if not is_chat:
+        return str(template.format(**values))
+    messages = template.format_messages(**values)
+    return encoder.render([{"role": m.role.value, "content": m.content or ""} for m in messages])
 
 
 def _before(rendered: str, variable: str) -> str:
