@@ -1,0 +1,192 @@
+"""What KV costs and when loading it beats computing it: arithmetic on a model's shape. No weights, no torch.
+
+Tensor letters as in :mod:`kvrag.types`; bytes are bytes, ``GB`` is 10^9, ``KiB`` is 2^10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvrag.errors import ConfigError, ModelError
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the dtypes that kvrag runs in."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The part of a config that decides the size of KV.
+
+    Parameters
+    ----------
+    num_layers
+        Decoder layers ``L``.
+    num_kv_heads
+        Key/value heads ``H_kv`` per layer.
+    head_dim
+        Elements ``D`` of one key, and of one value.
+    dtype
+        The checkpoint's dtype, a key of :data:`ITEMSIZE`.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+
+
+PRESETS: dict[str, ModelShape] = {
+    "gemma-2-2b": ModelShape(26, 4, 256),
+    "gemma-2-9b": ModelShape(42, 8, 256),
+    "llama-3.1-70b": ModelShape(80, 8, 128),
+    "llama-3.1-8b": ModelShape(32, 8, 128),
+    "llama-3.2-1b": ModelShape(16, 8, 64),
+    "llama-3.2-3b": ModelShape(28, 8, 128),
+    "mistral-7b": ModelShape(32, 8, 128),
+    "phi-3-mini": ModelShape(32, 32, 96),
+    "qwen2.5-0.5b": ModelShape(24, 2, 64),
+    "qwen2.5-3b": ModelShape(36, 2, 128),
+    "qwen2.5-7b": ModelShape(28, 4, 128),
+    "qwen3-0.6b": ModelShape(28, 8, 128),
+    "qwen3-8b": ModelShape(36, 8, 128),
+    "smollm2-1.7b": ModelShape(24, 32, 64),
+    "smollm2-135m": ModelShape(30, 3, 64),
+    "smollm2-360m": ModelShape(32, 5, 64),
+}
+"""Shapes of known checkpoints, so that an estimate needs neither files nor network."""
+
+
+def preset(name: str) -> ModelShape | None:
+    """Return the preset that a name means, or ``None``: case, the organisation and "-instruct" do not count."""
+    plain = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
+    for ending in ("-instruct", "-it", "-chat"):
+        plain = plain.removesuffix(ending)
+    return PRESETS.get(plain)
+
+
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
+    """Read the shape from a ``config.json`` as transformers writes it.
+
+    Parameters
+    ----------
+    config
+        The parsed file; the text part of a multimodal config is found by itself.
+
+    Raises
+    ------
+    ModelError
+        If the config does not tell, or its layers don't keep one key and one value per head (latent attention, state-space
+        layers).
+    """
+    text = config.get("text_config") or config
+    if text.get("kv_lora_rank") or text.get("ssm_cfg") or text.get("state_size"):
+        raise ModelError(
+            f"architecture {text.get('model_type')!r} does not keep plain keys and values; kvrag can't hold its KV"
+        )
+    try:
+        num_heads = int(text["num_attention_heads"])
+        head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
+        num_kv_heads = text.get("num_key_value_heads") or num_heads
+        num_layers = text["num_hidden_layers"]
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"the config does not tell the shape of its KV ({error}); it needs num_hidden_layers, num_attention_heads and "
+            "hidden_size"
+        ) from error
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
+    return ModelShape(int(num_layers), int(num_kv_heads), int(head_dim), dtype if dtype in ITEMSIZE else "bfloat16")
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element.
+
+    Raises
+    ------
+    ConfigError
+        If kvrag does not run in this dtype.
+    """
+    if dtype not in ITEMSIZE:
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(ITEMSIZE)}")
+    return ITEMSIZE[dtype]
+
+
+def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
+    """Return the bytes of one token's KV over all layers: ``2 · L · H_kv · D · itemsize``.
+
+    Parameters
+    ----------
+    shape
+        The model.
+    dtype
+        Of the KV; default: the checkpoint's.
+    """
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(dtype or shape.dtype)
+
+
+def break_even_bandwidth(bytes_per_token: float, prefill_tokens_per_s: float) -> float:
+    """Return the bytes per second above which loading a token's KV takes less time than prefilling the token.
+
+    Parameters
+    ----------
+    bytes_per_token
+        From :func:`kv_bytes_per_token`.
+    prefill_tokens_per_s
+        Measured at the length of a real prompt: longer ones are slower per token, because attention grows.
+    """
+    return bytes_per_token * prefill_tokens_per_s
+
+
+def reuse_speedup(
+    bytes_per_token: float, prefill_tokens_per_s: float, bandwidth: float, repair_ratio: float = 0.0
+) -> float:
+    """Return full prefill's time divided by that of loading, then repairing, the same tokens.
+
+    The two follow each other, and nothing is charged for the question itself: an upper bound, to compare with 1.
+
+    Parameters
+    ----------
+    bytes_per_token, prefill_tokens_per_s
+        As for :func:`break_even_bandwidth`.
+    bandwidth
+        Of the tier that KV comes from, bytes per second.
+    repair_ratio
+        Fraction of the tokens that are computed again.
+    """
+    load = break_even_bandwidth(bytes_per_token, prefill_tokens_per_s) / bandwidth
+    return 1.0 / (load + repair_ratio) if load + repair_ratio else float("inf")
+
+
+def human_bytes(number: float) -> str:
+    """Write bytes with three digits and a binary unit.
+
+    Examples
+    --------
+    >>> human_bytes(131072)
+    '128 KiB'
+    >>> human_bytes(23040)
+    '22.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB" if number < 1000 else f"{number:.0f} TiB"
+
+
+def human_bandwidth(number: float) -> str:
+    """Write bytes per second with three digits and a decimal unit, as disks and links are sold.
+
+    Examples
+    --------
+    >>> human_bandwidth(2.9e9)
+    '2.9 GB/s'
+    """
+    for unit in ("B/s", "kB/s", "MB/s"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} GB/s" if number < 1000 else f"{number:.0f} GB/s"

@@ -1,0 +1,132 @@
+"""Arithmetic of KV sizes, against figures computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrag.errors import ConfigError, ModelError
+from kvrag.estimate import (
+    PRESETS,
+    ModelShape,
+    break_even_bandwidth,
+    human_bandwidth,
+    human_bytes,
+    kv_bytes_per_token,
+    preset,
+    reuse_speedup,
+    shape_from_config,
+)
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "kib"),
+    [
+        ("llama-3.1-8b", 128),
+        ("smollm2-135m", 22.5),
+        ("qwen2.5-0.5b", 12),
+        ("qwen2.5-3b", 36),
+        ("qwen2.5-7b", 56),
+        ("llama-3.1-70b", 320),
+    ],
+)
+def test_bytes_per_token_of_known_models_in_bf16(name: str, kib: float) -> None:
+    assert kv_bytes_per_token(PRESETS[name], "bfloat16") == kib * KIB
+
+
+def test_float32_doubles_and_the_checkpoints_dtype_is_the_default() -> None:
+    shape = PRESETS["smollm2-135m"]
+    assert kv_bytes_per_token(shape, "float32") == 2 * kv_bytes_per_token(shape) == 46080
+    assert kv_bytes_per_token(ModelShape(1, 1, 1, "float32")) == 8
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"]
+)
+def test_a_preset_is_found_by_the_names_people_use(name: str) -> None:
+    assert preset(name) == ModelShape(32, 8, 128)
+
+
+def test_an_unknown_name_is_no_preset() -> None:
+    assert preset("no-such-model-9b") is None
+
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+}
+
+
+def test_shape_from_config_computes_what_a_config_leaves_out() -> None:
+    assert shape_from_config(CONFIG) == PRESETS["smollm2-135m"]
+    no_gqa = {k: v for k, v in CONFIG.items() if k != "num_key_value_heads"}
+    assert shape_from_config(no_gqa).num_kv_heads == 9
+    assert shape_from_config({**CONFIG, "head_dim": 128}).head_dim == 128
+    assert shape_from_config({**CONFIG, "num_key_value_heads": None, "head_dim": None}) == ModelShape(30, 9, 64)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_shape_from_config_reads_the_dtype_old_and_new(key: str) -> None:
+    assert shape_from_config({**CONFIG, key: "float32"}).dtype == "float32"
+    assert shape_from_config({**CONFIG, key: "torch.float16"}).dtype == "float16"
+
+
+def test_shape_from_config_finds_the_text_part() -> None:
+    assert shape_from_config({"model_type": "mm", "torch_dtype": "float16", "text_config": CONFIG}) == ModelShape(
+        30, 3, 64, "float16"
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**CONFIG, "num_attention_heads": 0}])
+def test_a_config_that_does_not_tell_is_refused(config: dict[str, object]) -> None:
+    if config.get("num_attention_heads") == 0:
+        config = {**config, "head_dim": None}
+    with pytest.raises(ModelError, match="does not tell"):
+        shape_from_config(config)
+
+
+def test_latent_attention_is_refused_because_its_cache_is_another() -> None:
+    with pytest.raises(ModelError, match="plain keys and values"):
+        shape_from_config({**CONFIG, "model_type": "deepseek_v3", "kv_lora_rank": 512})
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ConfigError, match="'int3'"):
+        kv_bytes_per_token(PRESETS["qwen2.5-3b"], "int3")
+
+
+def test_break_even_bandwidth_of_qwen_3b_and_llama_8b_on_one_h100() -> None:
+    # 36 KiB × 80 k tokens/s and 128 KiB × 31 k tokens/s
+    assert break_even_bandwidth(36 * KIB, 80_000) == pytest.approx(2.949e9, rel=1e-3)
+    assert break_even_bandwidth(128 * KIB, 31_000) == pytest.approx(4.063e9, rel=1e-3)
+
+
+def test_speedup_is_one_at_break_even_and_bounded_by_the_repair() -> None:
+    even = break_even_bandwidth(1000, 50)
+    assert reuse_speedup(1000, 50, even) == pytest.approx(1.0)
+    assert reuse_speedup(1000, 50, 10 * even) == pytest.approx(10.0)
+    assert reuse_speedup(1000, 50, 10 * even, 0.1) == pytest.approx(5.0)
+    assert reuse_speedup(1000, 50, 1e30, 0.15) == pytest.approx(1 / 0.15)
+    assert reuse_speedup(1000, 0, even) == float("inf")
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert [human_bytes(n) for n in (0, 512, 1023, 23040, 131072, 64 * 2**20, 12.5 * 2**40)] == [
+        "0 B",
+        "512 B",
+        "1023 B",
+        "22.5 KiB",
+        "128 KiB",
+        "64 MiB",
+        "12.5 TiB",
+    ]
+    assert [human_bandwidth(n) for n in (500, 3.2e6, 2.949e9, 4e12)] == [
+        "500 B/s",
+        "3.2 MB/s",
+        "2.95 GB/s",
+        "4000 GB/s",
+    ]
