@@ -1,0 +1,269 @@
+"""How far reuse is from full prefill, for every strategy: MuSiQue questions on SmolLM2-135M-Instruct, float32.
+
+For each question the full prefill of the same token ids is the reference. Measured: mean KL per token over the model's own greedy
+answer (teacher-forced) and over the gold answer, KL and top-1 agreement of the first token, loss of the gold answer, token F1 of the
+greedy answer. Chunks are encoded alone (as CacheBlend publishes it) and behind the prompt's prefix.
+
+    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_quality.py [--count 20] [--threads N] [--shard I/N] [--merge]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import re
+import string
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Item, items, machine, small_model, write_result
+
+from kvrag import KVRagEngine, RepairConfig
+from kvrag.cache import KVBuffer
+from kvrag.layout import Layout, place
+from kvrag.models import CausalLM
+from kvrag.precompute import encode_chunks, encode_prefix
+from kvrag.repair import deviation, probe, repair
+from kvrag.selection import select_rows, strategy_of
+from kvrag.stitch import stitch
+from kvrag.types import ChunkKV
+from kvrag.verify import kl_divergence
+
+OWN_TOKENS = 10
+RATIOS = (0.05, 0.15, 0.30)
+STRATEGIES = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
+SHIFTS = (0.0, 0.5)
+
+
+def configs() -> dict[str, RepairConfig]:
+    """Every configuration to measure, by name; ``+s`` is the default residual shift."""
+    out = {"none": RepairConfig(strategy="none"), "all": RepairConfig(strategy="all")}
+    for ratio in RATIOS:
+        for strategy in STRATEGIES:
+            for shift in SHIFTS:
+                name = f"{strategy}{'+s' if shift else ''}@{ratio:.2f}"
+                out[name] = RepairConfig(strategy=strategy, recompute_ratio=ratio, shift=shift)
+        out[f"cacheblend@{ratio:.2f}"] = RepairConfig.cacheblend(ratio)
+        out[f"query+s1@{ratio:.2f}"] = RepairConfig(recompute_ratio=ratio, shift=1.0)
+    return out
+
+
+def normalise(text: str) -> list[str]:
+    """SQuAD's normalisation: lower case, no punctuation, no articles."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def token_f1(answer: str, golds: list[str]) -> float:
+    """Largest word-level F1 with any gold answer."""
+    best = 0.0
+    for gold in golds:
+        a, g = normalise(answer), normalise(gold)
+        same = sum((collections.Counter(a) & collections.Counter(g)).values())
+        if same:
+            best = max(best, 2 * same / (len(a) + len(g)))
+    return best
+
+
+class Case:
+    """One question, prefilled in full once, against which configurations are measured."""
+
+    def __init__(self, engine: KVRagEngine, item: Item) -> None:
+        self.lm: CausalLM = engine.loaded.lm
+        self.encoder, self.item = engine.loaded.encoder, item
+        rendered = self.encoder.render(item.messages)
+        head, tail = rendered.split(item.chunks[0])[0], rendered.split(item.chunks[-1])[-1]
+        self.prefix = self.encoder.live_ids(head, at_start=True)
+        self.chunks = [list(self.encoder.chunk_ids(c)) for c in item.chunks]
+        self.glue, self.tail = self.encoder.live_ids("\n\n"), self.encoder.live_ids(tail)
+        self.eos = engine.tokenizer.eos_token_id
+        ids = list(self.prefix)
+        for index, chunk in enumerate(self.chunks):
+            ids += (self.glue if index else []) + chunk
+        self.ids = torch.tensor(ids + self.tail)
+        self.gold = self.encoder.live_ids(item.answers[0])
+        buffer = self.lm.buffer(len(self.ids) + 64)
+        first, _ = self.lm.forward(self.ids, slice(0, len(self.ids)), buffer)
+        self.own = self.greedy(buffer, first[0, -1], OWN_TOKENS)
+        self.full_own = self.forced(buffer, first[0, -1], self.own)
+        self.full_gold = self.forced(buffer, first[0, -1], self.gold)
+        self.full_answer = self.text(self.own)
+
+    def text(self, ids: list[int]) -> str:
+        """The answer's first line."""
+        return self.encoder.decode(ids).strip().split("\n")[0]
+
+    def forced(self, buffer: KVBuffer, first: torch.Tensor, answer: list[int]) -> torch.Tensor:
+        """Logits that predict each token of a given answer, ``(T, vocab)``."""
+        if len(answer) == 1:
+            return first[None]
+        start = len(self.ids)
+        rest, _ = self.lm.forward(
+            torch.tensor(answer[:-1]), slice(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
+        )
+        return torch.cat([first[None], rest[0]])
+
+    def greedy(self, buffer: KVBuffer, first: torch.Tensor, count: int, known: torch.Tensor | None = None) -> list[int]:
+        """A greedy answer; with ``known``, logits of the own answer just forced, only from where it leaves that answer."""
+        answer = [int(first.argmax())]
+        for row, token in zip(known[1:] if known is not None else (), self.own, strict=False):
+            if answer[-1] != token:
+                break
+            answer.append(int(row.argmax()))
+        while len(answer) < count and answer[-1] != self.eos:
+            at = len(self.ids) + len(answer) - 1
+            step, _ = self.lm.forward(torch.tensor(answer[-1:]), slice(at, at + 1), buffer)
+            answer.append(int(step[0, -1].argmax()))
+        return answer
+
+    def encode(self, where: str) -> tuple[list[ChunkKV], Layout]:
+        """Encode the chunks alone or behind the prefix, and lay the prompt out."""
+        behind, prefix_kv = encode_prefix(self.lm, self.prefix)
+        alone, _ = encode_prefix(self.lm, [])
+        kvs = [encode_chunks(self.lm, behind if where == "prefix" else alone, [chunk])[0] for chunk in self.chunks]
+        assert prefix_kv is not None
+        segments: list[tuple[int, Any, bool, int, bool]] = [(len(self.prefix), "prefix", True, 0, False)]
+        for index, chunk in enumerate(self.chunks):
+            segments.append((len(self.glue) if index else 0, "live", False, -1, False))
+            segments.append((len(chunk), "chunk", index == 0 and where == "prefix", index + 1, False))
+        segments.append((len(self.tail), "live", False, -1, False))
+        return [prefix_kv, *kvs], place(segments)
+
+    def measure(self, where: str) -> dict[str, dict[str, float]]:
+        """Measure every configuration with chunks encoded as ``where`` says."""
+        kvs, layout = self.encode(where)
+        rotary = self.lm.rotary(layout.num_tokens)
+        stitched = self.lm.buffer(layout.num_tokens)
+        stitch(stitched, layout, kvs, rotary)
+        mass = probe(self.lm, self.copy(stitched), layout, self.ids)
+        compared = self.copy(stitched)
+        change = deviation(self.lm, compared, layout, self.ids)
+        out = {}
+        for name, config in configs().items():
+            uses_check = "deviation" in strategy_of(config).needs
+            buffer = self.copy(compared if uses_check else stitched)
+            rows = select_rows(layout, config, mass=mass, deviation=change)
+            first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)
+            out[name] = self.compare(buffer, first, rows, layout)
+        return out
+
+    def copy(self, source: KVBuffer) -> KVBuffer:
+        """Copy a stitched buffer into one with room for answers."""
+        buffer = self.lm.buffer(source.capacity + 64)
+        for layer in range(self.lm.num_layers):
+            buffer.keys(layer)[:, :, : source.capacity] = source.keys(layer)
+            buffer.values(layer)[:, :, : source.capacity] = source.values(layer)
+        buffer.length = source.capacity
+        return buffer
+
+    def compare(self, buffer: KVBuffer, first: torch.Tensor, rows: torch.Tensor, layout: Layout) -> dict[str, float]:
+        """Compare with the full prefill."""
+        gold, own = self.forced(buffer, first, self.gold), self.forced(buffer, first, self.own)
+        answer = self.greedy(buffer, first, OWN_TOKENS, known=own)
+        return {
+            "kl_own": float(kl_divergence(self.full_own, own).mean()),
+            "kl_first": float(kl_divergence(self.full_own[0], own[0])),
+            "top1_first": float(self.full_own[0].argmax() == own[0].argmax()),
+            "kl_gold": float(kl_divergence(self.full_gold, gold).mean()),
+            "gold_loss": float(torch.nn.functional.cross_entropy(gold.float(), torch.tensor(self.gold))),
+            "same_answer": float(answer == self.own),
+            "f1": token_f1(self.text(answer), self.item.answers),
+            "rows": len(rows) / max(1, sum(s.num_rows for s in layout.stale)),
+        }
+
+    def reference(self) -> dict[str, float]:
+        """The full prefill's own figures."""
+        loss = torch.nn.functional.cross_entropy(self.full_gold.float(), torch.tensor(self.gold))
+        return {"gold_loss": float(loss), "f1": token_f1(self.full_answer, self.item.answers)}
+
+
+def bootstrap(values: list[float], repeats: int = 2000) -> tuple[float, float]:
+    """95% interval of the mean."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.tensor(values, dtype=torch.float64)
+    picks = torch.randint(len(data), (repeats, len(data)), generator=generator)
+    means = data[picks].mean(dim=1).sort().values
+    return float(means[int(0.025 * repeats)]), float(means[int(0.975 * repeats)])
+
+
+def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over questions, with intervals of the two KLs."""
+    out: dict[str, Any] = {}
+    for where in ("alone", "prefix"):
+        for name in cases[0][where]:
+            rows = [case[where][name] for case in cases]
+            row: dict[str, Any] = {key: sum(r[key] for r in rows) / len(rows) for key in rows[0]}
+            for key in ("kl_own", "kl_gold"):
+                row[f"{key}_ci"] = bootstrap([r[key] for r in rows])
+            out[f"{where}/{name}"] = row
+    full = [case["full"] for case in cases]
+    out["full"] = {key: sum(r[key] for r in full) / len(full) for key in full[0]}
+    return out
+
+
+def show(summary: dict[str, Any]) -> None:
+    """Print the table and the comparison with CacheBlend as published."""
+    print(
+        f"{'encoding/strategy':32} {'KL own':>16} {'KL first':>9} {'top-1':>6} {'KL gold':>16} {'loss':>6} {'F1':>6} {'rows':>6}"
+    )
+    for name, row in summary.items():
+        if name == "full":
+            print(f"{name:32} {'':16} {'':9} {'':6} {'':16} {row['gold_loss']:6.3f} {row['f1']:6.3f}")
+            continue
+        own, gold = (f"{row[k]:.4f} ±{(row[k + '_ci'][1] - row[k + '_ci'][0]) / 2:.4f}" for k in ("kl_own", "kl_gold"))
+        print(
+            f"{name:32} {own:>16} {row['kl_first']:9.4f} {row['top1_first']:6.2f} {gold:>16} {row['gold_loss']:6.3f} "
+            f"{row['f1']:6.3f} {row['rows']:6.3f}"
+        )
+    base = summary["alone/cacheblend@0.15"]
+    for ratio, limits in ((0.15, (0.35, 0.5)), (0.05, (0.7, 0.7))):
+        ours = summary[f"prefix/query+s@{ratio:.2f}"]
+        own, gold = ours["kl_own"] / base["kl_own"], ours["kl_gold"] / base["kl_gold"]
+        print(
+            f"default@{ratio} ÷ CacheBlend as published@0.15: own {own:.2f} (≤ {limits[0]}), gold {gold:.2f} (≤ {limits[1]})"
+        )
+
+
+def main() -> None:
+    """Measure, and write one JSON file per shard, or merge the shards."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--shard", default="0/1")
+    parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    part, parts = map(int, args.shard.split("/"))
+    if args.merge:
+        found = [json.loads(p.read_text()) for p in sorted(args.out.glob("quality.part*.json"))]
+        cases = [case for result in found for case in result["cases"]]
+        write_result("quality", {**found[0], "cases": cases, "summary": summarise(cases)}, args.out)
+        show(summarise(cases))
+        return
+    torch.set_num_threads(args.threads)
+    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    todo = items(engine.tokenizer, count=args.count)[part::parts]
+    cases = []
+    for index, item in enumerate(todo):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            case = Case(engine, item)
+            cases.append({"alone": case.measure("alone"), "prefix": case.measure("prefix"), "full": case.reference()})
+        print(f"question {index + 1}/{len(todo)}: {time.perf_counter() - start:.0f} s", flush=True)
+        result = {
+            "machine": machine(),
+            "model": "SmolLM2-135M-Instruct",
+            "chunk_tokens": 250,
+            "seed": 0,
+            "cases": cases,
+        }
+        name = "quality" if parts == 1 else f"quality.part{part}"
+        write_result(name, result if parts > 1 else {**result, "summary": summarise(cases)}, args.out)
+    show(summarise(cases))
+
+
+if __name__ == "__main__":
+    main()

