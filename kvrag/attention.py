@@ -132,9 +132,7 @@ def ragged_attention(
     return out
 
 
-def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """One masked SDPA call with the heads of a group packed as rows, so that K and V are never repeated."""
     batch, heads, rows, dim = q.shape
     groups = heads // k.shape[1]

@@ -35,9 +35,7 @@ class Sampler:
         The model's own default, used where the config has none.
     """
 
-    def __init__(
-        self, config: SamplingConfig, prompt_ids: Sequence[int], *, repetition_penalty: float = 1.0
-    ) -> None:
+    def __init__(self, config: SamplingConfig, prompt_ids: Sequence[int], *, repetition_penalty: float = 1.0) -> None:
         self._ids = list(prompt_ids)
         self._is_greedy = config.temperature == 0
         self._processors = LogitsProcessorList()

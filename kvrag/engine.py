@@ -130,9 +130,7 @@ class KVRagEngine:
             If ``kv_dir`` can't be used.
         """
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs)
-        return cls(
-            source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config
-        )
+        return cls(source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config)
 
     @classmethod
     def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
@@ -380,7 +378,9 @@ class KVRagEngine:
             rows = slice(done.buffer.length, done.buffer.length + len(ids) - 1)
             logits = [done.logits[None]]
             if len(ids) > 1:
-                logits.append(self.loaded.lm.forward(torch.tensor(ids[:-1]), rows, done.buffer, logits=len(ids) - 1)[0][0])
+                logits.append(
+                    self.loaded.lm.forward(torch.tensor(ids[:-1]), rows, done.buffer, logits=len(ids) - 1)[0][0]
+                )
             scores = torch.cat(logits).float().cpu()
         loss = torch.nn.functional.cross_entropy(scores, torch.tensor(ids))
         result = ScoreResult(**_accounting(done, clock), logits=scores, loss=float(loss), continuation_ids=ids)
@@ -500,7 +500,9 @@ class KVRagEngine:
         lm, encoder = self.loaded.lm, self.loaded.encoder
         defaults = lm.model.generation_config
         eos_ids = eos_token_ids(defaults, encoder.tokenizer)
-        sampler = Sampler(config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0)
+        sampler = Sampler(
+            config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0
+        )
         text = TextStream(encoder.decode, config.stop)
         ids: list[int] = []
         parts: list[str] = []
@@ -513,7 +515,13 @@ class KVRagEngine:
 
         with clock.stage("decode"):
             for token in decode_tokens(
-                lm, done.buffer, done.logits, sampler, max_new_tokens=config.max_new_tokens, eos_ids=eos_ids, cancel=cancel
+                lm,
+                done.buffer,
+                done.logits,
+                sampler,
+                max_new_tokens=config.max_new_tokens,
+                eos_ids=eos_ids,
+                cancel=cancel,
             ):
                 first = first if ids else time.perf_counter()
                 ids.append(token)
@@ -536,7 +544,9 @@ class KVRagEngine:
 
 def _check_repair(repair: object) -> RepairConfig | None:
     if repair is not None and not isinstance(repair, RepairConfig):
-        raise ConfigError(f"repair is {repair!r}; pass a kvrag.RepairConfig, for example RepairConfig(recompute_ratio=0.15)")
+        raise ConfigError(
+            f"repair is {repair!r}; pass a kvrag.RepairConfig, for example RepairConfig(recompute_ratio=0.15)"
+        )
     return repair
 
 

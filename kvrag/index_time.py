@@ -135,9 +135,7 @@ def precompute_texts(
     return PrecomputeReport(run.stored, run.skipped, run.failed, run.stored_bytes, time.perf_counter() - start)
 
 
-def _jobs(
-    loaded: LoadedModel, items: Sequence[tuple[str | None, str]], prefix: str, namespace: str
-) -> list[Job]:
+def _jobs(loaded: LoadedModel, items: Sequence[tuple[str | None, str]], prefix: str, namespace: str) -> list[Job]:
     """Merge equal texts: one job per text, with all ids that name it."""
     names: dict[str, list[str | None]] = {}
     for name, text in items:
@@ -160,9 +158,7 @@ def _batches(jobs: list[Job], size: int) -> Iterator[list[Job]]:
 class _Run:
     """State of one precompute: the prefix's buffer and the report in the making."""
 
-    def __init__(
-        self, loaded: LoadedModel, store: KVStore, prefix_ids: tuple[int, ...], namespace: str
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, store: KVStore, prefix_ids: tuple[int, ...], namespace: str) -> None:
         self._loaded, self._store = loaded, store
         self._prefix_ids, self._namespace = prefix_ids, namespace
         self._prefix: KVBuffer | None = None

@@ -113,9 +113,7 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
     last = placed.pop()
     if last.kind != "live":
         if last.num_rows > 1:
-            placed.append(
-                Segment(last.start, last.stop - 1, last.kind, last.exact, last.source, last.is_mismatched)
-            )
+            placed.append(Segment(last.start, last.stop - 1, last.kind, last.exact, last.source, last.is_mismatched))
         last = Segment(last.stop - 1, last.stop, "live")
     return Layout((*placed, last))
 

@@ -212,7 +212,8 @@ class CausalLM:
             if not torch.allclose(turned, keys[0], atol=tolerance, rtol=0):
                 raise UnsupportedModelError(
                     f"layer {layer} of {type(self.model).__name__} attends to other keys than its key projection, normalised and "
-                    "rotated; kvrag can't move such keys. Use a model of an accepted architecture: " + ", ".join(ACCEPTED)
+                    "rotated; kvrag can't move such keys. Use a model of an accepted architecture: "
+                    + ", ".join(ACCEPTED)
                 )
         return self.shapes
 

@@ -81,9 +81,7 @@ class PromptEncoder:
         plain = [_plain_message(message) for message in messages]
         try:
             return str(
-                self.tokenizer.apply_chat_template(
-                    plain, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
+                self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
             )
         except Exception as error:  # jinja's errors share no useful base class
             roles = [message["role"] for message in plain]
@@ -103,9 +101,7 @@ class PromptEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text, control tokens left out."""
-        return str(
-            self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def cut(pieces: Iterable[Piece], spans_of: Mapping[int, Sequence[Span]]) -> list[Piece]:

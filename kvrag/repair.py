@@ -125,9 +125,7 @@ class ResidualShift:
             values[0, :, span] += self.strength * change.mean(dim=1, keepdim=True)
 
 
-def residual_shift(
-    layout: Layout, rows: torch.Tensor, strength: float, rotary: RotaryTable
-) -> ResidualShift | None:
+def residual_shift(layout: Layout, rows: torch.Tensor, strength: float, rotary: RotaryTable) -> ResidualShift | None:
     """Plan the residual shift for a forward over ``rows``; ``None`` where there is nothing to shift or to learn from."""
     chunks, picked = [], []
     for chunk in layout.stale if strength > 0 else ():

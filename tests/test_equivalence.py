@@ -75,9 +75,7 @@ def test_ratio_one_equals_full_prefill_for_every_strategy(strategy: str, engine_
 
 @pytest.mark.parametrize("batch_size", [1, 4], ids=["single", "padded-batch"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_one_chunk_behind_its_own_prefix_equals_full_prefill(
-    name: str, batch_size: int, engine_of: MakeEngine
-) -> None:
+def test_one_chunk_behind_its_own_prefix_equals_full_prefill(name: str, batch_size: int, engine_of: MakeEngine) -> None:
     engine = engine_of(name)
     engine.precompute(CHUNKS, batch_size=batch_size)
     for index in range(len(CHUNKS)):
@@ -196,8 +194,12 @@ def test_shift_changes_only_rows_that_are_left_alone(engine_of: MakeEngine) -> N
     engine.precompute(CHUNKS)
     plain = run_stages(engine, ask((3, 0, 2)), RepairConfig(strategy="random", recompute_ratio=0.2, shift=0.0))
     shifted = run_stages(engine, ask((3, 0, 2)), RepairConfig(strategy="random", recompute_ratio=0.2, shift=1.0))
-    changed = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[: len(plain.token_ids)] > 1e-6
-    assert int(changed.sum()) == len(plain.token_ids) - plain.num_live - plain.num_repaired - _num_exact(engine, (3, 0, 2))
+    changed = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[
+        : len(plain.token_ids)
+    ] > 1e-6
+    assert int(changed.sum()) == len(plain.token_ids) - plain.num_live - plain.num_repaired - _num_exact(
+        engine, (3, 0, 2)
+    )
 
 
 def _num_exact(engine: KVRagEngine, order: tuple[int, ...]) -> int:
