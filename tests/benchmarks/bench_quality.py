@@ -109,7 +109,7 @@ class Case:
     def greedy(self, buffer: KVBuffer, first: torch.Tensor, count: int, known: torch.Tensor | None = None) -> list[int]:
         """A greedy answer; with ``known``, logits of the own answer just forced, only from where it leaves that answer."""
         answer = [int(first.argmax())]
-        for row, token in zip(known[1:] if known is not None else (), self.own, strict=False):
+        for row, token in zip(known[1:], self.own, strict=False) if known is not None else ():
             if answer[-1] != token:
                 break
             answer.append(int(row.argmax()))
