@@ -138,7 +138,8 @@ def _fault(database: sqlite3.Connection) -> str | None:
     if tuple(name for (_, name, *_) in database.execute("PRAGMA table_info(Cache)")) != COLUMNS:
         return "it has a foreign schema"
     for name, value in database.execute("SELECT key, value FROM Settings"):
+        # Names become attributes and PRAGMAs of diskcache; words other than ours have no business there.
         is_known = name in DEFAULT_SETTINGS or name in METADATA
-        if not is_known or (name != "eviction_policy" and type(value) is not int):
+        if not is_known or (type(value) is not int and value != {**DEFAULT_SETTINGS, **SETTINGS}.get(name)):
             return "it has foreign settings"
     return None

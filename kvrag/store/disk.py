@@ -119,7 +119,7 @@ class DiskStore(ForkAware):
                 return False
             record = header.record()
             self.index.add(record, doc_id=header.doc_id)
-        self.index.add(replace(record, text=text or record.text), doc_id=doc_id)
+        self.index.add(replace(record, text=text), doc_id=doc_id)
         return True
 
     def contains(self, key: ChunkKey) -> bool:

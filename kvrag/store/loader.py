@@ -67,10 +67,16 @@ class _Job:
         deadline = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         for _ in range(min(THREADS, self._total)):
             thread = threading.Thread(target=self._work, name="kvrag-load", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # Too many threads, or the interpreter is about to exit: what nobody loads is late.
+                log.warning("a reader could not be started: %s", error)
+                break
             self.threads.append(thread)
-            thread.start()
         with self._changed:
-            self._changed.wait_for(self._is_done, max(0.0, deadline - time.monotonic()))
+            if self.threads:
+                self._changed.wait_for(self._is_done, max(0.0, deadline - time.monotonic()))
             self._left.clear()
             return dict(self._results)
 
