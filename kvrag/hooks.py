@@ -12,7 +12,10 @@ from typing import Any, Literal
 
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError
+from kvrag.fingerprint import namespace_digest
+from kvrag.index_time import check_items
 from kvrag.prefix import Prefix
+from kvrag.spans import text_entry
 from kvrag.types import PrecomputeReport, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -158,7 +161,23 @@ def _precompute(
         "batch_size": batch_size,
         "show_progress": show_progress,
     }
+    check_items(kept)  # before anything is dropped
+    _drop_replaced(engine, zip(names, (text for _, text in pairs), strict=True), namespace)
     return engine.precompute_items(kept, **options)
+
+
+def _drop_replaced(engine: KVRagEngine, items: Iterable[tuple[str | None, str]], namespace: str | None) -> None:
+    """Drop documents whose id now names another text: the KV of a text that is gone must not outlive it."""
+    space = namespace_digest(engine.namespace if namespace is None else namespace)
+    replaced = []
+    for name, text in items:
+        if isinstance(name, str) and isinstance(text, str):
+            held = engine.store.index.document_texts(space, name)
+            entry = text_entry(text) if held else None
+            if held and held != [entry.digest if entry else None]:
+                replaced.append(name)
+    if replaced:
+        engine.delete(replaced, namespace=namespace)
 
 
 def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
@@ -168,7 +187,7 @@ def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
     if any(hasattr(items, mark) for mark in _ITEM_MARKS):
         found: Iterable[Any] = [items]
     else:
-        found = items if _is_many(items) else _documents_in(items)
+        found = items if _is_many(items) else documents_in(items)
     return [_pair(item, content) for item in found]
 
 
@@ -195,8 +214,14 @@ def _pair(item: Any, content: Content) -> tuple[str | None, str]:
     raise InputError(f"an item is of type {type(item).__name__}; pass texts, LangChain documents or LlamaIndex nodes")
 
 
-def _documents_in(holder: Any) -> list[Any]:
-    """List the documents of a vector store or index that can list them."""
+def documents_in(holder: Any) -> list[Any]:
+    """List the documents of a vector store or index that can list them.
+
+    Raises
+    ------
+    InputError
+        If it can't.
+    """
     for read in (_kvrag_documents, _langchain_documents, _llama_index_nodes):
         documents = read(holder)
         if documents is not None:
