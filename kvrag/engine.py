@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import difflib
 import logging
 import os
 import threading
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option, unknown_option
 from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
 from kvrag.errors import ConfigError, ContextLengthError, InputError, OutOfMemoryError
 from kvrag.explain import explain_plan
@@ -129,6 +131,10 @@ class KVRagEngine:
         StoreError
             If ``kv_dir`` can't be used.
         """
+        own = ("tokenizer", "kv_dir", "prefix", "repair", "device", "dtype", "namespace", "revision", "store_config")
+        for name in hf_kwargs:  # a misspelt option of ours would travel far before transformers refused it
+            if difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+                raise unknown_option(name, own, of="KVRagEngine.from_pretrained")
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs)
         return cls(source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config)
 
