@@ -1,0 +1,302 @@
+"""kvrag's engine as LlamaIndex's LLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llama_index.core import Settings
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+)
+from llama_index.core.bridge.pydantic import ConfigDict, Field, field_serializer
+from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+from transformers import PreTrainedModel
+
+from kvrag import (
+    Explanation,
+    KVRagEngine,
+    PrecomputeReport,
+    RepairConfig,
+    SamplingConfig,
+    SyncReport,
+    delete_kv,
+    precompute_kv,
+    sync_kv,
+)
+from kvrag.config import build, check_mode
+from llama_index.llms.kvrag.options import constructor_options, request_options
+from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
+from llama_index.llms.kvrag.responses import aresponses, as_chat, as_completion, responses
+
+_REQUEST_FIELDS = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "mode",
+)
+
+
+class KVRagLLM(CustomLLM):
+    """A Hugging Face model that answers from the precomputed KV of the retrieved chunks.
+
+    Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and ``model_id`` are
+    other names of ``model``, ``max_tokens`` of ``max_new_tokens``, ``tokenizer_name`` of ``tokenizer``; ``device_map`` is understood.
+    All request options can be given per call, too. How an answer was made stands in ``response.raw["kvrag"]``.
+
+    Parameters
+    ----------
+    model
+        Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (see :meth:`from_pretrained_model`).
+    **options
+        The fields below, and those of LlamaIndex's ``LLM``: ``system_prompt``, ``messages_to_prompt``, ``completion_to_prompt``,
+        ``callback_manager`` and so on.
+
+    Raises
+    ------
+    ConfigError
+        If an option does not exist or has an impossible value.
+
+    Examples
+    --------
+    >>> Settings.llm = KVRagLLM(model="Qwen/Qwen2.5-7B-Instruct", kv_dir="./kv")  # doctest: +SKIP
+    >>> Settings.llm.precompute_kv(index)  # doctest: +SKIP
+    >>> index.as_query_engine(similarity_top_k=8).query("What changed in 2024?")  # doctest: +SKIP
+    """
+
+    model_config = ConfigDict(protected_namespaces=("pydantic_model_",), arbitrary_types_allowed=True)
+
+    model: Any = Field(description="Hub id, local directory, .gguf file or a loaded model.")
+    tokenizer: Any = Field(
+        default=None, repr=False, description="A tokenizer, its id or directory; default: the model's."
+    )
+    kv_dir: Any = Field(default=None, description="Directory of the KV store; default: chunks are kept in memory only.")
+    prefix: Any = Field(
+        default=None,
+        repr=False,
+        description=(
+            "What stands before the first chunk: a prompt template, kvrag.TemplatePrefix, chat messages or text; default: what "
+            "LlamaIndex's own question-answering prompt has there."
+        ),
+    )
+    repair: RepairConfig | None = Field(default=None, description="How stitched KV is repaired.")
+    namespace: str = Field(default="default", description="Chunks of one namespace are never found from another.")
+    mode: str = Field(default="auto", description="auto, full, prefix or stitch; see KVRagEngine.generate.")
+    dtype: Any = Field(default="auto", description="auto: float32 on CPU, else the checkpoint's.")
+    device: Any = Field(default=None, description="cpu, cuda, ...; default: CUDA if there is one.")
+    model_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="For from_pretrained; also revision and store_config.", exclude=True
+    )
+    temperature: float = Field(default=0.0, description="0 is greedy.")
+    max_new_tokens: int | None = Field(
+        default=None, description="Upper bound of answer tokens; default: the model's generation config, else 256."
+    )
+    top_p: float | None = Field(default=None, description="Nucleus filter, used when sampling.")
+    top_k: int | None = Field(default=None, description="Top-k filter, used when sampling.")
+    repetition_penalty: float | None = Field(default=None, description="Default: the model's generation config.")
+    seed: int | None = Field(default=None, description="Seed for sampling.")
+    stop: str | list[str] | None = Field(default=None, description="Strings that end the answer; not part of it.")
+    context_window: int | None = Field(default=None, description="Default: the model's.")
+    generate_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Request options in another place, as other Hugging Face LLMs take them."
+    )
+
+    def __init__(self, model: Any = None, **options: Any) -> None:
+        super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
+        self._check_request(self._defaults())
+
+    @classmethod
+    def from_pretrained_model(cls, model: PreTrainedModel, tokenizer: Any, **options: Any) -> KVRagLLM:
+        """Use a model and a tokenizer that are loaded already; options as for the class."""
+        return cls(model=model, tokenizer=tokenizer, **options)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised form."""
+        return "KVRagLLM"
+
+    # -- the engine, and the KV behind it ----------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> KVRagEngine:
+        """The engine, one per process for the same options; its weights are loaded at first use."""
+        return KVRagEngine.get(
+            self.model,
+            tokenizer=self.tokenizer,
+            kv_dir=self.kv_dir,
+            prefix=engine_prefix(self.prefix, self),
+            repair=self.repair,
+            namespace=self.namespace,
+            dtype=self.dtype,
+            device=self.device,
+            **self.model_kwargs,
+        )
+
+    def precompute_kv(self, items: Any, *, prefix: Any = None, **options: Any) -> PrecomputeReport:
+        """Compute and store the KV of nodes, documents, texts, or all nodes of an index; see :func:`kvrag.precompute_kv`."""
+        return precompute_kv(items, llm=self, prefix=self._own_prefix(prefix), **options)
+
+    def delete_kv(self, items: Any, **options: Any) -> int:
+        """Delete the KV of nodes or node ids; see :func:`kvrag.delete_kv`."""
+        return delete_kv(items, llm=self, **options)
+
+    def sync_kv(self, live_items: Any, *, prefix: Any = None, **options: Any) -> SyncReport:
+        """Make the store hold the KV of exactly these nodes, or of this index; see :func:`kvrag.sync_kv`."""
+        return sync_kv(live_items, llm=self, prefix=self._own_prefix(prefix), **options)
+
+    def explain(self, prompt: str | Sequence[ChatMessage], *, formatted: bool = False, **options: Any) -> Explanation:
+        """Tell which spans of a prompt are known chunks and why others are not; ``mode`` and ``namespace`` as for the engine."""
+        engine, text, _ = (
+            self._of_prompt(prompt, formatted, {}) if isinstance(prompt, str) else self._of_chat(prompt, {})
+        )
+        return engine.explain(text, **{"mode": self.mode, **options})
+
+    def apply_settings(self) -> KVRagLLM:
+        """Make this LlamaIndex's default LLM, and its tokenizer the one that lengths are counted with; returns the LLM."""
+        Settings.llm = self
+        Settings.tokenizer = self._token_ids
+        return self
+
+    def _token_ids(self, text: str) -> list[int]:
+        ids: list[int] = self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _own_prefix(self, prefix: Any) -> Any:
+        return None if prefix is None else engine_prefix(prefix, self)
+
+    # -- what LlamaIndex asks ----------------------------------------------------------------------------------------------
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Context window, answer length and kind of the model; loads it."""
+        loaded = self.engine.loaded
+        return LLMMetadata(
+            context_window=self.context_window or loaded.lm.context_window,
+            num_output=self._num_output(self._defaults()),
+            is_chat_model=is_chat(loaded.encoder),
+            model_name=self.engine.source.name,
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        """Describe the LLM for observability without loading it: every call in an event loop asks for this."""
+        return {"class_name": self.class_name(), "model_name": _name(self.model), **self._defaults()}
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Show a loaded model by its name."""
+        for name, value in super().__repr_args__():
+            yield name, _name(value) if name == "model" else value
+
+    @field_serializer("model", "tokenizer", "kv_dir", "dtype", "device")
+    def _serialise_name(self, value: Any) -> str | None:
+        return None if value is None else _name(value)
+
+    @field_serializer("prefix")
+    def _serialise_prefix(self, value: Any) -> str | None:
+        return value if isinstance(value, str) else None
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    def _defaults(self) -> dict[str, Any]:
+        return request_options({name: getattr(self, name) for name in _REQUEST_FIELDS}, self.generate_kwargs)
+
+    def _num_output(self, options: dict[str, Any]) -> int:
+        given = options.get("max_new_tokens")
+        if given is None:
+            given = getattr(self.engine.loaded.lm.model.generation_config, "max_new_tokens", None)
+        return DEFAULT_NUM_OUTPUTS if given is None else given
+
+    def _check_request(self, options: dict[str, Any]) -> None:
+        """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
+        own = {"mode", "repair", "namespace"}
+        check_mode(options.get("mode", "auto"))
+        build(SamplingConfig, {name: value for name, value in options.items() if name not in own})
+
+    def _request(self, overrides: dict[str, Any]) -> tuple[KVRagEngine, dict[str, Any]]:
+        options = request_options(self._defaults(), overrides)
+        self._check_request(options)
+        return self.engine, {**options, "max_new_tokens": self._num_output(options)}
+
+    def _of_prompt(
+        self, prompt: str, formatted: bool, overrides: dict[str, Any]
+    ) -> tuple[KVRagEngine, str, dict[str, Any]]:
+        engine, options = self._request(overrides)
+        return engine, prompt if formatted else completion_text(self, prompt, engine.loaded.encoder), options
+
+    def _of_chat(
+        self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
+    ) -> tuple[KVRagEngine, str, dict[str, Any]]:
+        engine, options = self._request(overrides)
+        return engine, chat_text(self, messages, engine.loaded.encoder), options
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Answer a prompt; ``formatted=False`` makes it a user message where the model has a chat template."""
+        engine, text, options = self._of_prompt(prompt, formatted, kwargs)
+        result = engine.generate(text, **options)
+        return as_completion(result.text, None, result)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """As :meth:`complete`, piece by piece; the last response holds the accounting."""
+        engine, text, options = self._of_prompt(prompt, formatted, kwargs)
+        return responses(engine.stream(text, **options), as_completion)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer chat messages."""
+        engine, text, options = self._of_chat(messages, kwargs)
+        result = engine.generate(text, **options)
+        return as_chat(result.text, None, result)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """As :meth:`chat`, piece by piece; the last response holds the accounting."""
+        engine, text, options = self._of_chat(messages, kwargs)
+        return responses(engine.stream(text, **options), as_chat)
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """As :meth:`complete`; the event loop is not blocked, and cancelling stops the decoding."""
+        engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
+        result = await engine.agenerate(text, **options)
+        return as_completion(result.text, None, result)
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """As :meth:`stream_complete`, for an event loop."""
+        engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
+        return aresponses(engine.astream(text, **options), as_completion)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """As :meth:`chat`; the event loop is not blocked, and cancelling stops the decoding."""
+        engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
+        result = await engine.agenerate(text, **options)
+        return as_chat(result.text, None, result)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """As :meth:`stream_chat`, for an event loop."""
+        engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
+        return aresponses(engine.astream(text, **options), as_chat)
+
+
+def _name(value: Any) -> str:
+    """Return a short name of a model, a tokenizer, a path or a dtype."""
+    config = getattr(value, "config", None)
+    name = getattr(config, "_name_or_path", None) or getattr(value, "name_or_path", None)
+    return str(name or (type(value).__name__ if isinstance(value, PreTrainedModel) else value))

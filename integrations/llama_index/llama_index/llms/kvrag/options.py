@@ -1,0 +1,79 @@
+"""Spellings: what users of other LlamaIndex LLMs pass, in kvrag's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvrag.config import unknown_option
+from kvrag.errors import ConfigError
+
+ALIASES = {
+    "model_name": "model",
+    "model_id": "model",
+    "tokenizer_name": "tokenizer",
+    "max_tokens": "max_new_tokens",
+}
+"""Other names of options."""
+
+OWNER = "KVRagLLM"
+
+
+def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return the options of a new LLM under their own names.
+
+    Parameters
+    ----------
+    options
+        As the user wrote them. ``device_map`` of ``transformers`` is taken as ``device``, or, where it is a dict, handed on to it.
+    known
+        Names of options that exist.
+
+    Raises
+    ------
+    ConfigError
+        If an option does not exist or was given twice, or if no model was named.
+    """
+    out = _renamed(options)
+    device_map = out.pop("device_map", None)
+    if isinstance(device_map, str):
+        out.setdefault("device", None if device_map == "auto" else device_map)
+    elif device_map is not None:
+        out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
+    names = set(known)
+    for name in out:
+        if name not in names:
+            raise unknown_option(name, {*names, *ALIASES, "device_map"}, of=OWNER)
+    if out.get("model") is None:
+        raise ConfigError(
+            "KVRagLLM has no model; pass model= a hub id, a local directory, a .gguf file or a loaded model"
+        )
+    return out
+
+
+def request_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge options of one request, later layers over earlier ones; ``None`` means "not given".
+
+    ``do_sample`` of ``transformers`` becomes a temperature: 0 if it is false, and 1 if it is true and no temperature was named.
+    """
+    out: dict[str, Any] = {}
+    for layer in layers:
+        given = {name: value for name, value in _renamed(layer).items() if value is not None}
+        is_sampling = given.pop("do_sample", None)
+        if is_sampling is False:
+            given["temperature"] = 0.0
+        elif is_sampling and not given.get("temperature", out.get("temperature")):
+            given["temperature"] = 1.0
+        out.update(given)
+    return out
+
+
+def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in options.items():
+        target = ALIASES.get(name, name)
+        if target in out and value is not None and out[target] is not None:
+            raise ConfigError(f"{target} was given twice, once as {name!r}; pass it once")
+        if value is not None or target not in out:
+            out[target] = value
+    return out

@@ -1,0 +1,135 @@
+"""KV as the last step of an ingestion."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from llama_index.core import Settings
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.schema import BaseNode, TransformComponent
+
+from kvrag import ConfigError, KVRagEngine, PrecomputeReport, precompute_kv
+from kvrag.hooks import Content, OnError
+from llama_index.llms.kvrag.base import KVRagLLM
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
+    """Return the LLM to keep KV for; ``None`` is ``Settings.llm``.
+
+    Raises
+    ------
+    ConfigError
+        If it can't use KV.
+    """
+    if llm is None:
+        try:
+            llm = Settings.llm
+        except (ImportError, ValueError) as error:  # LlamaIndex's default LLM is another package
+            raise ConfigError("no LLM to precompute KV for; set Settings.llm = KVRagLLM(...), or pass llm=") from error
+    if not isinstance(llm, (KVRagLLM, KVRagEngine)):
+        raise ConfigError(
+            f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = KVRagLLM(...), or pass llm="
+        )
+    return llm
+
+
+def precompute_nodes(
+    nodes: Sequence[BaseNode], *, llm: KVRagLLM | KVRagEngine, on_error: OnError, **options: Any
+) -> PrecomputeReport:
+    """Precompute the KV of nodes; with ``on_error="warn"`` nothing that fails is raised.
+
+    LlamaIndex marks documents as done before transformations run: an exception here would lose them, where a missing chunk only costs time.
+    """
+    try:
+        if isinstance(llm, KVRagLLM):
+            report = llm.precompute_kv(nodes, **options)
+        else:
+            report = precompute_kv(nodes, llm=llm, **options)
+    except Exception as error:
+        if on_error == "raise":
+            raise
+        warnings.warn(
+            f"the KV of {len(nodes)} node(s) was not precomputed and will be computed at query time: {error}",
+            UserWarning,
+            stacklevel=3,
+        )
+        return PrecomputeReport(0, 0, [(node.node_id, str(error)) for node in nodes], 0, 0.0)
+    logger.info("KV of %d node(s): %d stored, %d skipped", len(nodes), report.stored, report.skipped)
+    return report
+
+
+class PrecomputeKV(TransformComponent):
+    """Precomputes the KV of the nodes that pass through, and returns them unchanged; put it last in ``transformations``.
+
+    It sees additions only. A pipeline with a cache skips it together with the rest for nodes that it has seen, and nothing tells it of
+    deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
+
+    Parameters
+    ----------
+    llm
+        Whom the KV is for; default: ``Settings.llm`` at the time of the run.
+    namespace, prefix, batch_size, show_progress
+        As for :func:`kvrag.precompute_kv`; default: the LLM's.
+    content
+        ``"text"``: the node's text. ``"llm"``: the text with the metadata that the LLM is shown.
+    on_error
+        ``"warn"``: ingestion goes on without KV. ``"raise"``: it stops.
+    """
+
+    llm: Any = Field(default=None, exclude=True, repr=False)
+    namespace: str | None = None
+    prefix: Any = None
+    content: Content = "text"
+    batch_size: int = Field(default=8, ge=1)
+    show_progress: bool = False
+    on_error: OnError = "warn"
+
+    def __init__(self, llm: Any = None, **options: Any) -> None:
+        super().__init__(llm=None if llm is None else resolve_kv_llm(llm), **options)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised form."""
+        return "PrecomputeKV"
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Describe the transformation, and whom the KV is for: pipelines cache by this, and KV of one model is none for another."""
+        return {**super().to_dict(**kwargs), "prefix": repr(self.prefix), "kv_of": self._target()}
+
+    def _target(self) -> dict[str, str]:
+        llm = resolve_kv_llm(self.llm)
+        if isinstance(llm, KVRagLLM):
+            names = ("model", "kv_dir", "namespace", "dtype", "prefix", "system_prompt")
+            return {name: str(value) for name, value in llm.to_dict().items() if name in names}
+        return {"model": llm.source.name, "namespace": llm.namespace, "dtype": str(llm.source.dtype)}
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Precompute the nodes' KV."""
+        precompute_nodes(
+            nodes,
+            llm=resolve_kv_llm(self.llm),
+            namespace=self.namespace,
+            prefix=self.prefix,
+            content=self.content,
+            batch_size=self.batch_size,
+            show_progress=self.show_progress,
+            on_error=self.on_error,
+        )
+        return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """As calling it, in a thread of its own."""
+        return await asyncio.to_thread(self.__call__, nodes, **kwargs)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be pickled."""
+        raise ConfigError(
+            "PrecomputeKV can't be sent to worker processes, where each would load the model; run the pipeline without num_workers, "
+            "or leave PrecomputeKV out and call precompute_kv(nodes, llm=...) on what the pipeline returns"
+        )

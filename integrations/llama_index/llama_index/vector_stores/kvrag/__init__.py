@@ -1,0 +1,13 @@
+"""A vector store that keeps the KV of its nodes in step: added with them, deleted with them.
+
+::
+
+    store = KVRagVectorStore(llm=Settings.llm)                       # or KVRagVectorStore(your_store)
+    context = StorageContext.from_defaults(vector_store=store)
+    index = VectorStoreIndex.from_documents(documents, storage_context=context)
+    index.delete_ref_doc("report-2023")                              # its KV goes, too
+"""
+
+from llama_index.vector_stores.kvrag.base import KVRagVectorStore
+
+__all__ = ["KVRagVectorStore"]

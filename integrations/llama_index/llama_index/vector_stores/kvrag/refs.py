@@ -1,0 +1,84 @@
+"""Which nodes came from which document, kept beside the KV.
+
+LlamaIndex deletes by ``ref_doc_id``, and KV is referred to by ``node_id``: so ``precompute_kv(index)``, ``sync_kv(index)``
+and the vector store mean the same thing. What connects the two must survive a restart and serve several processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from kvrag.fingerprint import namespace_digest
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS refs (namespace TEXT, node TEXT, document TEXT, PRIMARY KEY (namespace, node)) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS documents ON refs (namespace, document)",
+)
+_BUSY_TIMEOUT_S = 10.0
+
+Rows = list[tuple[str, ...]]
+
+
+class RefTable:
+    """``node_id`` → ``ref_doc_id``, per namespace, in SQLite. A fault of the file costs disk space, and never an answer.
+
+    Parameters
+    ----------
+    kv_dir
+        Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. ``None``: in memory, as the KV is then.
+    """
+
+    def __init__(self, kv_dir: str | os.PathLike[str] | None) -> None:
+        self._path = None if kv_dir is None else Path(os.path.abspath(kv_dir), "llama_index", "refs.sqlite")
+        self._memory = sqlite3.connect(":memory:", check_same_thread=False) if kv_dir is None else None
+        self._lock = threading.Lock()
+
+    def add(self, namespace: str, documents: Iterable[tuple[str, str]]) -> None:
+        """Remember ``(node_id, ref_doc_id)`` pairs."""
+        space = namespace_digest(namespace)
+        self._run("INSERT OR REPLACE INTO refs VALUES (?, ?, ?)", [(space, node, doc) for node, doc in documents])
+
+    def nodes(self, namespace: str, document: str | None = None) -> list[str]:
+        """Return the nodes of a document, or all."""
+        query, space = "SELECT node FROM refs WHERE namespace = ?", namespace_digest(namespace)
+        if document is None:
+            return [row[0] for row in self._run(query, [(space,)])]
+        return [row[0] for row in self._run(f"{query} AND document = ?", [(space, document)])]
+
+    def remove(self, namespace: str, nodes: Iterable[str]) -> None:
+        """Forget nodes."""
+        space = namespace_digest(namespace)
+        self._run("DELETE FROM refs WHERE namespace = ? AND node = ?", [(space, node) for node in nodes])
+
+    def _run(self, statement: str, values: Sequence[tuple[str, ...]]) -> Rows:
+        """Run a statement for each tuple of values, in one transaction; what it finds is returned."""
+        try:
+            if self._memory is not None:
+                with self._lock:
+                    return _transact(self._memory, statement, values)
+            # Connected for one transaction: nothing is held between calls, so threads and forks are safe.
+            assert self._path is not None
+            os.makedirs(self._path.parent, mode=0o700, exist_ok=True)
+            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+            with closing(sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S)) as db:
+                return _transact(db, statement, values)
+        except (OSError, sqlite3.Error) as error:
+            logger.warning(
+                "the table %s can't be used (%s); to erase KV of deleted nodes, run sync_kv", self._path, error
+            )
+            return []
+
+
+def _transact(db: sqlite3.Connection, statement: str, values: Sequence[tuple[str, ...]]) -> Rows:
+    with db:
+        for definition in _SCHEMA:
+            db.execute(definition)
+        return [row for given in values for row in db.execute(statement, given)]
