@@ -274,3 +274,45 @@ def test_open_store_chooses_the_tiers(root):
     tiered = open_store(str(root), StoreConfig())
     assert list(tiered.stats()) == ["host", "disk"]
     tiered.close()
+
+
+def test_what_can_not_be_erased_is_an_error_after_everything_else_is_erased(disk, monkeypatch):
+    identities = [make_identity(number) for number in range(3)]
+    for identity in identities:
+        disk.put(identity, make_kv(identity), text=None)
+    keys = [chunk_key(identity) for identity in identities]
+    real = os.unlink
+
+    def unlink(path):
+        if keys[0] in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "unlink", unlink)
+        with pytest.raises(StoreError, match="delete again"):
+            disk.delete(keys)
+    assert [disk.contains(key) for key in keys] == [True, False, False]
+    assert disk.delete(keys) == 1
+
+
+def test_a_link_to_a_blob_without_a_row_restores_it(disk):
+    disk.put(ME, make_kv(ME), text=make_text("a"), doc_id="one")
+    disk.index.unlink(NAMESPACE, "one")
+    assert disk.link(ME, text=make_text("b"), doc_id="two")
+    assert disk.index.documents(NAMESPACE) == ["one", "two"]
+    assert len(disk.index.texts(NAMESPACE, 0)[0]) == 2
+
+
+def test_a_process_that_holds_the_lock_too_long_is_named(disk, root, monkeypatch):
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.05)
+    with files.locked(root / "lock"), pytest.raises(StoreError, match="another process"):
+        DiskStore(root)
+
+
+def test_a_file_system_without_locks_will_do(root, monkeypatch, caplog):
+    monkeypatch.setattr(files.fcntl, "flock", failing(errno.ENOLCK)(None))
+    store = DiskStore(root)
+    assert store.put(ME, make_kv(ME), text=None) > 0
+    assert "can't be locked" in caplog.text
+    store.close()
