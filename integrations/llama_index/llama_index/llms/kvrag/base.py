@@ -35,7 +35,7 @@ from kvrag import (
     sync_kv,
 )
 from kvrag.config import build, check_mode
-from llama_index.llms.kvrag.options import constructor_options, request_options
+from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import aresponses, as_chat, as_completion, responses
 
@@ -54,17 +54,18 @@ _REQUEST_FIELDS = (
 class KVRagLLM(CustomLLM):
     """A Hugging Face model that answers from the precomputed KV of the retrieved chunks.
 
-    Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and ``model_id`` are
-    other names of ``model``, ``max_tokens`` of ``max_new_tokens``, ``tokenizer_name`` of ``tokenizer``; ``device_map`` is understood.
-    All request options can be given per call, too. How an answer was made stands in ``response.raw["kvrag"]``.
+    Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and
+    ``model_id`` are other names of ``model``, ``max_tokens`` of ``max_new_tokens``, ``tokenizer_name`` of ``tokenizer``;
+    ``device_map`` is understood. All request options can be given per call, too. How an answer was made stands in
+    ``response.raw["kvrag"]``.
 
     Parameters
     ----------
     model
         Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (see :meth:`from_pretrained_model`).
     **options
-        The fields below, and those of LlamaIndex's ``LLM``: ``system_prompt``, ``messages_to_prompt``, ``completion_to_prompt``,
-        ``callback_manager`` and so on.
+        The fields below, and those of LlamaIndex's ``LLM``: ``system_prompt``, ``messages_to_prompt``,
+        ``completion_to_prompt``, ``callback_manager`` and so on.
 
     Raises
     ------
@@ -82,15 +83,15 @@ class KVRagLLM(CustomLLM):
 
     model: Any = Field(description="Hub id, local directory, .gguf file or a loaded model.")
     tokenizer: Any = Field(
-        default=None, repr=False, description="A tokenizer, its id or directory; default: the model's."
+        default=None, repr=False, description="Tokenizer, its id or directory; default: the model's."
     )
     kv_dir: Any = Field(default=None, description="Directory of the KV store; default: chunks are kept in memory only.")
     prefix: Any = Field(
         default=None,
         repr=False,
         description=(
-            "What stands before the first chunk: a prompt template, kvrag.TemplatePrefix, chat messages or text; default: what "
-            "LlamaIndex's own question-answering prompt has there."
+            "What stands before the first chunk: a prompt template, kvrag.TemplatePrefix, chat messages or text; "
+            "default: what LlamaIndex's own question-answering prompt has there."
         ),
     )
     repair: RepairConfig | None = Field(default=None, description="How stitched KV is repaired.")
@@ -129,7 +130,7 @@ class KVRagLLM(CustomLLM):
         """Name in serialised form."""
         return "KVRagLLM"
 
-    # -- the engine, and the KV behind it ----------------------------------------------------------------------------------
+    # -- the engine, and the KV behind it --------------------------------------------------------------------------
 
     @property
     def engine(self) -> KVRagEngine:
@@ -147,7 +148,7 @@ class KVRagLLM(CustomLLM):
         )
 
     def precompute_kv(self, items: Any, *, prefix: Any = None, **options: Any) -> PrecomputeReport:
-        """Compute and store the KV of nodes, documents, texts, or all nodes of an index; see :func:`kvrag.precompute_kv`."""
+        """Compute and store the KV of nodes, texts, or all nodes of an index; see :func:`kvrag.precompute_kv`."""
         return precompute_kv(items, llm=self, prefix=self._own_prefix(prefix), **options)
 
     def delete_kv(self, items: Any, **options: Any) -> int:
@@ -159,14 +160,15 @@ class KVRagLLM(CustomLLM):
         return sync_kv(live_items, llm=self, prefix=self._own_prefix(prefix), **options)
 
     def explain(self, prompt: str | Sequence[ChatMessage], *, formatted: bool = False, **options: Any) -> Explanation:
-        """Tell which spans of a prompt are known chunks and why others are not; ``mode`` and ``namespace`` as for the engine."""
-        engine, text, _ = (
-            self._of_prompt(prompt, formatted, {}) if isinstance(prompt, str) else self._of_chat(prompt, {})
-        )
+        """Tell which spans of a prompt are known chunks, and why others are not; options as for the engine's."""
+        if isinstance(prompt, str):
+            engine, text, _ = self._of_prompt(prompt, formatted, {})
+        else:
+            engine, text, _ = self._of_chat(prompt, {})
         return engine.explain(text, **{"mode": self.mode, **options})
 
     def apply_settings(self) -> KVRagLLM:
-        """Make this LlamaIndex's default LLM, and its tokenizer the one that lengths are counted with; returns the LLM."""
+        """Make this LlamaIndex's default LLM, and its tokenizer the one that counts lengths; returns the LLM."""
         Settings.llm = self
         Settings.tokenizer = self._token_ids
         return self
@@ -178,7 +180,7 @@ class KVRagLLM(CustomLLM):
     def _own_prefix(self, prefix: Any) -> Any:
         return None if prefix is None else engine_prefix(prefix, self)
 
-    # -- what LlamaIndex asks ----------------------------------------------------------------------------------------------
+    # -- what LlamaIndex asks --------------------------------------------------------------------------------------
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -193,22 +195,22 @@ class KVRagLLM(CustomLLM):
 
     def to_payload(self) -> dict[str, Any]:
         """Describe the LLM for observability without loading it: every call in an event loop asks for this."""
-        return {"class_name": self.class_name(), "model_name": _name(self.model), **self._defaults()}
+        return {"class_name": self.class_name(), "model_name": short_name(self.model), **self._defaults()}
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Show a loaded model by its name."""
         for name, value in super().__repr_args__():
-            yield name, _name(value) if name == "model" else value
+            yield name, short_name(value) if name == "model" else value
 
     @field_serializer("model", "tokenizer", "kv_dir", "dtype", "device")
     def _serialise_name(self, value: Any) -> str | None:
-        return None if value is None else _name(value)
+        return None if value is None else short_name(value)
 
     @field_serializer("prefix")
     def _serialise_prefix(self, value: Any) -> str | None:
         return value if isinstance(value, str) else None
 
-    # -- requests ----------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------
 
     def _defaults(self) -> dict[str, Any]:
         return request_options({name: getattr(self, name) for name in _REQUEST_FIELDS}, self.generate_kwargs)
@@ -293,10 +295,3 @@ class KVRagLLM(CustomLLM):
         """As :meth:`stream_chat`, for an event loop."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
         return aresponses(engine.astream(text, **options), as_chat)
-
-
-def _name(value: Any) -> str:
-    """Return a short name of a model, a tokenizer, a path or a dtype."""
-    config = getattr(value, "config", None)
-    name = getattr(config, "_name_or_path", None) or getattr(value, "name_or_path", None)
-    return str(name or (type(value).__name__ if isinstance(value, PreTrainedModel) else value))

@@ -25,7 +25,7 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     Parameters
     ----------
     options
-        As the user wrote them. ``device_map`` of ``transformers`` is taken as ``device``, or, where it is a dict, handed on to it.
+        As the user wrote them. ``device_map`` of ``transformers`` is taken as ``device``; a dict is handed on to it.
     known
         Names of options that exist.
 
@@ -54,7 +54,7 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
 def request_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge options of one request, later layers over earlier ones; ``None`` means "not given".
 
-    ``do_sample`` of ``transformers`` becomes a temperature: 0 if it is false, and 1 if it is true and no temperature was named.
+    ``do_sample`` of ``transformers`` becomes a temperature: 0 if it is false, 1 if it is true and no temperature was named.
     """
     out: dict[str, Any] = {}
     for layer in layers:
@@ -77,3 +77,10 @@ def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None or target not in out:
             out[target] = value
     return out
+
+
+def short_name(value: Any) -> str:
+    """Return a short name of a model, a tokenizer, a path or a dtype."""
+    config = getattr(value, "config", None)
+    name = getattr(config, "_name_or_path", None) or getattr(value, "name_or_path", None)
+    return str(name or (value if config is None else type(value).__name__))

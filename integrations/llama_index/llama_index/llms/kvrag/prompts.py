@@ -1,4 +1,4 @@
-"""From LlamaIndex's prompts to the text that the model reads, and to the part of it that stands before the first chunk."""
+"""From LlamaIndex's prompts to the text that the model reads, and to what stands in it before the first chunk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
 
 
 def chat_text(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder) -> str:
-    """Render messages: with the user's function if there is one, else with the model's chat template, else as plain lines."""
+    """Render messages: with the user's own function, else with the model's chat template, else as plain lines."""
     render = llm.messages_to_prompt or generic_messages_to_prompt
     if render is generic_messages_to_prompt and is_chat(encoder):
         return _render(messages, encoder)
@@ -69,8 +69,8 @@ def plain_message(message: ChatMessage) -> Message:
 def _render(messages: Sequence[ChatMessage], encoder: PromptEncoder) -> str:
     """Render with the model's chat template; where it refuses a system message, that goes into the first user message.
 
-    LlamaIndex's default prompts hold a system message and ``LLM.system_prompt`` adds another: many templates refuse the second, and
-    some (Gemma's) refuse any.
+    LlamaIndex's default prompts hold a system message and ``LLM.system_prompt`` adds another: many templates refuse the
+    second, and some (Gemma's) refuse any.
     """
     plain = _with_one_system([plain_message(message) for message in messages])
     try:
@@ -122,8 +122,8 @@ def engine_prefix(prefix: Any, llm: LLM) -> Any:
     Parameters
     ----------
     prefix
-        ``None``: LlamaIndex's default question-answering template. A prompt template, a :class:`~kvrag.prefix.TemplatePrefix`, chat
-        messages (LlamaIndex's or dicts), or text.
+        ``None``: LlamaIndex's default question-answering template. A prompt template, a
+        :class:`~kvrag.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), or text.
     llm
         Renders templates; its system prompt and its functions take part.
     """

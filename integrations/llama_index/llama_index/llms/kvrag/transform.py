@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from llama_index.core import Settings
 from llama_index.core.bridge.pydantic import Field
-from llama_index.core.schema import BaseNode, TransformComponent
+from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
 from kvrag import ConfigError, KVRagEngine, PrecomputeReport, precompute_kv
+from kvrag.config import unknown_option
 from kvrag.hooks import Content, OnError
 from llama_index.llms.kvrag.base import KVRagLLM
 
@@ -34,7 +36,7 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
             raise ConfigError("no LLM to precompute KV for; set Settings.llm = KVRagLLM(...), or pass llm=") from error
     if not isinstance(llm, (KVRagLLM, KVRagEngine)):
         raise ConfigError(
-            f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = KVRagLLM(...), or pass llm="
+            f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = KVRagLLM(...), or pass one"
         )
     return llm
 
@@ -44,13 +46,12 @@ def precompute_nodes(
 ) -> PrecomputeReport:
     """Precompute the KV of nodes; with ``on_error="warn"`` nothing that fails is raised.
 
-    LlamaIndex marks documents as done before transformations run: an exception here would lose them, where a missing chunk only costs time.
+    LlamaIndex marks documents as done before transformations run: an exception here would lose them, where a missing chunk
+    only costs time.
     """
     try:
-        if isinstance(llm, KVRagLLM):
-            report = llm.precompute_kv(nodes, **options)
-        else:
-            report = precompute_kv(nodes, llm=llm, **options)
+        compute = llm.precompute_kv if isinstance(llm, KVRagLLM) else partial(precompute_kv, llm=llm)
+        report = compute(nodes, **options)
     except Exception as error:
         if on_error == "raise":
             raise
@@ -64,10 +65,17 @@ def precompute_nodes(
     return report
 
 
-class PrecomputeKV(TransformComponent):
-    """Precomputes the KV of the nodes that pass through, and returns them unchanged; put it last in ``transformations``.
+def refuse_unknown(options: Mapping[str, Any], cls: type[BaseComponent]) -> None:
+    """Raise :class:`~kvrag.ConfigError` on an option that a component doesn't have; LlamaIndex's own would ignore it."""
+    for name in options:
+        if name not in {*cls.model_fields, "class_name"}:
+            raise unknown_option(name, cls.model_fields, of=cls.__name__)
 
-    It sees additions only. A pipeline with a cache skips it together with the rest for nodes that it has seen, and nothing tells it of
+
+class PrecomputeKV(TransformComponent):
+    """Precomputes the KV of nodes that pass through and returns them unchanged; put it last in ``transformations``.
+
+    It sees additions only. A pipeline with a cache skips it for nodes that went through before, and nothing tells it of
     deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
 
     Parameters
@@ -91,7 +99,8 @@ class PrecomputeKV(TransformComponent):
     on_error: OnError = "warn"
 
     def __init__(self, llm: Any = None, **options: Any) -> None:
-        super().__init__(llm=None if llm is None else resolve_kv_llm(llm), **options)
+        refuse_unknown(options, type(self))
+        super().__init__(**{"llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
     def class_name(cls) -> str:
@@ -99,7 +108,7 @@ class PrecomputeKV(TransformComponent):
         return "PrecomputeKV"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Describe the transformation, and whom the KV is for: pipelines cache by this, and KV of one model is none for another."""
+        """Describe the transformation and whom the KV is for: pipelines cache by this, and each model needs its own."""
         return {**super().to_dict(**kwargs), "prefix": repr(self.prefix), "kv_of": self._target()}
 
     def _target(self) -> dict[str, str]:
@@ -130,6 +139,6 @@ class PrecomputeKV(TransformComponent):
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled."""
         raise ConfigError(
-            "PrecomputeKV can't be sent to worker processes, where each would load the model; run the pipeline without num_workers, "
-            "or leave PrecomputeKV out and call precompute_kv(nodes, llm=...) on what the pipeline returns"
+            "PrecomputeKV can't be sent to worker processes, where each would load the model; run the pipeline without "
+            "num_workers, or leave PrecomputeKV out and call precompute_kv(nodes, llm=...) on what the pipeline returns"
         )

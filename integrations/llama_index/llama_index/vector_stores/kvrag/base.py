@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fsspec import AbstractFileSystem
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, SerializeAsAny
 from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index.core.vector_stores import SimpleVectorStore
@@ -21,16 +20,16 @@ from llama_index.core.vector_stores.types import (
 from kvrag import ConfigError, KVRagEngine
 from kvrag.fingerprint import namespace_digest, text_digest
 from kvrag.hooks import Content, OnError, engine_of
-from llama_index.llms.kvrag.transform import precompute_nodes, resolve_kv_llm
+from llama_index.llms.kvrag.transform import precompute_nodes, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
 
 
 class KVRagVectorStore(BasePydanticVectorStore):
-    """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deleting them deletes it; queries pass through.
+    """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deleting them deletes it.
 
-    KV is referred to by node id; the nodes of each document are remembered in ``<kv_dir>/llama_index/refs.sqlite``, so deletion by
-    ``ref_doc_id`` works after a restart. Stores that share an LLM and a namespace share KV; give each its own namespace to keep
-    ``clear()`` of one from costing the other its KV.
+    Queries and everything else pass through. KV is referred to by node id; the nodes of each document are remembered in
+    ``<kv_dir>/llama_index/refs.sqlite``, so deletion by ``ref_doc_id`` works after a restart. Stores that share an LLM and a
+    namespace share KV; give each its own namespace to keep ``clear()`` of one from costing the other its KV.
 
     Parameters
     ----------
@@ -43,7 +42,8 @@ class KVRagVectorStore(BasePydanticVectorStore):
     content
         ``"text"``: KV of the node's text. ``"llm"``: of the text with the metadata that the LLM is shown.
     on_error
-        ``"warn"``: nodes are added and deleted even where their KV can't be. ``"raise"``: raise after the inner store has done its part.
+        ``"warn"``: nodes are added and deleted even where their KV can't be. ``"raise"``: raise after the inner store has
+        done its part.
 
     Raises
     ------
@@ -70,7 +70,8 @@ class KVRagVectorStore(BasePydanticVectorStore):
             )
         options.setdefault("stores_text", inner.stores_text)
         options.setdefault("is_embedding_query", inner.is_embedding_query)
-        super().__init__(inner=inner, llm=None if llm is None else resolve_kv_llm(llm), **options)
+        refuse_unknown(options, type(self))
+        super().__init__(**{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
     def from_persist_dir(cls, persist_dir: str, *, llm: Any = None, **options: Any) -> KVRagVectorStore:
@@ -87,7 +88,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         """The inner store's client."""
         return self.inner.client
 
-    # -- nodes come --------------------------------------------------------------------------------------------------------
+    # -- nodes come ------------------------------------------------------------------------------------------------
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes, and precompute their KV."""
@@ -124,7 +125,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         digests = {node.node_id: text_digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
         return [n for n in nodes if set(index.document_texts(space, n.node_id)) - {digests[n.node_id]}]
 
-    # -- nodes go ----------------------------------------------------------------------------------------------------------
+    # -- nodes go --------------------------------------------------------------------------------------------------
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and their KV."""
@@ -165,7 +166,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         await asyncio.to_thread(lambda: self._forget(self._table().nodes(self._space())))
 
     def _ids_of(self, ref_doc_id: str) -> list[str]:
-        """Return a document's nodes, from the table, or from an inner store that knows: it may be older than its wrapping."""
+        """Return a document's nodes, from the table, or from an inner store that is older than its wrapping."""
         known = self._table().nodes(self._space(), ref_doc_id)
         if not known and isinstance(self.inner, SimpleVectorStore):
             return [node for node, ref in self.inner.data.text_id_to_ref_doc_id.items() if ref == ref_doc_id]
@@ -188,7 +189,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
             return [node.node_id for node in self.inner.get_nodes(node_ids, filters)]
         except NotImplementedError:
             warnings.warn(
-                f"{type(self.inner).__name__} can't tell which nodes the filters choose, so their KV stays; run sync_kv afterwards",
+                f"{type(self.inner).__name__} can't tell which nodes the filters choose, so their KV stays; run sync_kv",
                 UserWarning,
                 stacklevel=3,
             )
@@ -208,7 +209,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         if not keep_refs:
             self._table().remove(self._space(), node_ids)
 
-    # -- everything else is the inner store's ------------------------------------------------------------------------------
+    # -- everything else is the inner store's ----------------------------------------------------------------------
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Query the inner store."""
@@ -228,7 +229,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         """Ask the inner store."""
         return await self.inner.aget_nodes(node_ids, filters)
 
-    def persist(self, persist_path: str, fs: AbstractFileSystem | None = None) -> None:
+    def persist(self, persist_path: str, fs: Any = None) -> None:
         """Persist the inner store; KV is on disk already."""
         self.inner.persist(persist_path, fs=fs)
 

@@ -1,7 +1,8 @@
 """Which nodes came from which document, kept beside the KV.
 
-LlamaIndex deletes by ``ref_doc_id``, and KV is referred to by ``node_id``: so ``precompute_kv(index)``, ``sync_kv(index)``
-and the vector store mean the same thing. What connects the two must survive a restart and serve several processes.
+LlamaIndex deletes by ``ref_doc_id``, and KV is referred to by ``node_id``, so that ``precompute_kv(index)``,
+``sync_kv(index)`` and the vector store mean the same. What connects the two must survive a restart and serve several
+processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvrag.fingerprint import namespace_digest
 logger = logging.getLogger(__name__)
 
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS refs (namespace TEXT, node TEXT, document TEXT, PRIMARY KEY (namespace, node)) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS refs (namespace TEXT, node TEXT, document TEXT, PRIMARY KEY (namespace, node))",
     "CREATE INDEX IF NOT EXISTS documents ON refs (namespace, document)",
 )
 _BUSY_TIMEOUT_S = 10.0
@@ -28,12 +29,12 @@ Rows = list[tuple[str, ...]]
 
 
 class RefTable:
-    """``node_id`` → ``ref_doc_id``, per namespace, in SQLite. A fault of the file costs disk space, and never an answer.
+    """``node_id`` → ``ref_doc_id``, per namespace, in SQLite. A fault of the file costs disk space, never an answer.
 
     Parameters
     ----------
     kv_dir
-        Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. ``None``: in memory, as the KV is then.
+        Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. ``None``: in memory, as the KV then.
     """
 
     def __init__(self, kv_dir: str | os.PathLike[str] | None) -> None:
@@ -72,7 +73,7 @@ class RefTable:
                 return _transact(db, statement, values)
         except (OSError, sqlite3.Error) as error:
             logger.warning(
-                "the table %s can't be used (%s); to erase KV of deleted nodes, run sync_kv", self._path, error
+                "the table %s can't be used (%s); run sync_kv to erase KV of deleted nodes", self._path, error
             )
             return []
 
