@@ -77,8 +77,8 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     Raises
     ------
     ModelError
-        If the config does not tell, or its layers don't keep one key and one value per head (latent attention, state-space
-        layers).
+        If the config does not tell, or its layers don't keep one key and one value per head (latent attention, state
+        spaces).
     """
     text = config.get("text_config") or config
     if text.get("kv_lora_rank") or text.get("ssm_cfg") or text.get("state_size"):
@@ -92,12 +92,11 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         num_layers = text["num_hidden_layers"]
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
-            f"the config does not tell the shape of its KV ({error}); it needs num_hidden_layers, num_attention_heads and "
-            "hidden_size"
+            f"the config does not tell the shape of its KV ({error}); it needs num_hidden_layers, num_attention_heads "
+            "and hidden_size"
         ) from error
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16").removeprefix(
-        "torch."
-    )
+    given = config.get("dtype") or config.get("torch_dtype") or text.get("dtype")  # transformers renamed it
+    dtype = str(given).removeprefix("torch.")
     return ModelShape(int(num_layers), int(num_kv_heads), int(head_dim), dtype if dtype in ITEMSIZE else "bfloat16")
 
 

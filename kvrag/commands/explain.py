@@ -1,0 +1,74 @@
+"""``kvrag explain``: which parts of a prompt are known chunks, and why the others are computed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrag.commands.options import (
+    DEFAULT_KV_DIR,
+    AsJson,
+    Device,
+    Dtype,
+    KVDir,
+    Model,
+    ModeName,
+    Namespace,
+    PrefixText,
+    Ratio,
+    Strategy,
+    System,
+    open_engine,
+    repair_of,
+)
+from kvrag.commands.output import console, grid, print_json
+from kvrag.commands.prompts import STDIN, read_prompt
+
+_COLUMNS = {"tokens": True, "kind": False, "KV": False, "text": False, "reason": False}
+_HEAD = 48
+
+
+def explain(
+    model: Model,
+    prompt_file: Annotated[
+        Path, typer.Argument(help="The prompt: text, or JSON messages; - is standard input.")
+    ] = STDIN,
+    kv_dir: KVDir = DEFAULT_KV_DIR,
+    prefix: PrefixText = None,
+    system: System = None,
+    namespace: Namespace = "default",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    ratio: Ratio = None,
+    strategy: Strategy = None,
+    mode: ModeName = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show the known chunks of a prompt, which have KV, and why the others don't; nothing is computed."""
+    prompt, repair = read_prompt(prompt_file), repair_of(strategy, ratio)
+    engine = open_engine(
+        model, kv_dir, prefix=prefix, system=system, namespace=namespace, dtype=dtype, device=device, repair=repair
+    )
+    found = engine.explain(prompt, mode=mode)  # type: ignore[arg-type]  # the engine refuses what is no mode
+    engine.close()
+    if as_json:
+        print_json({**asdict(found), "hits": found.hits})
+        return
+    rows = [
+        (
+            f"{span.start}-{span.stop}",
+            span.kind,
+            ("exact" if span.exact else "hit") if span.hit else "computed",
+            " ".join(span.text.split())[:_HEAD],
+            span.reason or "",
+        )
+        for span in found.spans
+    ]
+    title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
+    out = console()
+    out.print(grid(title, _COLUMNS, rows))
+    for note in found.notes:
+        out.print(note, markup=False)

@@ -1,0 +1,169 @@
+"""Run the demo: index, warm up, then answer each question twice, with reuse and by full prefill, in turns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvrag.decode import eos_token_ids
+from kvrag.demo.documents import DocumentChunk, Question, split_documents
+from kvrag.demo.pipeline import Answer, Pipeline, prompt_ids
+from kvrag.errors import InputError
+from kvrag.measure import FullPrefill, forget_cached, full_prefill
+from kvrag.types import PrecomputeReport
+
+MIN_TOKENS = 32
+"""Shorter chunks aren't stored: a row that must be repaired anyway saves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question, answered by kvrag and by a full prefill of the same token ids."""
+
+    question: Question
+    answer: Answer
+    full: FullPrefill
+    full_text: str
+
+    @property
+    def speedup(self) -> float:
+        """Time to the first token of the full prefill divided by kvrag's."""
+        return self.full.ttft_ms / self.answer.ttft_ms
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both answers are the same, word for word."""
+        return self.answer.text.strip() == self.full_text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """All that the demo found out.
+
+    Parameters
+    ----------
+    rows
+        One per question.
+    num_chunks
+        Chunks of the corpus.
+    indexed, again
+        What precompute did, and what it does when it is run once more.
+    store_bytes
+        KV on disk.
+    """
+
+    rows: list[Row]
+    num_chunks: int
+    indexed: PrecomputeReport
+    again: PrecomputeReport
+    store_bytes: int
+
+
+def run_demo(
+    make_pipeline: Callable[[], Pipeline],
+    documents: dict[str, str],
+    questions: Sequence[Question],
+    *,
+    kv_dir: Path,
+    chunk_tokens: int,
+    max_new_tokens: int,
+    console: Console,
+) -> DemoReport:
+    """Run all of it, and say on the console what is going on.
+
+    Parameters
+    ----------
+    make_pipeline
+        Builds the application; called once.
+    documents
+        Path → text.
+    questions
+        At least one.
+    kv_dir
+        The store's directory, to read it past the page cache.
+    chunk_tokens, max_new_tokens
+        Sizes of chunks and answers.
+    console
+        Where to report progress.
+    """
+    if not questions:
+        raise InputError("there is no question to ask; pass --question")
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{time.perf_counter() - start:5.0f} s[/dim]  {text}")
+
+    with console.status("loading the frameworks and the model (about 20 s on a CPU) ..."):
+        pipeline = make_pipeline()
+        count = pipeline.engine.tokenizer
+        say(f"loaded {Path(pipeline.engine.source.name).name} on {pipeline.engine.loaded.lm.device}")
+        chunks = split_documents(
+            documents,
+            lambda text: len(count(text, add_special_tokens=False)["input_ids"]),
+            chunk_tokens=chunk_tokens,
+            min_tokens=MIN_TOKENS,
+        )
+    tokens = sum(chunk.num_tokens for chunk in chunks)
+    say(f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet")
+    indexed = pipeline.index(chunks)
+    say(f"{indexed.skipped} chunks found on disk, {indexed.stored} computed ({indexed.seconds:.1f} s), all indexed")
+    with console.status("warming up: one question both ways, not counted ..."):
+        _ask_both(pipeline, questions[0], kv_dir, max_new_tokens=1)
+    say(f"asking {len(questions)} questions, each twice")
+    rows = []
+    for number, question in enumerate(questions, start=1):
+        with console.status(f"question {number} of {len(questions)}: {question.text}"):
+            rows.append(_ask_both(pipeline, question, kv_dir, max_new_tokens=max_new_tokens))
+        row = rows[-1]
+        say(
+            f"{number}  first token: full {row.full.ttft_ms:.0f} ms, kvrag {row.answer.ttft_ms:.0f} ms  {question.text}"
+        )
+    again = _index_again(pipeline, chunks)
+    return DemoReport(rows, len(chunks), indexed, again, pipeline.engine.store.stats()["disk"].num_bytes)
+
+
+def quiet() -> None:
+    """Silence the libraries' own progress bars and warnings: the demo reports its progress itself."""
+    import transformers
+
+    library: Any = transformers.logging
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    for name in ("transformers", "sentence_transformers", "faiss"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category)
+
+
+def _ask_both(pipeline: Pipeline, question: Question, kv_dir: Path, *, max_new_tokens: int) -> Row:
+    _forget_pages(kv_dir)
+    answer = pipeline.ask(question.text, max_new_tokens=max_new_tokens)
+    loaded = pipeline.engine.loaded
+    ids = prompt_ids(pipeline.engine, answer.prompt)
+    assert len(ids) == answer.prompt_tokens, "both runs must answer the same prompt"
+    eos_ids = eos_token_ids(loaded.lm.model.generation_config, loaded.encoder.tokenizer)
+    full = full_prefill(loaded.lm.model, ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+    return Row(question, answer, full, loaded.encoder.decode(full.token_ids))
+
+
+def _index_again(pipeline: Pipeline, chunks: Sequence[DocumentChunk]) -> PrecomputeReport:
+    return pipeline.engine.precompute([chunk.text for chunk in chunks], ids=[chunk.id for chunk in chunks])
+
+
+def _forget_pages(kv_dir: Path) -> None:
+    """Drop the store's files from the page cache, so that loading means the disk and not memory."""
+    for file in kv_dir.rglob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            forget_cached(descriptor)
+        finally:
+            os.close(descriptor)
