@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -21,7 +22,7 @@ class LayerShape:
 
 
 BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``(layer, all keys, all values, fresh keys, fresh values)``, all ``(1, H_kv, ·, D)``: may change the buffers before the fresh rows land."""
+"""``(layer, all keys, all values, fresh keys, fresh values)``, tensors ``(1, H_kv, ·, D)``: may change the buffers in place."""
 
 
 class _BufferLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -114,8 +115,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return the keys of a layer, ``(B, H_kv, capacity, D)``, rotated."""
-        return self.layers[layer].keys
+        return cast(torch.Tensor, self.layers[layer].keys)
 
     def values(self, layer: int) -> torch.Tensor:
         """Return the values of a layer, ``(B, H_kv, capacity, D_v)``."""
-        return self.layers[layer].values
+        return cast(torch.Tensor, self.layers[layer].values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import difflib
 import logging
 import os
 import threading
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option, unknown_option
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
 from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
 from kvrag.errors import ConfigError, ContextLengthError, InputError, OutOfMemoryError
 from kvrag.explain import explain_plan
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 class KVRagEngine:
-    """Prefills chunks once, reuses their KV in any order, and says for every answer how it was made.
+    r"""Prefills chunks once, reuses their KV in any order, and says for every answer how it was made.
 
     Build one with :meth:`from_pretrained`, or share one per process with :meth:`get`. Weights are loaded at first use. All methods may
     be called from several threads; requests take turns forward by forward.
@@ -47,7 +46,7 @@ class KVRagEngine:
     --------
     >>> engine = KVRagEngine.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct", kv_dir="./kv")  # doctest: +SKIP
     >>> engine.precompute(chunks)  # doctest: +SKIP
-    >>> engine.generate([{"role": "user", "content": f"{chunks[3]}\\n\\n{chunks[1]}\\n\\nWho?"}]).text  # doctest: +SKIP
+    >>> engine.generate([{"role": "user", "content": f"{chunks[3]}\n\n{chunks[1]}\n\nWho?"}]).text  # doctest: +SKIP
     """
 
     _shared: dict[tuple[object, ...], KVRagEngine] = {}  # noqa: RUF012 - the process-wide registry of get()

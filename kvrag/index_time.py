@@ -172,7 +172,7 @@ class _Run:
 
     def link(self, job: Job) -> bool:
         """Add references to a chunk that is stored already."""
-        return all([self._store.link(job.identity, text=job.entry, doc_id=doc_id) for doc_id in job.doc_ids])
+        return all(self._store.link(job.identity, text=job.entry, doc_id=doc_id) for doc_id in job.doc_ids)
 
     def store_batch(self, jobs: list[Job]) -> None:
         """Encode and store some chunks; what fails is reported, and the rest goes on."""

@@ -130,7 +130,7 @@ def check_source(source: ModelSource) -> None:
 def resolve_device(source: ModelSource) -> torch.device:
     """Return the device to load to."""
     if isinstance(source.model, PreTrainedModel):
-        return source.model.device
+        return torch.device(source.model.device)
     if source.device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -178,12 +178,12 @@ def _load(source: ModelSource) -> LoadedModel:
 
 
 def _directory(source: ModelSource) -> str:
-    path = os.fspath(source.model)  # type: ignore[arg-type]
+    path = os.fspath(source.model)
     return os.path.dirname(path) or "." if path.endswith(".gguf") else path
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:
-    path = os.fspath(source.model)  # type: ignore[arg-type]
+    path = os.fspath(source.model)
     return {"gguf_file": os.path.basename(path)} if path.endswith(".gguf") else {}
 
 
@@ -233,7 +233,7 @@ def model_fingerprint(lm: CausalLM, tokenizer: Any, weights: str) -> str:
 def _weights_identity(source: ModelSource, model: PreTrainedModel) -> str:
     """Return the hub commit, or the content hash of the local weight files."""
     commit = getattr(model.config, "_commit_hash", None)
-    path = Path(os.fspath(source.model))  # type: ignore[arg-type]
+    path = Path(os.fspath(source.model))
     if path.is_file():
         return _files_digest([path])
     if path.is_dir():

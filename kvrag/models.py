@@ -51,7 +51,7 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-class StopForward(Exception):  # noqa: N818 - control flow, not an error
+class StopForward(Exception):
     """Raised by a ``before_write`` callback to end a forward whose rest is not needed."""
 
 
@@ -79,7 +79,7 @@ class CausalLM:
         self._lock = threading.RLock()
         self._base = model.base_model
         self._attentions = _attention_modules(model)
-        self._apply = sys.modules[type(self._attentions[0]).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        self._apply = sys.modules[type(self._attentions[0]).__module__].apply_rotary_pos_emb
         self.shapes = self._prove_capture()
 
     @property
@@ -267,7 +267,7 @@ def _attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _hook(
     attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]
 ) -> torch.utils.hooks.RemovableHandle:
-    """Hook the last module that shapes the keys before RoPE: the key norm, the key projection, or a fused projection."""
+    """Keep the output of the last module that shapes keys before RoPE: key norm, key projection, or fused projection."""
     dim = int(attention.head_dim)  # type: ignore[arg-type]
     source = getattr(attention, "k_norm", None) or getattr(attention, "k_proj", None)
     fused = source is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from kvrag.errors import ConfigError
 from kvrag.prompt import PromptEncoder
@@ -62,7 +62,7 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     if isinstance(prefix, str):
         return prefix
     if isinstance(prefix, Sequence):
-        return _from_messages(prefix, encoder)
+        return _from_messages(cast(Sequence[Mapping[str, Any]], prefix), encoder)
     if not isinstance(prefix, TemplatePrefix):
         prefix = TemplatePrefix(prefix, _guess_variable(prefix))
     return _from_template(prefix, encoder)

@@ -214,7 +214,8 @@ def select_rows(
     candidates = every[~torch.isin(every, heads)]
     budget = min(len(candidates), round(ratio * len(every)))
     signals = Signals(stale, candidates, budget, ratio, mass, deviation, config.seed)
-    return torch.unique(torch.cat([heads, strategy_of(config).select(signals)]))
+    rows: torch.Tensor = torch.unique(torch.cat([heads, strategy_of(config).select(signals)]))
+    return rows
 
 
 def effective_ratio(layout: Layout, config: RepairConfig) -> float:

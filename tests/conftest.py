@@ -20,10 +20,11 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
 
-WORDS = (
-    "archive reader keeper table window box key value chunk repair order question answer model token layer head row prompt "
-    "river stone letter harbour winter lamp ledger garden copper signal thread"
-).split()
+WORDS = [
+    *("archive", "reader", "keeper", "table", "window", "box", "key", "value", "chunk", "repair", "order", "question"),
+    *("answer", "model", "token", "layer", "head", "row", "prompt", "river", "stone", "letter", "harbour", "winter"),
+    *("lamp", "ledger", "garden", "copper", "signal", "thread"),
+]
 
 
 def make_chunks(count: int, *, words: int = 40, seed: int = 0) -> list[str]:

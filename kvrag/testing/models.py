@@ -81,7 +81,7 @@ def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.15)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def save_tiny_model(directory: str | os.PathLike[str], name: str = "llama", *, seed: int = 0) -> str:
