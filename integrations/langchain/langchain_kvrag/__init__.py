@@ -1,0 +1,19 @@
+"""kvrag for LangChain: a chat model, an LLM and a vector store that keep and reuse the KV of your chunks.
+
+Examples
+--------
+>>> from langchain_kvrag import ChatKVRag, KVRagVectorStore
+>>> llm = ChatKVRag(model="Qwen/Qwen2.5-0.5B-Instruct", kv_dir="./kv")  # doctest: +SKIP
+>>> store = KVRagVectorStore.from_documents(splits, embeddings, llm=llm)  # doctest: +SKIP
+>>> inputs = {"context": store.as_retriever() | format_docs, "question": RunnablePassthrough()}  # doctest: +SKIP
+>>> chain = inputs | prompt | llm  # doctest: +SKIP
+>>> chain.invoke("Who opens the archive?").usage_metadata["input_token_details"]  # doctest: +SKIP
+"""
+
+from langchain_kvrag.callbacks import KVPrefetchHandler
+from langchain_kvrag.chat_models import ChatKVRag
+from langchain_kvrag.llms import KVRagLLM
+from langchain_kvrag.transformers import KVPrecompute
+from langchain_kvrag.vectorstores import KVRagVectorStore
+
+__all__ = ["ChatKVRag", "KVPrecompute", "KVPrefetchHandler", "KVRagLLM", "KVRagVectorStore"]

@@ -1,0 +1,218 @@
+"""What ``ChatKVRag`` and ``KVRagLLM`` share: the options, and the way to the process-wide engine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from langchain_core.runnables.config import run_in_executor
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, SkipValidation
+from transformers import PreTrainedModel
+
+import kvrag
+from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
+from kvrag.config import build, check_mode, unknown_option
+from kvrag.loading import ModelSource
+from kvrag.types import Mode
+from langchain_kvrag._convert import engine_prefix
+
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+
+
+class KVRagModel(BaseModel):
+    """Options and methods of both model classes.
+
+    Everything that must survive a copy is a field: LangChain re-creates models from their fields. The engine is not: it
+    is shared by all instances of this process with the same model, store, prefix, namespace and repair.
+    """
+
+    _shows_messages: ClassVar[bool] = False
+    """Whether a string prompt becomes a human message."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+
+    model: Any = Field(validation_alias=AliasChoices("model", "model_id", "model_name"), repr=False)
+    """Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (:meth:`from_pretrained_model`)."""
+
+    tokenizer: Any = Field(default=None, exclude=True, repr=False)
+    """A tokenizer, its id or directory; default: the model's."""
+
+    revision: str | None = None
+    """Hub revision."""
+
+    dtype: Any = "auto"
+    """``"auto"``: float32 on CPU, else the checkpoint's."""
+
+    device: Any = None
+    """``"cpu"``, ``"cuda"``, ...; default: CUDA if there is one."""
+
+    kv_dir: str | Path | None = None
+    """Directory of the KV store; default: chunks are kept in memory only."""
+
+    prefix: Any = Field(default=None, repr=False)
+    """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, or a
+    :class:`kvrag.TemplatePrefix` that also names the context variable. Default: the head of the model's chat template.
+    """
+
+    namespace: str = "default"
+    """Isolation: chunks of one namespace are never found from another."""
+
+    repair: RepairConfig | None = None
+    """How stitched KV is repaired; default: :class:`kvrag.RepairConfig`'s."""
+
+    mode: Annotated[Mode, SkipValidation] = "auto"
+    """``"auto"``, ``"full"`` (no reuse), ``"prefix"``, ``"stitch"``."""
+
+    store_config: StoreConfig | None = None
+    """Budgets and limits of the KV store."""
+
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For ``AutoModelForCausalLM.from_pretrained``."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+
+    max_tokens: int = Field(default=256, validation_alias=AliasChoices("max_tokens", "max_new_tokens"))
+    """Upper bound of answer tokens."""
+
+    top_p: float | None = None
+    """Nucleus filter."""
+
+    top_k: int | None = None
+    """Top-k filter."""
+
+    repetition_penalty: float | None = None
+    """Default: the model's own."""
+
+    seed: int | None = None
+    """Seed for sampling."""
+
+    stop: list[str] | str | None = None
+    """Strings that end the answer."""
+
+    streaming: bool = False
+    """Whether ``invoke`` streams to callbacks."""
+
+    timeout: float | None = None
+    """Accepted for interchange with remote models; nothing here waits for a network."""
+
+    max_retries: int | None = None
+    """Accepted for interchange with remote models; nothing here is retried."""
+
+    api_key: SecretStr | None = None
+    """Accepted for interchange with remote models; unused."""
+
+    def __init__(self, **data: Any) -> None:
+        self._warn_of_unknown(data)
+        super().__init__(**data)
+        check_mode(self.mode)
+        build(SamplingConfig, self._sampling())
+
+    @classmethod
+    def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
+        """Say what would be ignored; no error, as applications pass one set of options to models of all vendors."""
+        known = set(cls.model_fields)
+        for field in cls.model_fields.values():
+            if isinstance(field.validation_alias, AliasChoices):
+                known.update(name for name in field.validation_alias.choices if isinstance(name, str))
+        for name in data.keys() - known:
+            fault = unknown_option(name, known, of=cls.__name__)
+            warnings.warn(
+                f"{fault}. It is ignored; model_kwargs takes options of from_pretrained.", UserWarning, stacklevel=4
+            )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield "model", self.model_name  # the object itself would print every layer into every trace
+        yield from super().__repr_args__()
+
+    # -- the engine ----------------------------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """A short name for traces and results."""
+        return ModelSource(self.model).name
+
+    @property
+    def engine(self) -> KVRagEngine:
+        """The process-wide engine of these options; weights are loaded at its first use."""
+        return self._engine()
+
+    def _engine(self, model: Any = None) -> KVRagEngine:
+        """Return the engine, or the one of another model that was named for a single call."""
+        is_other = model is not None and model != self.model
+        tokenizer = os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
+        options = {
+            **self.model_kwargs,
+            "tokenizer": None if is_other else tokenizer,
+            "revision": None if is_other else self.revision,
+            "dtype": self.dtype,
+            "device": self.device,
+            "kv_dir": self.kv_dir,
+            "prefix": engine_prefix(self.prefix, is_chat=self._shows_messages),
+            "namespace": self.namespace,
+            "repair": self.repair,
+            "store_config": self.store_config,
+        }
+        return KVRagEngine.get(model if is_other else self.model, **options)
+
+    async def _aengine(self, model: Any = None) -> KVRagEngine:
+        """As :meth:`_engine`; it reads the model's config and opens the store, so not in the event loop."""
+        return await run_in_executor(None, self._engine, model)
+
+    def _sampling(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        return {"max_new_tokens": self.max_tokens, "stop": self.stop, **given}
+
+    def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Merge options of one call over the fields (``None``: as configured); the engine refuses unknown ones by name."""
+        given = {k: v for k, v in options.items() if v is not None and k not in ("model", "stream")}
+        if "max_tokens" in given:
+            given["max_new_tokens"] = given.pop("max_tokens")
+        if stop is not None:
+            given["stop"] = stop
+        return {"mode": self.mode, **self._sampling(), **given}
+
+    # -- what LangChain asks of any model ------------------------------------------------------------------------------
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """All that changes answers: LangChain's response cache tells models apart by this."""
+        repair = asdict(self.repair or RepairConfig())
+        return {
+            "model": self.model_name,
+            # Two models in memory may bear one name.
+            **({"model_object": id(self.model)} if isinstance(self.model, PreTrainedModel) else {}),
+            "revision": self.revision,
+            "dtype": str(self.dtype),
+            "model_kwargs": {name: repr(value) for name, value in self.model_kwargs.items()},
+            "prefix": None if self.prefix is None else repr(self.prefix),
+            "namespace": self.namespace,
+            "mode": self.mode,
+            "repair": repair,
+            **self._sampling(),
+        }
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the model's own token ids of a text, without special tokens."""
+        custom = getattr(self, "custom_get_token_ids", None)
+        if custom is not None:
+            return list(custom(text))
+        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # -- KV ------------------------------------------------------------------------------------------------------------
+
+    def precompute_kv(self, items: Any, **options: Any) -> PrecomputeReport:
+        """Compute and store the KV of documents, texts or a store; options as for :func:`kvrag.precompute_kv`."""
+        return kvrag.precompute_kv(items, llm=self, **options)
+
+    def delete_kv(self, items: Any, **options: Any) -> int:
+        """Delete the KV of documents, given themselves or by id; options as for :func:`kvrag.delete_kv`."""
+        return kvrag.delete_kv(items, llm=self, **options)
+
+    def sync_kv(self, live_items: Any, **options: Any) -> SyncReport:
+        """Keep the KV of exactly these documents; options as for :func:`kvrag.sync_kv`."""
+        return kvrag.sync_kv(live_items, llm=self, **options)

@@ -1,0 +1,129 @@
+"""A chat model that reuses the KV of known chunks in its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, ClassVar, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from pydantic import model_validator
+
+from kvrag import Explanation, GenerationResult, KVRagEngine, __version__
+from langchain_kvrag._convert import PROVIDER, chat_messages, metadata_of, usage_of
+from langchain_kvrag._engine import KVRagModel
+
+
+class ChatKVRag(KVRagModel, BaseChatModel):
+    """Chat model over :class:`kvrag.KVRagEngine`: known chunks in the prompt are not prefilled again.
+
+    Nothing in a chain has to change. Options are the fields; per call, ``invoke(..., max_tokens=, temperature=,
+    stop=, mode=, repair=, ...)``, override them. Weights are loaded at first use, and shared by all instances.
+
+    Examples
+    --------
+    >>> llm = ChatKVRag(model="Qwen/Qwen2.5-0.5B-Instruct", kv_dir="./kv", prefix=prompt)  # doctest: +SKIP
+    >>> llm.precompute_kv(documents)  # doctest: +SKIP
+    >>> message = (prompt | llm).invoke({"context": text, "question": "Who?"})  # doctest: +SKIP
+    >>> message.response_metadata["kvrag"]["exactness"]  # doctest: +SKIP
+    """
+
+    _shows_messages: ClassVar[bool] = True
+
+    @classmethod
+    def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
+        """Use a model and a tokenizer that are loaded already; options are the fields."""
+        return cls(model=model, tokenizer=tokenizer, **options)
+
+    def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
+        """Tell which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        messages = self._convert_input(input).to_messages()
+        return self.engine.explain(chat_messages(messages), **{"mode": self.mode, **options})
+
+    @model_validator(mode="after")
+    def _set_kvrag_version(self) -> Self:
+        self._add_version("kvrag", __version__)
+        return self
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvrag-chat"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        engine = self._engine(kwargs.get("model"))
+        return _chat_result(engine, engine.generate(chat_messages(messages), **self._options(stop, kwargs)))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        engine = await self._aengine(kwargs.get("model"))
+        return _chat_result(engine, await engine.agenerate(chat_messages(messages), **self._options(stop, kwargs)))
+
+    # LangChain calls the next two without a run manager, and calls on_llm_new_token itself.
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        engine = self._engine(kwargs.get("model"))
+        with engine.stream(chat_messages(messages), **self._options(stop, kwargs)) as stream:
+            for text in stream:
+                yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+            yield _last_chunk(engine, stream.result)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        engine = await self._aengine(kwargs.get("model"))
+        stream = engine.astream(chat_messages(messages), **self._options(stop, kwargs))
+        try:
+            async for text in stream:
+                yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+            yield _last_chunk(engine, stream.result)
+        finally:
+            stream.cancel()  # the caller may have left early
+
+
+def _chat_result(engine: KVRagEngine, result: GenerationResult) -> ChatResult:
+    message = AIMessage(
+        content=result.text,
+        usage_metadata=usage_of(result),
+        response_metadata=metadata_of(result, engine.source.name),
+    )
+    return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _last_chunk(engine: KVRagEngine, result: GenerationResult) -> ChatGenerationChunk:
+    """Carry the accounting; LangChain sums the usage of all chunks, so it stands in this one only."""
+    return ChatGenerationChunk(
+        message=AIMessageChunk(
+            content="",
+            usage_metadata=usage_of(result),
+            response_metadata=metadata_of(result, engine.source.name),
+            chunk_position="last",
+        )
+    )

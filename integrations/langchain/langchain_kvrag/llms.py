@@ -1,0 +1,194 @@
+"""A text-in, text-out model that reuses the KV of known chunks in its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
+from langchain_core.language_models import BaseLLM, LangSmithParams, LanguageModelInput
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
+from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import run_in_executor
+from pydantic import model_validator
+
+from kvrag import Explanation, GenerationResult, KVRagEngine, __version__
+from langchain_kvrag._convert import PROVIDER, chat_messages, metadata_of, usage_of
+from langchain_kvrag._engine import KVRagModel
+
+
+class KVRagLLM(KVRagModel, BaseLLM):
+    """LLM over :class:`kvrag.KVRagEngine`: known chunks in the prompt are not prefilled again.
+
+    Strings go to the model as they are; chat prompts go through its chat template. How an answer was made stands in its
+    ``generation_info``. Options as for :class:`~langchain_kvrag.ChatKVRag`.
+
+    Examples
+    --------
+    >>> llm = KVRagLLM(model="./SmolLM2-135M.gguf", kv_dir="./kv", prefix=prompt)  # doctest: +SKIP
+    >>> llm.generate(["..."]).generations[0][0].generation_info["kvrag"]["kv_reuse_ratio"]  # doctest: +SKIP
+    """
+
+    @classmethod
+    def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
+        """Use a model and a tokenizer that are loaded already; options are the fields."""
+        return cls(model=model, tokenizer=tokenizer, **options)
+
+    def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
+        """Tell which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        prompt = self._rendered(self._convert_input(input))
+        return self.engine.explain(prompt.to_string(), **{"mode": self.mode, **options})
+
+    @model_validator(mode="after")
+    def _set_kvrag_version(self) -> Self:
+        self._add_version("kvrag", __version__)
+        return self
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvrag"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
+
+    # -- chat prompts go through the chat template; that needs the loaded tokenizer: never in the event loop -----------
+
+    def _rendered(self, prompt: PromptValue) -> PromptValue:
+        """Render a chat prompt; a model without a template gets the plain "Human: ..." lines of any ``BaseLLM``."""
+        if not isinstance(prompt, ChatPromptValue):
+            return prompt
+        encoder = self.engine.loaded.encoder
+        if not getattr(encoder.tokenizer, "chat_template", None):
+            return prompt
+        return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
+
+    def _all_rendered(self, prompts: Sequence[PromptValue]) -> list[PromptValue]:
+        return [self._rendered(prompt) for prompt in prompts]
+
+    def generate_prompt(
+        self,
+        prompts: list[PromptValue],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer prompts; see ``BaseLLM.generate_prompt``."""
+        return super().generate_prompt(self._all_rendered(prompts), stop=stop, callbacks=callbacks, **kwargs)
+
+    async def agenerate_prompt(
+        self,
+        prompts: list[PromptValue],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer prompts; see ``BaseLLM.agenerate_prompt``."""
+        rendered = await run_in_executor(None, self._all_rendered, prompts)
+        return await super().agenerate_prompt(rendered, stop=stop, callbacks=callbacks, **kwargs)
+
+    def stream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[str]:
+        """Answer a prompt piece by piece."""
+        prompt = self._rendered(self._convert_input(input))
+        yield from super().stream(prompt, config, stop=stop, **kwargs)
+
+    async def astream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[str]:
+        """Answer a prompt piece by piece."""
+        prompt = await run_in_executor(None, self._rendered, self._convert_input(input))
+        async for text in super().astream(prompt, config, stop=stop, **kwargs):
+            yield text
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        engine = self._engine(kwargs.get("model"))
+        options = self._options(stop, kwargs)
+        return _llm_result(engine, [engine.generate(prompt, **options) for prompt in prompts])
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        engine = await self._aengine(kwargs.get("model"))
+        options = self._options(stop, kwargs)
+        return _llm_result(engine, [await engine.agenerate(prompt, **options) for prompt in prompts])
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        engine = self._engine(kwargs.get("model"))
+        with engine.stream(prompt, **self._options(stop, kwargs)) as stream:
+            for text in stream:
+                chunk = GenerationChunk(text=text)
+                if run_manager:
+                    run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+            yield GenerationChunk(text="", generation_info=_info(engine, stream.result))
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        engine = await self._aengine(kwargs.get("model"))
+        stream = engine.astream(prompt, **self._options(stop, kwargs))
+        try:
+            async for text in stream:
+                chunk = GenerationChunk(text=text)
+                if run_manager:
+                    await run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+            yield GenerationChunk(text="", generation_info=_info(engine, stream.result))
+        finally:
+            stream.cancel()  # the caller may have left early
+
+
+def _info(engine: KVRagEngine, result: GenerationResult) -> dict[str, Any]:
+    return {**metadata_of(result, engine.source.name), "usage_metadata": dict(usage_of(result))}
+
+
+def _llm_result(engine: KVRagEngine, results: Sequence[GenerationResult]) -> LLMResult:
+    num_in, num_out = sum(r.prompt_tokens for r in results), sum(len(r.token_ids) for r in results)
+    return LLMResult(
+        generations=[[Generation(text=r.text, generation_info=_info(engine, r))] for r in results],
+        llm_output={
+            "model_name": engine.source.name,
+            "token_usage": {
+                "prompt_tokens": num_in,
+                "completion_tokens": num_out,
+                "total_tokens": num_in + num_out,
+                "cached_tokens": sum(r.cached_tokens for r in results),
+            },
+        },
+    )

@@ -1,0 +1,56 @@
+"""Precompute KV as a step of a document pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.documents import BaseDocumentTransformer, Document
+
+from kvrag import precompute_kv
+from kvrag.hooks import OnError, engine_of
+
+
+class KVPrecompute(BaseDocumentTransformer):
+    """Precompute the KV of documents that pass through; the documents stay as they are.
+
+    A transformer never sees documents leave. Where they do, use :class:`~langchain_kvrag.KVRagVectorStore`, or
+    :func:`kvrag.sync_kv` now and then.
+
+    Parameters
+    ----------
+    llm
+        A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or :class:`kvrag.KVRagEngine`.
+    namespace, batch_size, show_progress
+        As for :meth:`kvrag.KVRagEngine.precompute`.
+    on_error
+        ``"warn"`` and go on without KV, or ``"raise"``.
+
+    Raises
+    ------
+    ConfigError
+        If ``llm`` is another kind of model.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        namespace: str | None = None,
+        batch_size: int = 8,
+        show_progress: bool = False,
+        on_error: OnError = "warn",
+    ) -> None:
+        engine_of(llm)
+        self.llm = llm
+        self._options: dict[str, Any] = {
+            "namespace": namespace,
+            "batch_size": batch_size,
+            "show_progress": show_progress,
+            "on_error": on_error,
+        }
+
+    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
+        """Precompute and return the same documents; keyword options override those of the constructor."""
+        precompute_kv(documents, llm=self.llm, **{**self._options, **kwargs})
+        return documents

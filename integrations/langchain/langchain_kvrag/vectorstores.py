@@ -1,0 +1,254 @@
+"""A vector store that keeps the KV of its documents in step: this is where documents come and go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.runnables.config import run_in_executor
+from langchain_core.vectorstores import VectorStore
+
+from kvrag import ConfigError, delete_kv, precompute_kv
+from kvrag.hooks import OnError, documents_in, engine_of
+from langchain_kvrag._faiss import FaissStore, Metric
+
+
+class KVRagVectorStore(VectorStore):
+    """Any vector store, or an own FAISS index, whose documents have KV as long as they are in it.
+
+    Adding documents precomputes their KV, replacing one drops the KV of its old text, deleting one erases its KV unless
+    another document has the same text. Searches are the inner store's.
+
+    Parameters
+    ----------
+    inner
+        The store to keep in step; default: a FAISS index of its own (exact search, ``faiss-cpu`` is needed).
+    embedding
+        Embedding model of the own index.
+    llm
+        The :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or :class:`kvrag.KVRagEngine` that
+        will answer; ``None`` keeps no KV.
+    namespace
+        Where KV is kept; default: the model's.
+    batch_size
+        Chunks per forward.
+    on_error
+        ``"warn"``: documents are added even if their KV can't be computed, or ``"raise"``.
+    metric
+        Of the own index: ``"l2"`` or ``"ip"``.
+
+    Raises
+    ------
+    ConfigError
+        If ``llm`` is another kind of model, or neither or both of ``inner`` and ``embedding`` are given.
+    MissingDependencyError
+        If the own index is wanted and FAISS is not installed.
+
+    Examples
+    --------
+    >>> store = KVRagVectorStore.from_documents(splits, embeddings, llm=llm)  # doctest: +SKIP
+    >>> store = KVRagVectorStore(existing_store, llm=llm)  # doctest: +SKIP
+    >>> llm.precompute_kv(store)  # what was in it before  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        inner: VectorStore | None = None,
+        *,
+        embedding: Embeddings | None = None,
+        llm: Any = None,
+        namespace: str | None = None,
+        batch_size: int = 8,
+        on_error: OnError = "warn",
+        metric: Metric = "l2",
+    ) -> None:
+        if (inner is None) == (embedding is None):
+            raise ConfigError("pass either a vector store to wrap, or embedding=... for an own FAISS index")
+        if inner is not None and not isinstance(inner, VectorStore):
+            raise ConfigError(
+                f"inner is of type {type(inner).__name__}; pass a LangChain VectorStore, or embedding=..."
+            )
+        if llm is not None:
+            engine_of(llm)
+        self.inner: VectorStore = FaissStore(embedding, metric=metric) if embedding is not None else inner  # type: ignore[assignment]
+        self.llm = llm
+        self.namespace = namespace
+        self._batch_size: int = batch_size
+        self._on_error: OnError = on_error
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build an own FAISS index and the KV of its texts; more options as for the constructor (``llm=...``)."""
+        store = cls(embedding=embedding, **kwargs)
+        store.add_texts(texts, metadatas, ids=ids)
+        return store
+
+    # -- where KV is kept in step --------------------------------------------------------------------------------------
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Add or replace documents, and precompute their KV; options are the inner store's."""
+        names = self.inner.add_documents(documents, **kwargs)
+        self._precompute(documents, names)
+        return names
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """As :meth:`add_documents`; the event loop is not blocked."""
+        names = await self.inner.aadd_documents(documents, **kwargs)
+        await run_in_executor(None, self._precompute, documents, names)
+        return names
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete documents and the KV that nothing else needs; ``None`` means what the inner store means by it."""
+        known = self._known(ids)
+        done = self.inner.delete(ids, **kwargs)
+        if done is not False:
+            self._forget(known, is_all=ids is None)
+        return done
+
+    async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """As :meth:`delete`; the event loop is not blocked."""
+        known = await run_in_executor(None, self._known, ids)
+        done = await self.inner.adelete(ids, **kwargs)
+        if done is not False:
+            await run_in_executor(None, lambda: self._forget(known, is_all=ids is None))
+        return done
+
+    def kv_documents(self) -> list[Document]:
+        """List the documents, for :func:`kvrag.precompute_kv` and :func:`kvrag.sync_kv`.
+
+        Raises
+        ------
+        InputError
+            If the inner store can't list them.
+        """
+        return self.inner.documents() if isinstance(self.inner, FaissStore) else list(documents_in(self.inner))
+
+    def _precompute(self, documents: Sequence[Document], names: Sequence[str]) -> None:
+        if self.llm is None or not documents:
+            return
+        latest = dict(zip(names, documents, strict=False))  # of equal ids, the last one stays in the store
+        precompute_kv(
+            list(latest.values()),
+            llm=self.llm,
+            ids=list(latest),
+            namespace=self.namespace,
+            batch_size=self._batch_size,
+            on_error=self._on_error,
+        )
+
+    def _known(self, ids: list[str] | None) -> list[str]:
+        """Return the ids whose KV a deletion concerns."""
+        if self.llm is None:
+            return []
+        return [str(d.id) for d in self.kv_documents()] if ids is None else list(ids)
+
+    def _forget(self, ids: list[str], *, is_all: bool) -> None:
+        """Delete KV. What ``None`` deletes differs between stores, so ask for what is left."""
+        kept = {document.id for document in self.inner.get_by_ids(ids)} if is_all and ids else set()
+        gone = [name for name in ids if name not in kept]
+        if gone:
+            delete_kv(gone, llm=self.llm, namespace=self.namespace)
+
+    # -- files of the own index ----------------------------------------------------------------------------------------
+
+    def save_local(self, folder: str | os.PathLike[str]) -> None:
+        """Write the own index to a folder: a FAISS file and JSON, no pickles. KV is in the model's ``kv_dir``."""
+        if not isinstance(self.inner, FaissStore):
+            raise ConfigError(f"the documents are in a {type(self.inner).__name__}; save them with its own methods")
+        self.inner.save(folder)
+
+    @classmethod
+    def load_local(cls, folder: str | os.PathLike[str], embeddings: Embeddings, **kwargs: Any) -> Self:
+        """Read what :meth:`save_local` wrote; keyword options are those of the constructor (``llm=...``).
+
+        Nothing is precomputed; ``llm.precompute_kv(store)`` makes what is not in the model's ``kv_dir``.
+
+        Raises
+        ------
+        StoreError
+            If the files are not there or damaged.
+        """
+        return cls(FaissStore.load(folder, embeddings), **kwargs)
+
+    # -- everything else is the inner store's --------------------------------------------------------------------------
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """The inner store's embedding model."""
+        return self.inner.embeddings
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """See ``VectorStore``."""
+        return self.inner.get_by_ids(ids)
+
+    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """See ``VectorStore``."""
+        return await self.inner.aget_by_ids(ids)
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        """See ``VectorStore``. The own index takes ``filter``: values of the metadata, or a function of it."""
+        return self.inner.similarity_search(query, k, **kwargs)
+
+    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        """See ``VectorStore``."""
+        return await self.inner.asimilarity_search(query, k, **kwargs)
+
+    def similarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
+        """See ``VectorStore``."""
+        return self.inner.similarity_search_with_score(*args, **kwargs)
+
+    async def asimilarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
+        """See ``VectorStore``."""
+        return await self.inner.asimilarity_search_with_score(*args, **kwargs)
+
+    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+        """See ``VectorStore``."""
+        return self.inner.similarity_search_by_vector(embedding, k, **kwargs)
+
+    async def asimilarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+        """See ``VectorStore``."""
+        return await self.inner.asimilarity_search_by_vector(embedding, k, **kwargs)
+
+    def max_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
+        """See ``VectorStore``."""
+        return self.inner.max_marginal_relevance_search(query, *args, **kwargs)
+
+    async def amax_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
+        """See ``VectorStore``."""
+        return await self.inner.amax_marginal_relevance_search(query, *args, **kwargs)
+
+    def max_marginal_relevance_search_by_vector(
+        self, embedding: list[float], *args: Any, **kwargs: Any
+    ) -> list[Document]:
+        """See ``VectorStore``."""
+        return self.inner.max_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
+
+    async def amax_marginal_relevance_search_by_vector(
+        self, embedding: list[float], *args: Any, **kwargs: Any
+    ) -> list[Document]:
+        """See ``VectorStore``."""
+        return await self.inner.amax_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
+
+    def _similarity_search_with_relevance_scores(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        return self.inner._similarity_search_with_relevance_scores(query, k, **kwargs)
+
+    async def _asimilarity_search_with_relevance_scores(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        return await self.inner._asimilarity_search_with_relevance_scores(query, k, **kwargs)
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        return self.inner._select_relevance_score_fn()
