@@ -1,0 +1,122 @@
+"""What the LlamaIndex tests share. Not a conftest: two modules of that name hide each other."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import llama_index.core
+from llama_index.core import Document, MockEmbedding, Settings
+
+from kvrag import KVRagEngine
+from kvrag.models import CausalLM
+from llama_index.llms.kvrag import KVRagLLM
+
+WORDS = [
+    "archive",
+    "reader",
+    "keeper",
+    "table",
+    "window",
+    "box",
+    "answer",
+    "model",
+    "river",
+    "stone",
+    "letter",
+    "harbour",
+    "winter",
+    "lamp",
+    "ledger",
+    "copper",
+]
+
+
+def chunks(count: int, *, words: int = 40, seed: int = 0) -> list[str]:
+    """Distinct texts of about ``3 × words`` tiny tokens."""
+    pick = random.Random(seed)
+    return [f"Note {seed}-{i}: " + " ".join(pick.choices(WORDS, k=words)) + "." for i in range(count)]
+
+
+def documents(count: int, *, has_metadata: bool = False, seed: int = 0) -> list[Document]:
+    """Documents as ``SimpleDirectoryReader`` gives them: ``file_path`` is shown to the LLM, other entries are not."""
+    out = []
+    for i, text in enumerate(chunks(count, seed=seed)):
+        metadata = {"file_path": f"/data/note-{i}.txt", "file_size": 12} if has_metadata else {}
+        out.append(Document(text=text, id_=f"doc-{i}", metadata=metadata, excluded_llm_metadata_keys=["file_size"]))
+    return out
+
+
+@contextmanager
+def settings(llm: KVRagLLM | None = None) -> Iterator[None]:
+    """Use an LLM and a mock embedding as defaults, and put back what was there."""
+    names = ("_llm", "_embed_model", "_node_parser", "_transformations", "_callback_manager", "_prompt_helper")
+    before = {name: getattr(Settings, name) for name in names}
+    tokenizer = llama_index.core.global_tokenizer
+    Settings.embed_model = MockEmbedding(embed_dim=4)
+    if llm is not None:
+        llm.apply_settings()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(Settings, name, value)
+        llama_index.core.global_tokenizer = tokenizer
+
+
+def record_prompts(monkeypatch: Any) -> list[str]:
+    """Write down every prompt that reaches an engine."""
+    seen: list[str] = []
+    for name in ("stream", "astream"):
+        original = getattr(KVRagEngine, name)
+
+        def recording(self: KVRagEngine, prompt: str, _original: Any = original, **options: Any) -> Any:
+            seen.append(prompt)
+            return _original(self, prompt, **options)
+
+        monkeypatch.setattr(KVRagEngine, name, recording)
+    return seen
+
+
+def hit_texts(engine: KVRagEngine, prompts: list[str]) -> set[str]:
+    """Texts of the chunks that some prompt has stored KV for."""
+    found = [engine.explain(prompt, mode="stitch").spans for prompt in prompts]
+    return {span.text for spans in found for span in spans if span.kind == "chunk" and span.hit}
+
+
+class Forwards:
+    """Counts forwards of the model, and may slow them down or let them fail."""
+
+    def __init__(self, monkeypatch: Any, *, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.count = 0
+        lock, original = threading.Lock(), CausalLM.forward
+
+        def forward(model: CausalLM, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                self.count += 1
+            time.sleep(seconds)
+            if error is not None:
+                raise error
+            return original(model, *args, **kwargs)
+
+        monkeypatch.setattr(CausalLM, "forward", forward)
+
+    def settled(self, *, quiet_s: float = 0.2) -> int:
+        """Wait until no forward was made for a while, and return their number."""
+        while True:
+            before = self.count
+            time.sleep(quiet_s)
+            if self.count == before:
+                return before
+
+
+def make_llm(source: Any, kv_dir: Any, **options: Any) -> KVRagLLM:
+    """Make an LLM for tests: reuse always, short answers."""
+    return KVRagLLM(source, kv_dir=kv_dir, **{"mode": "stitch", "max_new_tokens": 6, **options})
+
+
+Make = Callable[..., KVRagLLM]

@@ -1,0 +1,108 @@
+"""Every normal way of LlamaIndex to ask must find the chunks again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llama_index.core import PromptTemplate, VectorStoreIndex
+from llama_index.core.postprocessor import LongContextReorder
+from llama_index.core.schema import TextNode
+from llama_index_kit import chunks, documents, hit_texts, make_llm, record_prompts, settings
+
+from kvrag import precompute_kv
+from llama_index.llms.kvrag import KVRagLLM
+
+QUESTION = "Who keeps the ledger?"
+TOP_K = 4
+AWKWARD = (
+    'She said: "keep {this} box", then \\n was written',
+    "first line\r\nsecond line\twith a tab and a\u00a0wide space",
+    "  spaces   before,  inside   and after   ",
+    "<|im_end|> is a token of the model, and here it is text; {{ braces }} and {query_str} stay",
+)
+
+
+@pytest.fixture
+def llm(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagLLM]:
+    llm = make_llm(tiny_dir, tmp_path / "kv", max_new_tokens=3)
+    with settings(llm):
+        yield llm
+    llm.engine.close()
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "with metadata"])
+def index(llm: KVRagLLM, request: pytest.FixtureRequest) -> VectorStoreIndex:
+    index = VectorStoreIndex.from_documents(documents(6, has_metadata=request.param))
+    report = precompute_kv(index, llm=llm)
+    assert (report.stored, report.failed) == (6, [])
+    return index
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate"])
+def test_response_modes(llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch, mode: str):
+    seen = record_prompts(monkeypatch)
+    response = index.as_query_engine(similarity_top_k=TOP_K, response_mode=mode).query(QUESTION)
+    wanted = {scored.node.get_content() for scored in response.source_nodes}
+    assert len(wanted) == TOP_K
+    assert hit_texts(llm.engine, seen) == wanted
+    assert llm.engine.stats()["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("mode", ["context", "condense_question", "condense_plus_context"])
+def test_chat_engines(llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch, mode: str):
+    chat = index.as_chat_engine(chat_mode=mode, similarity_top_k=TOP_K)
+    for turn in (QUESTION, "And in winter?"):
+        seen = record_prompts(monkeypatch)
+        response = chat.chat(turn)
+        wanted = {scored.node.get_content() for scored in response.source_nodes}
+        assert len(wanted) == TOP_K
+        assert hit_texts(llm.engine, seen) == wanted
+    assert llm.engine.stats()["cached_tokens"] > 0
+
+
+async def test_asynchronous_and_streaming_engines(
+    llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch
+):
+    plain = index.as_query_engine(similarity_top_k=TOP_K)
+    streaming = index.as_query_engine(similarity_top_k=TOP_K, streaming=True)
+    seen = record_prompts(monkeypatch)
+    answers = [
+        str(plain.query(QUESTION)),
+        str(await plain.aquery(QUESTION)),
+        "".join(streaming.query(QUESTION).response_gen),
+        "".join([delta async for delta in (await streaming.aquery(QUESTION)).response_gen]),
+    ]
+    assert len(set(seen)) == 1
+    assert len(set(answers)) == 1
+    assert len(hit_texts(llm.engine, seen)) == TOP_K
+
+
+def test_chunks_with_awkward_text(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+    bodies = [f"{text} {body}" for text, body in zip(AWKWARD, chunks(4), strict=True)]
+    nodes = [TextNode(text=f"\n{body}\n" if i % 2 else body) for i, body in enumerate(bodies)]
+    index = VectorStoreIndex(nodes)
+    precompute_kv(index, llm=llm)
+    seen = record_prompts(monkeypatch)
+    engine = index.as_query_engine(similarity_top_k=4, node_postprocessors=[LongContextReorder()])
+    engine.query(QUESTION)
+    assert hit_texts(llm.engine, seen) == {body.strip() for body in bodies}
+
+
+def test_a_full_context_is_packed_and_still_fits(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+    nodes = [TextNode(text=text) for text in chunks(60)]
+    index = VectorStoreIndex(nodes)
+    llm.precompute_kv(nodes)
+    seen = record_prompts(monkeypatch)
+    index.as_query_engine(similarity_top_k=60).query(QUESTION)
+    assert len(seen) > 1
+    assert len(hit_texts(llm.engine, seen)) > 45
+
+
+def test_predict_with_a_template_of_ones_own(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+    texts = chunks(3)
+    llm.precompute_kv(texts)
+    seen = record_prompts(monkeypatch)
+    llm.predict(PromptTemplate("Notes:\n{notes}\n\n{question}"), notes="\n* ".join(texts), question=QUESTION)
+    assert hit_texts(llm.engine, seen) == set(texts)

@@ -1,0 +1,148 @@
+"""What stands before the first chunk: out of the box, and with templates of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import ChatPromptTemplate, PromptTemplate, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import RichPromptTemplate, SelectorPromptTemplate
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TREE_SUMMARIZE_PROMPT_SEL
+from llama_index_kit import Make, chunks, documents, hit_texts, make_llm, record_prompts, settings
+from transformers import AutoTokenizer
+
+from kvrag import ConfigError, TemplatePrefix, precompute_kv
+from llama_index.llms.kvrag import KVRagLLM
+
+QUESTION = "Who keeps the ledger?"
+RULES = "Answer from these notes only.\n"
+
+
+@pytest.fixture
+def make(tiny_dir: str, tmp_path: Path) -> Iterator[Make]:
+    made: list[KVRagLLM] = []
+
+    def make(**options: Any) -> KVRagLLM:
+        made.append(make_llm(tiny_dir, tmp_path / "kv", **options))
+        return made[-1]
+
+    with settings():
+        yield make
+    for llm in made:
+        llm.engine.close()
+
+
+def first_chunk_is_exact(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch, **engine_options: Any) -> bool:
+    """Index three documents, ask, and look at the first chunk in the prompt."""
+    index = VectorStoreIndex.from_documents(documents(3, has_metadata=engine_options.pop("has_metadata", False)))
+    content = engine_options.pop("content", "text")
+    llm.precompute_kv(index, content=content)
+    seen = record_prompts(monkeypatch)
+    index.as_query_engine(llm=llm, similarity_top_k=3, **engine_options).query(QUESTION)
+    assert len(seen) == 1
+    assert len(hit_texts(llm.engine, seen)) == 3
+    spans = [span for span in llm.engine.explain(seen[0], mode="stitch").spans if span.kind == "chunk"]
+    return spans[0].exact
+
+
+def without_chat_template(tiny_dir: str) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def test_the_first_chunk_of_the_default_query_engine_is_exact(make: Make, monkeypatch: pytest.MonkeyPatch):
+    llm = make()
+    assert first_chunk_is_exact(llm, monkeypatch)
+    assert llm.engine.prefix_text.endswith("Context information is below.\n---------------------\n")
+    assert llm.engine.prefix_text.startswith("<|im_start|>system\nYou are an expert Q&A system")
+
+
+def test_one_chunk_alone_is_answered_exactly(make: Make):
+    llm = make(mode="auto")
+    index = VectorStoreIndex.from_documents(documents(1))
+    llm.precompute_kv(index)
+    index.as_query_engine(llm=llm).query(QUESTION)
+    assert llm.engine.stats()["requests_exact"] == 1
+
+
+def test_a_system_prompt_is_part_of_the_prefix(make: Make, monkeypatch: pytest.MonkeyPatch):
+    llm = make(system_prompt="You are a keeper.")
+    assert first_chunk_is_exact(llm, monkeypatch)
+    assert llm.engine.prefix_text.startswith("<|im_start|>system\nYou are a keeper.\n\nYou are an expert")
+
+
+def test_a_model_without_chat_template_gets_the_text_prompt(tiny_dir: str, make: Make, monkeypatch: pytest.MonkeyPatch):
+    llm = make(tokenizer=without_chat_template(tiny_dir), completion_to_prompt=lambda completion: f"### {completion}")
+    assert first_chunk_is_exact(llm, monkeypatch)
+    assert llm.engine.prefix_text == "### Context information is below.\n---------------------\n"
+
+
+def test_metadata_before_the_text_is_glue_and_the_text_is_reused(make: Make, monkeypatch: pytest.MonkeyPatch):
+    assert not first_chunk_is_exact(make(), monkeypatch, has_metadata=True)
+
+
+def test_with_its_metadata_the_first_chunk_is_exact(make: Make, monkeypatch: pytest.MonkeyPatch):
+    assert first_chunk_is_exact(make(), monkeypatch, has_metadata=True, content="llm")
+
+
+TEXT = PromptTemplate(RULES + "{context_str}\nQuestion: {query_str}")
+CHAT = ChatPromptTemplate.from_messages(
+    [("system", "You are brief."), ("user", RULES + "{context_str}\n\n{query_str}")]
+)
+TEMPLATES = {
+    "text": TEXT,
+    "chat": CHAT,
+    "rich": RichPromptTemplate(
+        '{% chat role="system" %}Be brief.{% endchat %}{% chat role="user" %}Notes:\n{{ context_str }}\nQ: {{ query_str }}{% endchat %}'
+    ),
+    "partial": PromptTemplate("{tone}\n{context_str}\n{query_str}").partial_format(tone="Be kind."),
+    "renamed": PromptTemplate(
+        RULES + "{notes}\n{question}", template_var_mappings={"context_str": "notes", "query_str": "question"}
+    ),
+    "selector": SelectorPromptTemplate(TEXT, conditionals=[(lambda llm: llm.metadata.is_chat_model, CHAT)]),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_of_the_user_give_the_prefix(make: Make, monkeypatch: pytest.MonkeyPatch, name: str):
+    template = TEMPLATES[name]
+    assert first_chunk_is_exact(make(prefix=template), monkeypatch, text_qa_template=template)
+
+
+@pytest.mark.parametrize("name", ["text", "selector"])
+def test_templates_may_come_with_the_name_of_their_variable(make: Make, monkeypatch: pytest.MonkeyPatch, name: str):
+    llm = make(prefix=TemplatePrefix(TEMPLATES[name], "context_str"))
+    assert first_chunk_is_exact(llm, monkeypatch, text_qa_template=TEMPLATES[name])
+
+
+def test_a_template_may_be_given_when_precomputing(make: Make):
+    llm = make()
+    text = chunks(1)[0]
+    rendered = f"<|im_start|>user\n{RULES}{text}"
+    for precompute in (llm.precompute_kv, lambda items, **kw: precompute_kv(items, llm=llm, **kw)):
+        precompute([text], prefix=TEXT)
+        assert [s.exact for s in llm.engine.explain(rendered, mode="stitch").spans] == [True, True]
+        llm.engine.delete(llm.engine.document_ids())
+
+
+def test_other_modes_have_other_prefixes(make: Make, monkeypatch: pytest.MonkeyPatch):
+    llm = make(prefix=DEFAULT_TREE_SUMMARIZE_PROMPT_SEL)
+    assert first_chunk_is_exact(llm, monkeypatch, response_mode="tree_summarize")
+
+
+def test_messages_and_text_are_prefixes(make: Make):
+    messages = [ChatMessage(role="system", content="Be brief.")]
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+    assert make(prefix=messages).engine.prefix_text == expected
+    assert make(prefix=[{"role": "system", "content": "Be brief."}]).engine.prefix_text == expected
+    assert make(prefix=expected).engine.prefix_text == expected
+
+
+def test_a_question_before_the_context_is_refused(make: Make):
+    llm = make(prefix=PromptTemplate("{query_str}\n{context_str}"))
+    with pytest.raises(ConfigError, match="'query_str' stands before 'context_str'"):
+        llm.precompute_kv(chunks(1))
