@@ -1,0 +1,103 @@
+"""The attention op: every path equals a float64 reference with an exact limit per row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrag.attention import BLOCK_ROWS, RowPlan, ragged_attention
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Naive float64 attention; also the probabilities."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = q.double() @ k.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    j = torch.arange(k.shape[2])
+    visible = j <= hi[:, None]
+    if window is not None:
+        visible &= j > hi[:, None] - window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        extra = sinks.double().reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+        p = torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
+    else:
+        p = torch.softmax(scores, -1)
+    return p @ v, p
+
+
+def random_case(
+    heads: int, kv_heads: int, rows: int, keys: int, batch: int = 1, dim: int = 16
+) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(heads * 1000 + rows + keys)
+    hi = torch.sort(torch.randperm(keys)[:rows]).values
+    hi[-1] = keys - 1
+    return (
+        torch.randn(batch, heads, rows, dim),
+        torch.randn(batch, kv_heads, keys, dim),
+        torch.randn(batch, kv_heads, keys, dim),
+        hi,
+    )
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 17, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 50), (7, 64), (BLOCK_ROWS + 3, 400), (300, 300)])
+def test_rows_see_exactly_their_keys(
+    rows: int, keys: int, heads: int, kv_heads: int, window: int | None, softcap: float | None
+) -> None:
+    q, k, v, hi = random_case(heads, kv_heads, rows, keys, batch=2)
+    out = ragged_attention(q, k, v, RowPlan(hi, keys), scale=0.3, window=window, softcap=softcap)
+    expected, _ = reference(q, k, v, hi, 0.3, window, softcap)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+def test_sinks_take_probability_away() -> None:
+    q, k, v, hi = random_case(4, 2, 20, 60)
+    sinks = torch.randn(4)
+    out = ragged_attention(q, k, v, RowPlan(hi, 60), scale=0.25, sinks=sinks)
+    expected, _ = reference(q, k, v, hi, 0.25, sinks=sinks)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mass_rows", [1, 5, 140])
+def test_mass_is_the_probability_that_the_last_rows_pay(mass_rows: int) -> None:
+    q, k, v, hi = random_case(6, 2, 150, 400)
+    plan = RowPlan(hi, 400, mass=torch.zeros(400), mass_rows=mass_rows)
+    out = ragged_attention(q, k, v, plan, scale=0.25)
+    expected, p = reference(q, k, v, hi, 0.25)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+    assert plan.mass is not None
+    assert torch.allclose(plan.mass.double(), p[:, :, -mass_rows:].sum(dim=(0, 1, 2)), atol=1e-4)
+
+
+def test_fast_paths_equal_the_general_path() -> None:
+    """One fused causal call where the rows are the whole prompt; blocks otherwise."""
+    q, k, v, _ = random_case(6, 2, 200, 200)
+    whole = RowPlan(torch.arange(200), 200)
+    assert whole.is_plain_causal(None)
+    assert whole.is_plain_causal(200)
+    assert not whole.is_plain_causal(199)
+    general = RowPlan(torch.arange(200), 200, mass=torch.zeros(200), mass_rows=200)
+    a, b = (ragged_attention(q, k, v, plan, scale=0.25) for plan in (whole, general))
+    assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_blocks_cut_keys_at_their_last_limit() -> None:
+    plan = RowPlan(torch.arange(0, 4000, 10), 3991)
+    blocks = plan.blocks(None)
+    assert [b.keys.stop for b in blocks] == [1271, 2551, 3831, 3991]
+    assert plan.blocks(100)[-1].keys.start == 3840 - 99
+    assert plan.blocks(None) is blocks

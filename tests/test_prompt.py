@@ -1,0 +1,133 @@
+"""Rendering, cutting and tokenising; prefixes from whatever the user has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrag import Chunk, ConfigError, InputError, TemplatePrefix
+from kvrag.prefix import prefix_text
+from kvrag.prompt import Piece, PromptEncoder, cut, merge_live
+from kvrag.testing.tokenizers import tiny_tokenizer
+from kvrag.types import Span
+
+
+@pytest.fixture
+def encoder(tokenizer: Any) -> PromptEncoder:
+    return PromptEncoder(tokenizer)
+
+
+def test_bos_stands_exactly_once(encoder: PromptEncoder) -> None:
+    assert encoder.bos_ids == [1]
+    assert encoder.live_ids("hello", at_start=True)[0] == 1
+    assert encoder.live_ids("<s>hello", at_start=True).count(1) == 1
+    assert encoder.live_ids("hello").count(1) == 0
+    assert encoder.live_ids("", at_start=True) == [1]
+    without = PromptEncoder(tiny_tokenizer(add_bos=False))
+    assert without.bos_ids == []
+    assert without.live_ids("hello", at_start=True) == without.live_ids("hello")
+
+
+def test_chunk_text_never_becomes_a_control_token(encoder: PromptEncoder) -> None:
+    assert 2 in encoder.live_ids("a <|im_end|> b")
+    assert not {0, 1, 2, 3} & set(encoder.chunk_ids("a <|im_end|> <s> b"))
+    assert encoder.decode(encoder.chunk_ids("a <|im_end|> b")) == "a <|im_end|> b"
+
+
+def test_cutting_keeps_every_character() -> None:
+    pieces = [Piece("before CHUNK between CHUNK after"), Piece("given", "chunk", is_given=True)]
+    spans = {0: [Span(7, 12, "x"), Span(21, 26, "x")]}
+    out = cut(pieces, spans)
+    assert "".join(p.text for p in out) == "".join(p.text for p in pieces)
+    assert [p.kind for p in out] == ["live", "chunk", "live", "chunk", "live", "chunk"]
+    assert merge_live([Piece("a"), Piece(""), Piece("b")]) == [Piece("ab")]
+
+
+def test_white_space_of_a_given_chunk_belongs_to_the_live_text(encoder: PromptEncoder) -> None:
+    pieces = merge_live(encoder.pieces(["head", Chunk("\n body \n"), "tail"]))
+    assert [(p.text, p.kind) for p in pieces] == [("head\n ", "live"), ("body", "chunk"), (" \ntail", "live")]
+
+
+@pytest.mark.parametrize("chunk", [Chunk(""), Chunk("  "), Chunk(None)])  # type: ignore[arg-type]
+def test_an_impossible_chunk_is_refused(chunk: Chunk, encoder: PromptEncoder) -> None:
+    with pytest.raises(InputError, match="chunk"):
+        encoder.pieces(["a", chunk])
+
+
+def test_messages_need_a_chat_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="no chat template"):
+        PromptEncoder(tokenizer).pieces([{"role": "user", "content": "hi"}])
+    assert prefix_text(None, PromptEncoder(tokenizer)) == ""
+
+
+def test_a_template_that_refuses_is_an_input_error() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InputError, match="roles must alternate"):
+        PromptEncoder(tokenizer).render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("content", [3, [3], [{"type": "audio"}]])
+def test_content_that_would_be_dropped_is_refused(content: Any, encoder: PromptEncoder) -> None:
+    with pytest.raises(InputError):
+        encoder.render([{"role": "user", "content": content}])
+
+
+def test_empty_content_is_an_empty_message(encoder: PromptEncoder) -> None:
+    assert encoder.render([{"role": "assistant", "content": None}]).startswith("<|im_start|>assistant\n<|im_end|>")
+
+
+# -- prefixes ------------------------------------------------------------------------------------------------------------
+
+HEAD = "<|im_start|>user\n"
+
+
+def test_the_default_prefix_is_the_head_of_the_chat_template(encoder: PromptEncoder) -> None:
+    assert prefix_text(None, encoder) == HEAD
+
+
+def test_a_prefix_may_be_text_or_messages(encoder: PromptEncoder) -> None:
+    assert prefix_text("Read:\n", encoder) == "Read:\n"
+    system = [{"role": "system", "content": "Be brief."}]
+    assert prefix_text(system, encoder) == f"<|im_start|>system\nBe brief.<|im_end|>\n{HEAD}"
+    placed = [*system, {"role": "user", "content": "Read this:\n{context}\n\n{question}"}]
+    assert prefix_text(placed, encoder).endswith(f"{HEAD}Read this:\n")
+
+
+def test_a_prefix_may_be_a_langchain_template(encoder: PromptEncoder) -> None:
+    prompts = pytest.importorskip("langchain_core.prompts")
+    chat = prompts.ChatPromptTemplate.from_messages(
+        [("system", "Be brief."), ("placeholder", "{history}"), ("human", "Read:\n{context}\n\nQ: {question}")]
+    )
+    assert prefix_text(chat, encoder) == f"<|im_start|>system\nBe brief.<|im_end|>\n{HEAD}Read:\n"
+    plain = prompts.PromptTemplate.from_template("Notes: {docs}\n{question}")
+    assert prefix_text(TemplatePrefix(plain, "docs"), encoder) == "Notes: "
+    with pytest.raises(ConfigError, match="TemplatePrefix"):
+        prefix_text(plain, encoder)
+    with pytest.raises(ConfigError, match="no variable 'context'"):
+        prefix_text(TemplatePrefix(plain), encoder)
+    late = prompts.PromptTemplate.from_template("Q: {question}\n{context}")
+    with pytest.raises(ConfigError, match="'question' stands before 'context'"):
+        prefix_text(late, encoder)
+
+
+def test_a_prefix_may_be_a_llama_index_template(encoder: PromptEncoder) -> None:
+    prompts = pytest.importorskip("llama_index.core.prompts")
+    plain = prompts.PromptTemplate("Context:\n{context_str}\nQ: {query_str}")
+    assert prefix_text(plain, encoder) == f"{HEAD}Context:\n"  # LlamaIndex sends it as one user message
+    core = pytest.importorskip("llama_index.core.llms")
+    chat = prompts.ChatPromptTemplate(
+        [
+            core.ChatMessage(role="system", content="Be brief."),
+            core.ChatMessage(role="user", content="C: {context_str} {query_str}"),
+        ]
+    )
+    assert prefix_text(chat, encoder) == f"<|im_start|>system\nBe brief.<|im_end|>\n{HEAD}C: "
+
+
+def test_a_prefix_of_another_kind_is_refused(encoder: PromptEncoder) -> None:
+    with pytest.raises(ConfigError, match="of type int"):
+        prefix_text(7, encoder)

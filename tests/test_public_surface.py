@@ -1,0 +1,120 @@
+"""What is public, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import kvrag
+from kvrag import ConfigError, MissingDependencyError, RepairConfig
+from kvrag.config import STRATEGIES, SamplingConfig, StoreConfig
+from kvrag.errors import KVRagError, require
+
+ROOT = Path(kvrag.__file__).parent
+
+RANKS = [
+    {"errors", "types"},
+    {"config", "rope", "fingerprint", "stats"},
+    {"attention", "cache", "spans", "layout", "prompt"},
+    {"models", "prefix", "streams", "selection", "store"},
+    {"precompute", "stitch", "repair", "decode", "plan", "loading"},
+    {"index_time", "prefill", "explain", "verify"},
+    {"engine"},
+    {"hooks"},
+]
+STAGES = {"spans", "layout", "precompute", "stitch", "selection", "repair", "decode"}
+
+
+def imports_of(module: str) -> set[str]:
+    """Top-level kvrag modules that a module imports."""
+    files = [ROOT / f"{module}.py"] if (ROOT / f"{module}.py").exists() else list((ROOT / module).glob("*.py"))
+    found: set[str] = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvrag."):
+                found.add(node.module.split(".")[1])
+            elif isinstance(node, ast.ImportFrom) and node.module == "kvrag":
+                found |= {alias.name for alias in node.names if (ROOT / f"{alias.name}.py").exists()}
+    return found - {module}
+
+
+@pytest.mark.parametrize(("rank", "module"), [(r, m) for r, modules in enumerate(RANKS) for m in sorted(modules)])
+def test_imports_go_down(rank: int, module: str) -> None:
+    allowed = set().union(*RANKS[:rank])
+    assert imports_of(module) <= allowed, f"{module} imports upwards or sideways"
+
+
+@pytest.mark.parametrize("module", sorted(STAGES - {"layout"}))
+def test_stages_share_values_not_code(module: str) -> None:
+    """Only the layout, a value, passes between stages; who comes first is the pipeline's business."""
+    assert imports_of(module) & STAGES <= {"layout"}
+
+
+def test_every_module_has_a_rank() -> None:
+    modules = {p.stem for p in ROOT.glob("*.py")} - {"__init__", "cli", "estimate", "measure"}
+    assert modules | {"store"} == set().union(*RANKS)
+
+
+def test_the_public_names_are_pinned() -> None:
+    assert sorted(kvrag.__all__) == sorted(
+        [
+            *("Chunk", "ConfigError", "ContextLengthError", "Explanation", "GenerationResult", "InputError"),
+            *("KVRagEngine", "KVRagError", "MissingDependencyError", "ModelError", "OutOfMemoryError"),
+            *("PrecomputeReport", "PrefillResult", "RepairConfig", "SamplingConfig", "ScoreResult", "StoreConfig"),
+            *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "UnsupportedModelError"),
+            *("VerifyReport", "__version__", "delete_kv", "precompute_kv", "sync_kv"),
+        ]
+    )
+    assert all(hasattr(kvrag, name) for name in kvrag.__all__)
+
+
+def test_the_error_tree_is_the_one_drawn() -> None:
+    tree = {e.__name__ for e in _descendants(KVRagError)}
+    drawn = kvrag.errors.__doc__ or ""
+    assert all(name in drawn for name in tree)
+
+
+def _descendants(cls: type) -> set[type]:
+    found = {c for c in cls.__subclasses__() if c.__module__ == "kvrag.errors"}
+    return found.union(*(_descendants(c) for c in found)) if found else set()
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    with pytest.raises(MissingDependencyError, match=r"pip install 'kvrag\[server\]'"):
+        require("no_such_package_of_ours", extra="server", purpose="serving")
+    assert require("json", extra="x", purpose="y").loads("1") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "querry"}, "did you mean 'query'"),
+        ({"strategy": None}, "must be one of"),
+        ({"recompute_ratio": 1.01}, r"recompute_ratio is 1.01.*\[0, 1\]"),
+        ({"recompute_ratio": -0.1}, "recompute_ratio"),
+        ({"recompute_ratio": float("nan")}, "recompute_ratio"),
+        ({"recompute_ratio": "0.1"}, "recompute_ratio"),
+        ({"recompute_ratio": True}, "recompute_ratio"),
+        ({"shift": 2}, "shift"),
+        ({"first_k": -1}, "first_k"),
+        ({"first_k": 1.5}, "first_k"),
+        ({"check_layer": 0}, "check_layer"),
+    ],
+)
+def test_a_repair_config_out_of_range_is_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RepairConfig(**options)  # type: ignore[arg-type]
+
+
+def test_configs_hold_their_defaults() -> None:
+    assert RepairConfig() == RepairConfig("query", 0.10, 4, 0.5)
+    blend = RepairConfig.cacheblend()
+    assert (blend.strategy, blend.recompute_ratio, blend.first_k, blend.shift) == ("hkvd", 0.15, 0, 0.0)
+    assert SamplingConfig(stop="x").stop == ("x",)  # type: ignore[arg-type]
+    assert SamplingConfig(stop=None).stop == ()  # type: ignore[arg-type]
+    assert len(set(STRATEGIES)) == 8
+    for bad in ({"ram_bytes": -1}, {"load_timeout_s": -1}, {"min_chunk_tokens": 0}):
+        with pytest.raises(ConfigError):
+            StoreConfig(**bad)

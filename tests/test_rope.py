@@ -1,0 +1,46 @@
+"""Rotations: the model's own function, in float32, invertible, for every kind of RoPE that is accepted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrag.models import CausalLM
+from kvrag.testing.models import TINY, tiny_model
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_unrotate_inverts_rotate_at_any_rows(name: str) -> None:
+    table = CausalLM(tiny_model(name)).rotary(2000)
+    rows = torch.tensor([0, 1, 7, 1500, 1999])
+    vectors = torch.randn(2, 5, 16)
+    there = table.unit_rotate(vectors, rows)
+    assert torch.allclose(table.unit_unrotate(there, rows), vectors, atol=1e-5)
+    assert torch.allclose(there.norm(dim=-1), vectors.norm(dim=-1), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_rotation_depends_on_the_distance_only(name: str) -> None:
+    """A key moved with its query scores the same: what makes moving a chunk possible at all."""
+    table = CausalLM(tiny_model(name)).rotary(3000)
+    q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+    scores = [
+        float((table.rotate(q, torch.tensor([at + 37])) * table.rotate(k, torch.tensor([at]))).sum())
+        for at in (0, 900, 2900)
+    ]
+    assert scores[0] == pytest.approx(scores[1], abs=2e-3)
+    assert scores[0] == pytest.approx(scores[2], abs=2e-3)
+
+
+def test_yarn_keeps_its_magnitude_once() -> None:
+    table = CausalLM(tiny_model("llama-yarn")).rotary(10)
+    assert table.magnitude > 1.0
+    k = torch.randn(2, 3, 16)
+    assert torch.allclose(table.rotate(k, slice(4, 7)), table.unit_rotate(k, slice(4, 7)) * table.magnitude, atol=1e-5)
+
+
+def test_low_precision_is_rounded_once() -> None:
+    table = CausalLM(tiny_model()).rotary(3000)
+    k = torch.randn(2, 50, 16).bfloat16()
+    exact = table.rotate(k.double().float(), slice(2900, 2950))
+    assert torch.equal(table.rotate(k, slice(2900, 2950)), exact.bfloat16())

@@ -1,0 +1,136 @@
+"""Layouts and selections: integers, no model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrag.config import RepairConfig
+from kvrag.layout import Layout, Segment, place, rows_of
+from kvrag.plan import decide, estimated_rows
+from kvrag.selection import effective_ratio, select_rows
+
+#   prefix 0:10 | chunk 10:110 exact | glue 110:112 | chunk 112:212 | glue 212:214 | chunk 214:314 | suffix 314:330
+LAYOUT = place(
+    [
+        (10, "prefix", True, 0, False),
+        (100, "chunk", True, 1, False),
+        (2, "live", False, -1, False),
+        (100, "chunk", False, 2, False),
+        (2, "live", False, -1, False),
+        (100, "chunk", False, 3, False),
+        (16, "live", False, -1, False),
+    ]
+)
+
+
+def test_a_layout_covers_the_prompt_without_gap() -> None:
+    assert LAYOUT.segments[0].start == 0
+    assert all(a.stop == b.start for a, b in zip(LAYOUT.segments, LAYOUT.segments[1:], strict=False))
+    assert (LAYOUT.num_tokens, LAYOUT.num_live, LAYOUT.num_suffix) == (330, 20, 16)
+    assert [s.start for s in LAYOUT.stale] == [112, 214]
+    assert not LAYOUT.is_exact
+
+
+def test_the_last_row_is_always_live() -> None:
+    layout = place([(5, "prefix", True, 0, False), (1, "chunk", False, 1, False)])
+    assert layout.segments[-1] == Segment(5, 6, "live")
+    assert place([(4, "chunk", False, 0, False), (0, "live", False, -1, False)]).segments == (
+        Segment(0, 3, "chunk", False, 0),
+        Segment(3, 4, "live"),
+    )
+
+
+def test_only_the_leading_exact_segments_remain_in_prefix_mode() -> None:
+    head = LAYOUT.only_exact_head()
+    assert [(s.start, s.stop, s.kind) for s in head.segments] == [
+        (0, 10, "prefix"),
+        (10, 110, "chunk"),
+        (110, 330, "live"),
+    ]
+    assert head.is_exact
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.5, 1.0])
+@pytest.mark.parametrize("strategy", ["random", "first_k", "boundary", "hkvd", "query", "query_hkvd"])
+def test_selected_rows_keep_the_budget_and_lie_in_stale_chunks(strategy: str, ratio: float) -> None:
+    torch.manual_seed(0)
+    config = RepairConfig(strategy=strategy, recompute_ratio=ratio)
+    rows = select_rows(LAYOUT, config, mass=torch.rand(330), deviation=torch.rand(330))
+    assert torch.equal(rows, torch.unique(rows))
+    assert set(rows.tolist()) <= set(rows_of(LAYOUT.stale).tolist())
+    heads = {*range(112, 116), *range(214, 218)}
+    assert heads <= set(rows.tolist())
+    if ratio == 1.0:
+        assert len(rows) == 200
+    elif strategy not in ("first_k", "boundary"):
+        assert len(rows) == min(200, round(ratio * 200) + 8)
+    else:
+        assert len(rows) <= max(8, round(ratio * 200) + 8)
+
+
+def test_none_selects_nothing_and_all_everything() -> None:
+    assert len(select_rows(LAYOUT, RepairConfig(strategy="none"))) == 0
+    assert torch.equal(select_rows(LAYOUT, RepairConfig(strategy="all")), rows_of(LAYOUT.stale))
+    nothing_stale = place([(5, "live", False, -1, False)])
+    assert len(select_rows(nothing_stale, RepairConfig(strategy="all"))) == 0
+
+
+@pytest.mark.parametrize("strategy", ["first_k", "boundary"])
+def test_without_stale_chunks_nothing_is_selected(strategy: str) -> None:
+    layout = place([(5, "prefix", True, 0, False), (5, "live", False, -1, False)])
+    assert len(select_rows(layout, RepairConfig(strategy=strategy))) == 0
+
+
+def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation() -> None:
+    mass, change = torch.zeros(330), torch.zeros(330)
+    mass[[50, 150, 160]] = 1.0  # row 50 is exact: no candidate
+    change[[220, 300]] = 1.0
+    query = RepairConfig(recompute_ratio=0.01, first_k=0)
+    assert select_rows(LAYOUT, query, mass=mass).tolist() == [150, 160]
+    hkvd = RepairConfig(strategy="hkvd", recompute_ratio=0.01, first_k=0)
+    assert select_rows(LAYOUT, hkvd, deviation=change).tolist() == [220, 300]
+    ties = RepairConfig(recompute_ratio=0.01, first_k=0)
+    assert select_rows(LAYOUT, ties, mass=torch.ones(330)).tolist() == [112, 113]
+
+
+def test_random_repeats_with_its_seed() -> None:
+    one, two, other = (select_rows(LAYOUT, RepairConfig(strategy="random", seed=s)).tolist() for s in (1, 1, 2))
+    assert one == two != other
+
+
+def test_another_prefix_raises_the_ratio() -> None:
+    layout = Layout((Segment(0, 10, "live"), Segment(10, 110, "chunk", False, 0, True), Segment(110, 111, "live")))
+    assert effective_ratio(layout, RepairConfig()) == 0.20
+    assert effective_ratio(layout, RepairConfig(recompute_ratio=0.3)) == 0.3
+    assert effective_ratio(layout, RepairConfig(recompute_ratio=0.0)) == 0.0
+    assert effective_ratio(LAYOUT, RepairConfig()) == 0.10
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds"),
+    [("full", ["live"]), ("prefix", ["prefix", "chunk", "live"]), ("stitch", [s.kind for s in LAYOUT.segments])],
+)
+def test_modes_decide_how_much_is_reused(mode: str, kinds: list[str]) -> None:
+    layout, reason = decide(LAYOUT, mode, RepairConfig(), num_layers=30)  # type: ignore[arg-type]
+    assert [s.kind for s in layout.segments] == kinds
+    assert reason is None
+
+
+def test_auto_weighs_the_cost() -> None:
+    short, reason = decide(LAYOUT, "auto", RepairConfig(), num_layers=30)
+    assert short.is_exact
+    assert "cost" in str(reason)
+    long = place(
+        [(10, "prefix", True, 0, False), *[(250, "chunk", False, 1, False)] * 10, (16, "live", False, -1, False)]
+    )
+    assert decide(long, "auto", RepairConfig(), num_layers=30) == (long, None)
+    everything = RepairConfig(strategy="all")
+    assert decide(long, "auto", everything, num_layers=30)[0].is_exact
+
+
+def test_estimates_count_every_pass() -> None:
+    assert estimated_rows(LAYOUT, RepairConfig(strategy="none"), num_layers=30) == 20
+    assert estimated_rows(LAYOUT, RepairConfig(strategy="all"), num_layers=30) == 220
+    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 20 + 8 + 20
+    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 20 + 8 + 330 * 2 // 30
