@@ -1,0 +1,249 @@
+"""Time to first token: stitched prefill with everything included, against transformers' own SDPA forward of the same token ids.
+
+Every chunk is precomputed; blobs are read from disk (the memory tier is off) with the page cache dropped before each request. Both are
+measured in one run, interleaved, medians over prompts. The full prefill is timed without tokenising and planning: in its favour.
+
+    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_ttft.py                  # SmolLM2-135M-Instruct, MuSiQue prompts
+    python tests/benchmarks/bench_ttft.py --shape qwen2.5-3b --tokens 6000     # random weights, for a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, items, machine, small_model, write_result
+
+from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
+
+RATIOS = (0.02, 0.05, 0.10, 0.15, 0.30)
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-3b": {
+        "model_type": "qwen2",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 32768,
+    },
+}
+
+
+def synchronise() -> None:
+    """Wait for the device, so that a clock means what it says."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def milliseconds(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Time an action between two device synchronisations."""
+    synchronise()
+    start = time.perf_counter()
+    result = action()
+    synchronise()
+    return (time.perf_counter() - start) * 1e3, result
+
+
+def full_prefill(engine: KVRagEngine, ids: list[int]) -> int:
+    """First greedy token by transformers alone, with its own SDPA attention and cache."""
+    model = engine.loaded.lm.model
+    assert model.config._attn_implementation == "sdpa"
+    with torch.inference_mode():
+        out = model(torch.tensor([ids], device=model.device), use_cache=True, logits_to_keep=1)
+    return int(out.logits[0, -1].argmax())
+
+
+def drop_page_cache(folder: Path) -> int:
+    """Ask the kernel to forget the blobs; returns their bytes."""
+    total = 0
+    for blob in folder.rglob("*.safetensors"):
+        descriptor = os.open(blob, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        total += blob.stat().st_size
+    return total
+
+
+def compare(
+    engine: KVRagEngine, prompts: list[Any], configs: dict[str, dict[str, Any]], folder: Path | None, warm_up: int = 1
+) -> dict[str, Any]:
+    """Time every configuration beside the full prefill, prompt by prompt."""
+    rows: list[dict[str, Any]] = []
+    for index, prompt in enumerate([*prompts[:warm_up], *prompts]):
+        ids = engine.prefill(prompt, mode="full").prompt_ids if index < warm_up else None
+        row: dict[str, Any] = {}
+        for name, options in configs.items():
+            if folder is not None:
+                drop_page_cache(folder)
+            took, result = milliseconds(lambda options=options, prompt=prompt: engine.prefill(prompt, **options))
+            ids = result.prompt_ids
+            row[name] = {
+                "ttft_ms": took,
+                "stages_ms": {k: round(v, 2) for k, v in result.timings_ms.items()},
+                "exactness": result.exactness,
+                "cached": result.cached_tokens,
+                "repaired": result.repaired_tokens,
+                "computed": result.computed_tokens,
+                "loaded_bytes": result.loaded_bytes,
+            }
+            row[name]["full_ms"], _ = milliseconds(lambda ids=ids: full_prefill(engine, ids))
+        row["tokens"] = len(ids or ())
+        if index >= warm_up:
+            rows.append(row)
+            line = ", ".join(f"{n} {row[n]['full_ms'] / row[n]['ttft_ms']:.2f}x" for n in configs)
+            print(f"  prompt {len(rows)}/{len(prompts)}, {row['tokens']} tokens: {line}", flush=True)
+    return {"prompts": rows, "summary": {name: summarise(name, rows) for name in configs}}
+
+
+def summarise(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over prompts."""
+    own = [row[name] for row in rows]
+    stages = sorted({stage for row in own for stage in row["stages_ms"]})
+    return {
+        "tokens": statistics.median(row["tokens"] for row in rows),
+        "full_ms": statistics.median(r["full_ms"] for r in own),
+        "ttft_ms": statistics.median(r["ttft_ms"] for r in own),
+        "ratio": statistics.median(r["full_ms"] / r["ttft_ms"] for r in own),
+        "stages_ms": {s: statistics.median(r["stages_ms"].get(s, 0.0) for r in own) for s in stages},
+        "repaired": statistics.median(r["repaired"] for r in own),
+        "exactness": sorted({r["exactness"] for r in own}),
+    }
+
+
+def show(title: str, summary: dict[str, Any]) -> None:
+    """Print one table."""
+    print(f"{title}\n  {'configuration':22} {'tokens':>6} {'full':>9} {'kvrag':>9} {'ratio':>6}  stages (ms)")
+    for name, row in summary.items():
+        stages = " ".join(f"{k} {v:.0f}" for k, v in row["stages_ms"].items())
+        print(
+            f"  {name:22} {row['tokens']:6.0f} {row['full_ms']:7.0f}ms {row['ttft_ms']:7.0f}ms {row['ratio']:5.2f}x  {stages}"
+        )
+
+
+def small_model_run(count: int, folder: Path) -> dict[str, Any]:
+    """SmolLM2 on MuSiQue prompts: all ratios at 2,500 tokens, then short prompts."""
+    engine = KVRagEngine.from_pretrained(
+        small_model(), dtype="float32", kv_dir=folder / "kv", store_config=StoreConfig(ram_bytes=0)
+    )
+    out: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "dtype": "float32"}
+    ratios = {"default": {"mode": "stitch"}}
+    ratios |= {
+        f"ratio {r:.2f}": {"mode": "stitch", "repair": RepairConfig(recompute_ratio=r)} for r in RATIOS if r != 0.10
+    }
+    modes = {"stitch": {"mode": "stitch"}, "auto": {"mode": "auto"}}
+    for label, chunks, tokens, configs in (
+        ("2500", 10, 250, ratios),
+        ("1000", 6, 150, modes),
+        ("500", 3, 150, modes),
+    ):
+        todo = items(engine.tokenizer, count=count, num_chunks=chunks, chunk_tokens=tokens)
+        report = engine.precompute([c for item in todo for c in item.chunks], show_progress=True)
+        assert not report.failed
+        print(f"prompts of about {label} tokens")
+        out[label] = compare(engine, [item.messages for item in todo], configs, folder / "kv")
+        show(f"prompts of about {label} tokens, blobs from disk, page cache dropped", out[label]["summary"])
+    engine.close()
+    return out
+
+
+def shape_run(shape: str, num_tokens: int, count: int, folder: Path) -> dict[str, Any]:
+    """Random weights of a real shape: honest timings, meaningless answers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvrag.testing.tokenizers import tiny_tokenizer
+
+    options = dict(SHAPES[shape])
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    with torch.device(device):
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    out: dict[str, Any] = {"model": f"{shape} shape, random weights", "dtype": str(dtype)}
+    tokenizer = tiny_tokenizer()
+    chunks = random_chunks(tokenizer, num_tokens // 500, 500, count)
+    for tier, ram_bytes in (("memory", 32 * 2**30), ("disk", 0)):
+        engine = KVRagEngine.from_pretrained(
+            model, tokenizer=tokenizer, kv_dir=folder / "kv", store_config=StoreConfig(ram_bytes=ram_bytes)
+        )
+        report = engine.precompute([c for prompt in chunks for c in prompt], batch_size=4)
+        print(f"{tier}: precomputed {report.stored}, skipped {report.skipped}, {report.stored_bytes / 1e9:.2f} GB")
+        prompts = [[engine.prefix_text, *_between(prompt), "\n\nWhich one?"] for prompt in chunks]
+        configs = {
+            "default": {"mode": "stitch"},
+            "ratio 0.05": {"mode": "stitch", "repair": RepairConfig(recompute_ratio=0.05)},
+        }
+        if tier == "memory":
+            for prompt in prompts:
+                engine.prefill(prompt, mode="stitch")  # promote
+        out[tier] = compare(
+            engine, prompts, configs, folder / "kv" if tier == "disk" else None, warm_up=min(2, len(prompts))
+        )
+        show(f"{shape}, {tier} tier", out[tier]["summary"])
+        engine.close()
+    return out
+
+
+def random_chunks(tokenizer: Any, per_prompt: int, tokens: int, count: int) -> list[list[str]]:
+    """Texts of random words, about ``tokens`` tiny tokens each."""
+    words = ["river", "stone", "letter", "harbour", "winter", "lamp", "ledger", "garden", "copper", "signal", "thread", "archive", "keeper", "window"]
+    generator = torch.Generator().manual_seed(0)
+    per_word = len(tokenizer(" ".join(words))["input_ids"]) / len(words)
+
+    def text() -> str:
+        picks = torch.randint(len(words), (round(tokens / per_word),), generator=generator).tolist()
+        return " ".join(words[i] for i in picks)
+
+    return [[text() for _ in range(per_prompt)] for _ in range(count)]
+
+
+def _between(chunks: list[str]) -> list[Any]:
+    return [part for chunk in chunks for part in (Chunk(chunk), "\n\n")]
+
+
+def main() -> None:
+    """Run and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10, help="prompts")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="random weights of this shape instead of the real small model"
+    )
+    parser.add_argument("--tokens", type=int, default=6000, help="prompt tokens with --shape")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kvrag-bench-"))
+    where = machine()
+    try:
+        result = (
+            shape_run(args.shape, args.tokens, args.count, folder)
+            if args.shape
+            else small_model_run(args.count, folder)
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    name = f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}" if args.shape else "ttft"
+    print("written:", write_result(name, {"machine": where, **result}, args.out).name)
+
+
+if __name__ == "__main__":
+    main()
