@@ -60,7 +60,8 @@ reliability: setup ## Faults below the store, long form
 	$(BIN)/python -m pytest tests/store -q $(ARGS)
 
 gpu-check: ## Exactness on CUDA in float32 and bfloat16, then TTFT on a 3B shape; uses the environment it is called from
-	$(PYTHON) tests/gpu_check.py $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/test_equivalence.py
+	cd tests/benchmarks && $(PYTHON) bench_ttft.py --shape qwen2.5-3b --tokens 6000 $(ARGS)
 
 docs: setup ## Write the measured tables into README.md and docs/ from the JSON results
 	$(BIN)/python docs/tables.py
