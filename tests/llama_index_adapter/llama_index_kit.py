@@ -24,15 +24,11 @@ WORDS = [
     "window",
     "box",
     "answer",
-    "model",
     "river",
     "stone",
     "letter",
-    "harbour",
-    "winter",
     "lamp",
     "ledger",
-    "copper",
 ]
 
 

@@ -14,6 +14,7 @@ from llama_index_kit import chunks, documents, hit_texts, make_llm, record_promp
 from kvrag import precompute_kv
 from llama_index.llms.kvrag import KVRagLLM
 
+pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 QUESTION = "Who keeps the ledger?"
 TOP_K = 4
 AWKWARD = (

@@ -13,7 +13,7 @@ import pytest
 from llama_index.core import PromptTemplate, Settings
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
-from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index_kit import Forwards, Make, make_llm, record_prompts, settings
 
 import kvrag.engine
@@ -21,6 +21,7 @@ from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, Repa
 from kvrag.testing.models import tiny_model
 from llama_index.llms.kvrag import KVRagLLM
 
+pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 PROMPT = "Who keeps the copper ledger in the harbour?"
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=PROMPT)]
 METHODS = [f"{a}{stream}{kind}" for a in ("", "a") for stream in ("", "stream_") for kind in ("complete", "chat")]
@@ -213,6 +214,22 @@ def test_unknown_options_of_a_call_are_refused_by_name(llm: KVRagLLM, method: st
         run(llm, method, max_new_token=2)
 
 
+def test_mode_repair_and_namespace_of_a_call_are_honoured(llm: KVRagLLM):
+    text = "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. " * 2
+    llm.precompute_kv([text], prefix="")
+
+    def accounting(**options: Any) -> dict[str, Any]:
+        return llm.complete(f"Notes:\n{text}\n{PROMPT}", **options).raw["kvrag"]
+
+    assert accounting()["exactness"] == "repaired"
+    assert accounting(mode="full")["exactness"] == "full"
+    assert accounting(namespace="other")["cached_tokens"] == 0
+    whole = accounting(repair=RepairConfig(strategy="all"))
+    assert whole["repaired_tokens"] > accounting()["repaired_tokens"]
+    with pytest.raises(ConfigError, match="repair is 'all'"):
+        llm.complete(PROMPT, repair="all")
+
+
 def test_do_sample_of_transformers_is_a_temperature(make: Make):
     greedy = text_of(make().complete(PROMPT))
     assert text_of(make(temperature=5.0, generate_kwargs={"do_sample": False}).complete(PROMPT)) == greedy
@@ -368,7 +385,9 @@ def test_a_prompt_that_is_too_long_is_refused(llm: KVRagLLM, method: str):
         run(llm, method, max_tokens=5000)
 
 
-def test_leaving_a_stream_stops_the_decoding(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"])
+def test_leaving_a_stream_stops_the_decoding(make: Make, monkeypatch: pytest.MonkeyPatch, handlers: list[Any]):
+    llm = make(callback_manager=CallbackManager(handlers))
     llm.complete(PROMPT)
     forwards = Forwards(monkeypatch, seconds=0.01)
     for _ in llm.stream_complete(PROMPT, max_tokens=500):
@@ -380,7 +399,11 @@ def test_leaving_a_stream_stops_the_decoding(llm: KVRagLLM, monkeypatch: pytest.
     assert forwards.settled() < 60
 
 
-async def test_leaving_an_async_stream_stops_the_decoding(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"])
+async def test_leaving_an_async_stream_stops_the_decoding(
+    make: Make, monkeypatch: pytest.MonkeyPatch, handlers: list[Any]
+):
+    llm = make(callback_manager=CallbackManager(handlers))
     await llm.acomplete(PROMPT)
     forwards = Forwards(monkeypatch, seconds=0.01)
     stream = await llm.astream_complete(PROMPT, max_tokens=500)

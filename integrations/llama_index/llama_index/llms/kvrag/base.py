@@ -37,7 +37,7 @@ from kvrag import (
 from kvrag.config import build, check_mode
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
-from llama_index.llms.kvrag.responses import aresponses, as_chat, as_completion, responses
+from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
 
 _REQUEST_FIELDS = (
     "max_new_tokens",
@@ -255,7 +255,7 @@ class KVRagLLM(CustomLLM):
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """As :meth:`complete`, piece by piece; the last response holds the accounting."""
         engine, text, options = self._of_prompt(prompt, formatted, kwargs)
-        return responses(engine.stream(text, **options), as_completion)
+        return ResponseStream(engine.stream(text, **options), as_completion)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -268,7 +268,7 @@ class KVRagLLM(CustomLLM):
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """As :meth:`chat`, piece by piece; the last response holds the accounting."""
         engine, text, options = self._of_chat(messages, kwargs)
-        return responses(engine.stream(text, **options), as_chat)
+        return ResponseStream(engine.stream(text, **options), as_chat)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -281,7 +281,7 @@ class KVRagLLM(CustomLLM):
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """As :meth:`stream_complete`, for an event loop."""
         engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
-        return aresponses(engine.astream(text, **options), as_completion)
+        return AsyncResponseStream(engine.astream(text, **options), as_completion)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -294,4 +294,4 @@ class KVRagLLM(CustomLLM):
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """As :meth:`stream_chat`, for an event loop."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
-        return aresponses(engine.astream(text, **options), as_chat)
+        return AsyncResponseStream(engine.astream(text, **options), as_chat)

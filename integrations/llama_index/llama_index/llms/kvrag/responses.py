@@ -32,8 +32,49 @@ def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> Ch
     return ChatResponse(message=message, delta=delta, raw=_raw(result), additional_kwargs=_usage(result))
 
 
-def responses(stream: TokenStream, shape: Shape[ResponseT]) -> Generator[ResponseT, None, None]:
-    """Yield a response per piece of text, and a last one with the accounting; leaving early stops the decoding."""
+class ResponseStream(Generator[ResponseT, None, None]):
+    """Responses of a stream, one per piece of text and a last one with the accounting; leaving early stops the decoding.
+
+    LlamaIndex's callbacks keep what a method returns for as long as a handler keeps the event of the reader's leaving. So this object
+    gives its generator away when it is iterated over: it is the loop's alone then, and closed when the loop is left.
+    """
+
+    def __init__(self, stream: TokenStream, shape: Shape[ResponseT]) -> None:
+        self._steps: Generator[ResponseT, None, None] = _steps(stream, shape)
+
+    def __iter__(self) -> Generator[ResponseT, None, None]:
+        steps, self._steps = self._steps, _nothing()
+        return steps
+
+    def send(self, value: None) -> ResponseT:
+        """Return the next response."""
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> ResponseT:
+        """Raise inside the stream, which ends it."""
+        return self._steps.throw(*error)
+
+
+class AsyncResponseStream(AsyncGenerator[ResponseT, None]):
+    """As :class:`ResponseStream`, for an event loop."""
+
+    def __init__(self, stream: AsyncTokenStream, shape: Shape[ResponseT]) -> None:
+        self._steps: AsyncGenerator[ResponseT, None] = _asteps(stream, shape)
+
+    def __aiter__(self) -> AsyncGenerator[ResponseT, None]:
+        steps, self._steps = self._steps, _anothing()
+        return steps
+
+    async def asend(self, value: None) -> ResponseT:
+        """Return the next response."""
+        return await self._steps.asend(value)
+
+    async def athrow(self, *error: Any) -> ResponseT:
+        """Raise inside the stream, which ends it."""
+        return await self._steps.athrow(*error)
+
+
+def _steps(stream: TokenStream, shape: Shape[ResponseT]) -> Generator[ResponseT, None, None]:
     text = ""
     try:
         for delta in stream:
@@ -44,8 +85,7 @@ def responses(stream: TokenStream, shape: Shape[ResponseT]) -> Generator[Respons
         stream.close()
 
 
-async def aresponses(stream: AsyncTokenStream, shape: Shape[ResponseT]) -> AsyncGenerator[ResponseT, None]:
-    """As :func:`responses`, for an event loop."""
+async def _asteps(stream: AsyncTokenStream, shape: Shape[ResponseT]) -> AsyncGenerator[ResponseT, None]:
     text = ""
     try:
         async for delta in stream:
@@ -54,6 +94,16 @@ async def aresponses(stream: AsyncTokenStream, shape: Shape[ResponseT]) -> Async
         yield shape(text, "", stream.result)
     finally:
         await stream.aclose()
+
+
+def _nothing() -> Generator[Any, None, None]:
+    yield from ()
+
+
+async def _anothing() -> AsyncGenerator[Any, None]:
+    empty: tuple[Any, ...] = ()
+    for response in empty:
+        yield response
 
 
 def _usage(result: GenerationResult | None) -> dict[str, int]:

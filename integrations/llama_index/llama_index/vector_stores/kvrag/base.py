@@ -197,6 +197,8 @@ class KVRagVectorStore(BasePydanticVectorStore):
 
     def _forget(self, node_ids: Sequence[str], *, keep_refs: bool = False) -> None:
         """Delete KV, and then the entries: if the first fails, a later deletion finds them again."""
+        if not node_ids:
+            return
         try:
             self._engine().delete(list(node_ids), namespace=self.namespace)
         except Exception as error:

@@ -75,6 +75,8 @@ class RefTable:
             logger.warning(
                 "the table %s can't be used (%s); run sync_kv to erase KV of deleted nodes", self._path, error
             )
+            if type(error) is sqlite3.DatabaseError and self._path is not None:  # damaged, and it would stay so
+                self._path.unlink(missing_ok=True)
             return []
 
 

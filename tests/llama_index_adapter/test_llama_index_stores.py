@@ -1,0 +1,439 @@
+"""KV comes and goes with the documents: through the vector store, and through ingestion pipelines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import (
+    Document,
+    MockEmbedding,
+    Settings,
+    StorageContext,
+    VectorStoreIndex,
+    load_index_from_storage,
+)
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
+from llama_index.core.llms import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQuery, VectorStoreQueryResult
+from llama_index_kit import chunks, documents, hit_texts, make_llm, record_prompts, settings
+
+from kvrag import ConfigError, KVRagEngine, StoreError
+from llama_index.llms.kvrag import KVRagLLM, PrecomputeKV
+from llama_index.vector_stores.kvrag import KVRagVectorStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
+
+
+@pytest.fixture
+def llm(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagLLM]:
+    llm = make_llm(tiny_dir, tmp_path / "kv")
+    with settings():
+        Settings.llm = llm
+        yield llm
+    llm.engine.close()
+
+
+@pytest.fixture
+def store(llm: KVRagLLM) -> KVRagVectorStore:
+    return KVRagVectorStore()
+
+
+def node(text: str, *, id_: str, document: str | None = None, **metadata: Any) -> TextNode:
+    links = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document)} if document else {}
+    return TextNode(text=text, id_=id_, relationships=links, metadata=metadata, embedding=[0.1, 0.2, 0.3, 0.4])
+
+
+def kept(llm: KVRagLLM, texts: list[str], **options: Any) -> list[bool]:
+    """Which of the texts have KV, as a prompt finds it."""
+    return [llm.explain(text, **options).hits == 1 for text in texts]
+
+
+def in_step(llm: KVRagLLM, store: KVRagVectorStore) -> set[str]:
+    """Check that documents with KV, table and vector store are the same; return their ids."""
+    ids = set(llm.engine.document_ids())
+    assert ids == set(store.inner.data.embedding_dict)
+    assert ids == set(store._table().nodes(llm.namespace))
+    return ids
+
+
+class ListingStore(BasePydanticVectorStore):
+    """A store that keeps text, and can list its nodes."""
+
+    stores_text: bool = True
+    rows: dict[str, TextNode] = Field(default_factory=dict)
+
+    @property
+    def client(self) -> str:
+        return "the client"
+
+    def add(self, nodes: Any, **kwargs: Any) -> list[str]:
+        self.rows.update({n.node_id: n for n in nodes})
+        return [n.node_id for n in nodes]
+
+    def delete(self, ref_doc_id: str, **kwargs: Any) -> None:
+        for gone in [n for n in self.rows.values() if n.ref_doc_id == ref_doc_id]:
+            del self.rows[gone.node_id]
+
+    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[Any]:
+        wanted = {f.key: f.value for f in filters.filters} if filters else {}
+        return [n for n in self.rows.values() if wanted.items() <= n.metadata.items()]
+
+    def delete_nodes(self, node_ids: Any = None, filters: Any = None, **kwargs: Any) -> None:
+        for n in self.get_nodes(node_ids, filters):
+            if node_ids is None or n.node_id in node_ids:
+                del self.rows[n.node_id]
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        nodes = list(self.rows.values())[: query.similarity_top_k]
+        return VectorStoreQueryResult(nodes=nodes, ids=[n.node_id for n in nodes], similarities=[1.0] * len(nodes))
+
+
+class ForgetfulStore(ListingStore):
+    """A store that can delete by a filter and tells nobody what."""
+
+    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[Any]:
+        raise NotImplementedError
+
+    def delete_nodes(self, node_ids: Any = None, filters: Any = None, **kwargs: Any) -> None:
+        self.rows.clear()
+
+
+# -- an index over the vector store ------------------------------------------------------------------------------------
+
+
+def test_an_index_keeps_kv_in_step(llm: KVRagLLM, store: KVRagVectorStore, monkeypatch: pytest.MonkeyPatch):
+    docs = documents(4)
+    index = VectorStoreIndex.from_documents(docs, storage_context=StorageContext.from_defaults(vector_store=store))
+    assert len(in_step(llm, store)) == 4
+
+    late = Document(text=chunks(1, seed=9)[0], id_="late")
+    index.insert(late)
+    assert len(in_step(llm, store)) == 5
+
+    index.delete_ref_doc("doc-0", delete_from_docstore=True)
+    assert len(in_step(llm, store)) == 4
+
+    changed = Document(text=chunks(1, seed=8)[0], id_="doc-1")
+    assert index.refresh_ref_docs([changed, docs[2]]) == [True, False]
+    assert len(in_step(llm, store)) == 4
+    assert kept(llm, [d.text for d in (docs[0], docs[1], docs[2], docs[3], late, changed)]) == [False] * 2 + [True] * 4
+
+    seen = record_prompts(monkeypatch)
+    index.as_query_engine(similarity_top_k=4).query("Who?")
+    assert hit_texts(llm.engine, seen) == {d.text for d in (docs[2], docs[3], late, changed)}
+
+
+async def test_an_index_keeps_kv_in_step_asynchronously(llm: KVRagLLM, store: KVRagVectorStore):
+    context = StorageContext.from_defaults(vector_store=store)
+    index = VectorStoreIndex([], storage_context=context)
+    texts = chunks(3)
+    await index.ainsert_nodes([TextNode(text=text, id_=f"n{i}") for i, text in enumerate(texts)])
+    assert in_step(llm, store) == {"n0", "n1", "n2"}
+    await index.adelete_nodes(["n1"])
+    assert in_step(llm, store) == {"n0", "n2"}
+    assert len(await index.as_retriever(similarity_top_k=2).aretrieve("Who?")) == 2
+    await store.aclear()
+    assert in_step(llm, store) == set()
+    assert kept(llm, texts) == [False] * 3
+
+
+def test_deletion_by_document_works_after_a_restart(tiny_dir: str, tmp_path: Path):
+    def open_llm() -> KVRagLLM:
+        return make_llm(tiny_dir, tmp_path / "kv")
+
+    docs = documents(2)
+    with settings():
+        llm = Settings.llm = open_llm()
+        context = StorageContext.from_defaults(vector_store=KVRagVectorStore())
+        VectorStoreIndex.from_documents(docs, storage_context=context)
+        context.persist(str(tmp_path / "index"))
+        llm.engine.close()
+
+        llm = Settings.llm = open_llm()
+        store = KVRagVectorStore.from_persist_dir(str(tmp_path / "index"))
+        context = StorageContext.from_defaults(vector_store=store, persist_dir=str(tmp_path / "index"))
+        index = load_index_from_storage(context)
+        assert kept(llm, [d.text for d in docs]) == [True, True]
+        index.delete_ref_doc("doc-0")
+        assert kept(llm, [d.text for d in docs]) == [False, True]
+        assert len(in_step(llm, store)) == 1
+        llm.engine.close()
+
+
+def test_the_table_is_private(llm: KVRagLLM, store: KVRagVectorStore):
+    store.add([node(chunks(1)[0], id_="a", document="d")])
+    path = Path(llm.kv_dir, "llama_index", "refs.sqlite")
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
+
+
+def test_a_store_that_is_older_than_its_wrapping_is_deleted_from(llm: KVRagLLM):
+    inner = SimpleVectorStore()
+    index = VectorStoreIndex.from_documents(
+        documents(2), storage_context=StorageContext.from_defaults(vector_store=inner)
+    )
+    llm.precompute_kv(index)
+    KVRagVectorStore(inner).delete("doc-0")
+    assert len(llm.engine.document_ids()) == 1
+
+
+# -- the vector store itself -------------------------------------------------------------------------------------------
+
+
+def test_texts_shared_by_nodes_live_as_long_as_one_of_them(llm: KVRagLLM, store: KVRagVectorStore):
+    text = chunks(1)[0]
+    store.add([node(text, id_="a", document="one"), node(text, id_="b", document="two")])
+    store.delete("one")
+    assert kept(llm, [text]) == [True]
+    store.delete("two")
+    assert kept(llm, [text]) == [False]
+
+
+def test_a_node_that_comes_back_with_another_text_leaves_no_old_kv(llm: KVRagLLM, store: KVRagVectorStore):
+    old, new = chunks(2)
+    store.add([node(old, id_="a", document="d")])
+    store.add([node(new, id_="a", document="d")])
+    assert kept(llm, [old, new]) == [False, True]
+
+
+def test_a_node_that_comes_back_unchanged_is_not_computed_again(
+    llm: KVRagLLM, store: KVRagVectorStore, monkeypatch: pytest.MonkeyPatch
+):
+    same = node(chunks(1)[0], id_="a", document="d")
+    store.add([same])
+    stored = llm.engine.store.stats()["disk"].chunks
+    monkeypatch.setattr(KVRagEngine, "delete", lambda *args, **kwargs: pytest.fail("KV was deleted"))
+    store.add([same])
+    assert llm.engine.store.stats()["disk"].chunks == stored
+
+
+def test_metadata_is_not_part_of_the_kv_unless_asked_for(llm: KVRagLLM, store: KVRagVectorStore):
+    text, other = chunks(2)
+    store.add([node(text, id_="a", file_path="x.txt")])
+    assert kept(llm, [text]) == [True]
+    KVRagVectorStore(content="llm").add([node(other, id_="b", file_path="x.txt")])
+    assert kept(llm, [other, f"file_path: x.txt\n\n{other}"]) == [False, True]
+
+
+def test_delete_nodes_by_id_and_by_filter(llm: KVRagLLM, store: KVRagVectorStore):
+    texts = chunks(4)
+    store.add([node(t, id_=f"n{i}", colour="red" if i < 2 else "blue") for i, t in enumerate(texts)])
+    store.delete_nodes(["n0"])
+    assert in_step(llm, store) == {"n1", "n2", "n3"}
+    blue = MetadataFilters(filters=[MetadataFilter(key="colour", value="blue")])
+    store.delete_nodes(["n1", "n2"], filters=blue)
+    assert in_step(llm, store) == {"n1", "n3"}
+    asyncio.run(store.adelete_nodes(filters=blue))
+    assert in_step(llm, store) == {"n1"}
+    assert kept(llm, texts) == [False, True, False, False]
+    store.clear()
+    assert in_step(llm, store) == set()
+
+
+def test_any_vector_store_can_be_wrapped(llm: KVRagLLM):
+    store = KVRagVectorStore(ListingStore())
+    texts = chunks(3)
+    index = VectorStoreIndex([], storage_context=StorageContext.from_defaults(vector_store=store))
+    index.insert_nodes([node(t, id_=f"n{i}", document=f"d{i}", row=i) for i, t in enumerate(texts)])
+    assert store.stores_text
+    assert store.client == "the client"
+    assert {n.node_id for n in store.get_nodes()} == {"n0", "n1", "n2"}
+    assert len(index.as_retriever(similarity_top_k=3).retrieve("Who?")) == 3
+    store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="row", value=1)]))
+    asyncio.run(store.adelete("d2"))
+    assert kept(llm, texts) == [True, False, False]
+    assert llm.sync_kv(store).removed == 0
+
+
+def test_a_store_that_does_not_tell_what_it_deletes_is_reported(llm: KVRagLLM):
+    store = KVRagVectorStore(ForgetfulStore())
+    store.add([node(chunks(1)[0], id_="a", colour="red")])
+    with pytest.warns(UserWarning, match="can't tell which nodes the filters choose"):
+        store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="colour", value="red")]))
+
+
+def test_namespaces_are_kept_apart(llm: KVRagLLM):
+    mine, yours = KVRagVectorStore(namespace="mine"), KVRagVectorStore(namespace="yours")
+    text = chunks(1)[0]
+    mine.add([node(text, id_="a", document="d")])
+    yours.add([node(text, id_="a", document="d")])
+    yours.clear()
+    assert kept(llm, [text], namespace="mine") == [True]
+    assert kept(llm, [text], namespace="yours") == [False]
+    assert kept(llm, [text]) == [False]
+
+
+def test_kv_in_memory_is_deleted_too(tiny_dir: str):
+    llm = make_llm(tiny_dir, None)
+    store = KVRagVectorStore(llm=llm)
+    text = chunks(1)[0]
+    store.add([node(text, id_="a", document="d")])
+    assert kept(llm, [text]) == [True]
+    store.delete("d")
+    assert kept(llm, [text]) == [False]
+    llm.engine.close()
+
+
+def test_an_engine_will_do_as_llm(engine: KVRagEngine):
+    store = KVRagVectorStore(llm=engine)
+    store.add([node(chunks(1)[0], id_="a", document="d")])
+    assert engine.document_ids() == ["a"]
+    store.delete("d")
+    assert engine.document_ids() == []
+
+
+def test_faults_of_kv_are_warnings_unless_asked_for(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    monkeypatch.setattr(KVRagEngine, "delete", fail)
+    store = KVRagVectorStore()
+    with pytest.warns(UserWarning, match=r"was not precomputed .* the disk is full"):
+        store.add([node(chunks(1)[0], id_="a", document="d")])
+    with pytest.warns(UserWarning, match="could not be deleted: the disk is full"):
+        store.delete("d")
+    assert not store.inner.data.embedding_dict
+    strict = KVRagVectorStore(on_error="raise")
+    with pytest.raises(StoreError, match="the disk is full"):
+        strict.add([node(chunks(1)[0], id_="a", document="d")])
+
+
+def test_a_damaged_table_costs_no_answer(llm: KVRagLLM, store: KVRagVectorStore):
+    path = Path(llm.kv_dir, "llama_index", "refs.sqlite")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"not a database" * 100)
+    text, other = chunks(2)
+    store.add([node(text, id_="a", document="d")])
+    assert kept(llm, [text]) == [True]
+    store.delete("d")
+    assert kept(llm, [text]) == [False]
+    store.add([node(other, id_="b", document="e")])
+    assert in_step(llm, store) == {"b"}  # a new table has taken its place
+
+
+def test_wrong_parts_are_refused(llm: KVRagLLM):
+    with pytest.raises(ConfigError, match="inner is of type str"):
+        KVRagVectorStore("faiss")
+    with pytest.raises(ConfigError, match="can't use KV"):
+        KVRagVectorStore(llm=MockLLM())
+    with pytest.raises(ConfigError, match="no option 'name_space'"):
+        KVRagVectorStore(name_space="x")
+
+
+# -- ingestion pipelines -----------------------------------------------------------------------------------------------
+
+
+def test_precompute_kv_as_the_last_transformation(llm: KVRagLLM):
+    docs = documents(3)
+    nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=docs)
+    assert [n.text for n in nodes] == [d.text for d in docs]
+    assert all(n.metadata == {} for n in nodes)
+    assert set(llm.engine.document_ids()) == {n.node_id for n in nodes}
+    index = VectorStoreIndex.from_documents(
+        documents(1, seed=5), transformations=[SentenceSplitter(), PrecomputeKV(show_progress=False)]
+    )
+    index.insert(documents(1, seed=6)[0])
+    assert kept(llm, chunks(1, seed=5) + chunks(1, seed=6)) == [True, True]
+
+
+async def test_precompute_kv_in_an_asynchronous_pipeline(llm: KVRagLLM):
+    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV(llm)])
+    assert len(await pipeline.arun(documents=documents(2))) == 2
+    assert kept(llm, chunks(2)) == [True, True]
+
+
+def test_a_pipeline_with_upserts_keeps_the_vector_store_in_step(llm: KVRagLLM, store: KVRagVectorStore):
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(), MockEmbedding(embed_dim=4)],
+        vector_store=store,
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+    docs = documents(3)
+    pipeline.run(documents=docs)
+    assert len(in_step(llm, store)) == 3
+    changed = Document(text=chunks(1, seed=4)[0], id_="doc-1")
+    pipeline.run(documents=[docs[0], changed])
+    assert len(in_step(llm, store)) == 2
+    assert kept(llm, [d.text for d in (*docs, changed)]) == [True, False, False, True]
+
+
+def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm: KVRagLLM):
+    cache, docs = IngestionCache(), documents(2)
+
+    def ingest(**options: Any) -> None:
+        IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV(**options)], cache=cache).run(
+            documents=docs
+        )
+
+    ingest()
+    llm.engine.delete(llm.engine.document_ids())
+    ingest()  # the cache has seen all of it
+    assert kept(llm, chunks(2)) == [False, False]
+    ingest(namespace="other")
+    assert kept(llm, chunks(2), namespace="other") == [True, True]
+    ingest(prefix="Notes: ")
+    assert kept(llm, chunks(2)) == [True, True]
+
+
+def test_an_ingestion_survives_a_fault_of_kv(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    with pytest.warns(UserWarning, match=r"2 node\(s\) was not precomputed .* no such kernel"):
+        nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=documents(2))
+    assert len(nodes) == 2
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        PrecomputeKV(on_error="raise")(nodes)
+
+
+def test_worker_processes_are_refused(llm: KVRagLLM):
+    with pytest.raises(ConfigError, match="can't be sent to worker processes"):
+        pickle.dumps(PrecomputeKV())
+
+
+def test_an_llm_that_can_not_use_kv_is_refused(llm: KVRagLLM):
+    with pytest.raises(ConfigError, match="can't use KV"):
+        PrecomputeKV(MockLLM())
+    Settings._llm = None
+    with pytest.raises(ConfigError, match="no LLM to precompute KV for"):
+        PrecomputeKV()(documents(1))
+    Settings.llm = MockLLM()
+    with pytest.raises(ConfigError, match="MockLLM, which can't use KV"):
+        PrecomputeKV()(documents(1))
+    with pytest.raises(ConfigError, match="no option 'content_mode'"):
+        PrecomputeKV(content_mode="llm")
+
+
+def test_an_index_can_be_precomputed_and_synchronised(llm: KVRagLLM):
+    index = VectorStoreIndex.from_documents(documents(3))
+    assert llm.sync_kv(index).added == 3
+    index.delete_ref_doc("doc-0", delete_from_docstore=True)
+    assert llm.sync_kv(index).removed == 1
+    assert kept(llm, chunks(3)) == [False, True, True]
+    assert llm.delete_kv(index) == 2
+
+
+def test_one_node_and_a_vector_store_are_items(llm: KVRagLLM, store: KVRagVectorStore):
+    text, other = chunks(2)
+    assert llm.precompute_kv(node(text, id_="a")).stored == 1
+    assert llm.delete_kv(node(text, id_="a")) == 1
+    listing = ListingStore()
+    listing.add([node(other, id_="b")])
+    assert llm.precompute_kv(listing).stored == 1
+    assert llm.sync_kv([node(text, id_="a")]).removed == 1
+    assert kept(llm, [text, other]) == [True, False]
