@@ -1,39 +1,31 @@
-"""The facade: what users and adapters call. It knows the order of the stages and does no tensor maths."""
+"""The facade: what users and adapters call. It does no tensor maths; it is long because it is the public surface, documented."""
 
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import threading
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
+from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
-from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
-from kvrag.errors import ConfigError, ContextLengthError, InputError, OutOfMemoryError
+from kvrag.errors import ConfigError, InputError
 from kvrag.explain import explain_plan
 from kvrag.fingerprint import namespace_digest
 from kvrag.index_time import check_items, pair_up, precompute_texts
 from kvrag.loading import LoadedModel, ModelSource, check_source, load
-from kvrag.plan import Plan, plan_prompt
-from kvrag.prefill import Clock, Prefilled, prefill
 from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
-from kvrag.spans import SpanIndex
 from kvrag.stats import EngineStats
 from kvrag.store import open_store
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import Explanation, GenerationResult, Mode, PrecomputeReport, PrefillResult, ScoreResult, VerifyReport
 from kvrag.verify import verify_prompts
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class KVRagEngine:
@@ -69,13 +61,12 @@ class KVRagEngine:
         self.repair = _check_repair(repair) or RepairConfig()
         self.store_config = store_config or StoreConfig()
         self.store = open_store(kv_dir, self.store_config)
-        self._prefix = prefix
+        self._prefix, self._prefix_text = prefix, cast("str | None", None)
         self._prefix_texts: dict[str, None] = {}
-        self._spans: dict[str, tuple[SpanIndex, int]] = {}
         self._stats = EngineStats()
         self._lock = threading.RLock()
         self._loaded: LoadedModel | None = None
-        self._has_warned = False
+        self._query_side: Answering | None = None
 
     @classmethod
     def from_pretrained(
@@ -170,7 +161,10 @@ class KVRagEngine:
     @property
     def prefix_text(self) -> str:
         """The text that chunks are encoded behind unless :meth:`precompute` is told otherwise."""
-        return prefix_text(self._prefix, self.loaded.encoder)
+        with self._lock:
+            if self._prefix_text is None:
+                self._prefix_text = prefix_text(self._prefix, self.loaded.encoder)
+            return self._prefix_text
 
     def close(self) -> None:
         """Close the store and forget the model; the engine can't be used afterwards."""
@@ -178,7 +172,7 @@ class KVRagEngine:
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
         self.store.close()
-        self._loaded = None
+        self._loaded = self._query_side = None
 
     # -- index time ------------------------------------------------------------------------------------------------------
 
@@ -322,7 +316,7 @@ class KVRagEngine:
 
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Answer a prompt piece by piece: iterate over text, then read ``.result``. Options as for :meth:`generate`."""
-        return TokenStream(self._request(prompt, **options))
+        return TokenStream(self._produce(prompt, **options))
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """As :meth:`generate`; the event loop is not blocked, and cancelling the task stops decoding."""
@@ -333,7 +327,7 @@ class KVRagEngine:
 
     def astream(self, prompt: Prompt, **options: Any) -> AsyncTokenStream:
         """As :meth:`stream`, for ``async for``."""
-        return AsyncTokenStream(self._request(prompt, **options))
+        return AsyncTokenStream(self._produce(prompt, **options))
 
     def prefill(
         self,
@@ -346,9 +340,11 @@ class KVRagEngine:
         """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
         check_mode(mode)
         start = time.perf_counter()
-        done, clock = self._prefilled(prompt, mode, _check_repair(repair), namespace, max_new_tokens=1)
+        done, clock = self._answering.prefilled(
+            self._request(prompt, mode, _check_repair(repair), namespace), max_new_tokens=1
+        )
         result = PrefillResult(
-            **_accounting(done, clock),
+            **accounting(done, clock),
             logits=done.logits.float().cpu(),
             ttft_ms=(time.perf_counter() - start) * 1e3,
         )
@@ -378,7 +374,9 @@ class KVRagEngine:
         ids = encoder.live_ids(continuation) if isinstance(continuation, str) else list(continuation)
         if not ids:
             raise InputError("the continuation is empty; pass text or token ids")
-        done, clock = self._prefilled(prompt, mode, _check_repair(repair), namespace, max_new_tokens=len(ids))
+        done, clock = self._answering.prefilled(
+            self._request(prompt, mode, _check_repair(repair), namespace), max_new_tokens=len(ids)
+        )
         with clock.stage("score"):
             rows = slice(done.buffer.length, done.buffer.length + len(ids) - 1)
             logits = [done.logits[None]]
@@ -388,7 +386,7 @@ class KVRagEngine:
                 )
             scores = torch.cat(logits).float().cpu()
         loss = torch.nn.functional.cross_entropy(scores, torch.tensor(ids))
-        result = ScoreResult(**_accounting(done, clock), logits=scores, loss=float(loss), continuation_ids=ids)
+        result = ScoreResult(**accounting(done, clock), logits=scores, loss=float(loss), continuation_ids=ids)
         self._stats.count(result)
         return result
 
@@ -397,7 +395,8 @@ class KVRagEngine:
     def explain(self, prompt: Prompt, *, mode: Mode = "auto", namespace: str | None = None) -> Explanation:
         """Tell which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
         check_mode(mode)
-        plan = self._plan(prompt, namespace)
+        request = self._request(prompt, mode, None, namespace)
+        plan = self._answering.plan(prompt, request.namespace, request.prefixes)
         return explain_plan(plan, mode, self.repair, num_layers=self.loaded.lm.num_layers)
 
     def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
@@ -408,74 +407,24 @@ class KVRagEngine:
         """Return totals over requests, and the size and counters of each tier of the store."""
         return {**self._stats.snapshot(), "store": self.store.stats()}
 
-    # -- internals -------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _namespace(self, namespace: str | None) -> str:
         return namespace_digest(self.namespace if namespace is None else namespace)
 
-    def _scanner(self, namespace: str) -> SpanIndex:
-        """Return the namespace's span index, brought up to date with what any process has stored."""
+    @property
+    def _answering(self) -> Answering:
+        """The query-time half; loads the model."""
         with self._lock:
-            spans, cursor = self._spans.get(namespace, (SpanIndex(), 0))
-            try:
-                entries, cursor = self.store.index.texts(namespace, cursor)
-                spans.add(entries)
-            except Exception as error:  # a broken store costs reuse, never the answer
-                logger.warning("the KV store's index can't be read (%s); computing instead", error)
-            self._spans[namespace] = (spans, cursor)
-            return spans
+            if self._query_side is None:
+                self._query_side = Answering(self.loaded, self.store, self.store_config)
+            return self._query_side
 
-    def _plan(self, prompt: Prompt, namespace: str | None) -> Plan:
-        space = self._namespace(namespace)
-        plan = plan_prompt(
-            prompt,
-            self.loaded.encoder,
-            scanner=self._scanner(space),
-            store=self.store,
-            model=self.loaded.fingerprint,
-            namespace=space,
-            prefixes=[self.prefix_text, *self._prefix_texts],
-            min_chunk_tokens=self.store_config.min_chunk_tokens,
-        )
-        if plan.has_mismatch and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired; "
-                f"precompute with what stands before the first chunk: prefix={plan.pieces[0].piece.text[:400]!r}",
-                UserWarning,
-                stacklevel=2,
-            )
-        return plan
+    def _request(self, prompt: Prompt, mode: Mode, repair: RepairConfig | None, namespace: str | None) -> Request:
+        prefixes = (self.prefix_text, *self._prefix_texts)
+        return Request(prompt, mode, repair or self.repair, self._namespace(namespace), prefixes)
 
-    def _prefilled(
-        self, prompt: Prompt, mode: Mode, repair: RepairConfig | None, namespace: str | None, *, max_new_tokens: int
-    ) -> tuple[Prefilled, Clock]:
-        """Plan and prefill; when memory runs out, once more without reuse."""
-        clock = Clock()
-        with clock.stage("plan"):
-            plan = self._plan(prompt, namespace)
-        total, window = len(plan.token_ids) + max_new_tokens, self.loaded.lm.context_window
-        if total > window:
-            raise ContextLengthError(
-                f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
-                f"context window of {window}; retrieve fewer chunks or lower max_new_tokens"
-            )
-
-        def attempt(mode: Mode) -> Prefilled:
-            return prefill(
-                self.loaded.lm,
-                self.store,
-                plan,
-                mode=mode,
-                config=repair or self.repair,
-                max_new_tokens=max_new_tokens,
-                load_timeout_s=self.store_config.load_timeout_s,
-                clock=clock,
-            )
-
-        return _retry_without_reuse(attempt, mode), clock
-
-    def _request(
+    def _produce(
         self,
         prompt: Prompt,
         *,
@@ -486,65 +435,18 @@ class KVRagEngine:
         **sampling: Any,
     ) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
+        start = time.perf_counter()
         check_mode(mode)
         repair = _check_repair(repair)
         config = build(SamplingConfig, {**sampling, "stop": stop})
-        start = time.perf_counter()
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
-            done, clock = self._prefilled(prompt, mode, repair, namespace, max_new_tokens=config.max_new_tokens)
-            result = self._decode(done, clock, config, start, emit, cancel)
+            request = self._request(prompt, mode, repair, namespace)
+            result = self._answering.answer(request, config, start, emit, cancel)
             self._stats.count(result)
             return result
 
         return produce
-
-    def _decode(
-        self, done: Prefilled, clock: Clock, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
-    ) -> GenerationResult:
-        lm, encoder = self.loaded.lm, self.loaded.encoder
-        defaults = lm.model.generation_config
-        eos_ids = eos_token_ids(defaults, encoder.tokenizer)
-        sampler = Sampler(
-            config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0
-        )
-        text = TextStream(encoder.decode, config.stop)
-        ids: list[int] = []
-        parts: list[str] = []
-        first = time.perf_counter()
-
-        def show(delta: str) -> None:
-            if delta:
-                parts.append(delta)
-                emit(delta)
-
-        with clock.stage("decode"):
-            for token in decode_tokens(
-                lm,
-                done.buffer,
-                done.logits,
-                sampler,
-                max_new_tokens=config.max_new_tokens,
-                eos_ids=eos_ids,
-                cancel=cancel,
-            ):
-                first = first if ids else time.perf_counter()
-                ids.append(token)
-                show(text.push(token))
-                if text.is_stopped:
-                    break
-            show(text.finish())
-        end = time.perf_counter()
-        has_ended = text.is_stopped or ids[-1] in eos_ids
-        return GenerationResult(
-            **_accounting(done, clock),
-            text="".join(parts),
-            token_ids=ids,
-            finish_reason="stop" if has_ended else "length" if len(ids) == config.max_new_tokens else "cancelled",
-            ttft_ms=(first - start) * 1e3,
-            total_ms=(end - start) * 1e3,
-            tokens_per_s=(len(ids) - 1) / (end - first) if len(ids) > 1 else 0.0,
-        )
 
 
 def _check_repair(repair: object) -> RepairConfig | None:
@@ -553,38 +455,3 @@ def _check_repair(repair: object) -> RepairConfig | None:
             f"repair is {repair!r}; pass a kvrag.RepairConfig, for example RepairConfig(recompute_ratio=0.15)"
         )
     return repair
-
-
-def _retry_without_reuse(attempt: Callable[[Mode], T], mode: Mode) -> T:
-    """Run a prefill; when memory runs out, once more without reuse, then give up with a sentence."""
-    try:
-        return attempt(mode)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if mode != "full":
-            logger.warning("out of memory with reuse (%s); trying once more without", error)
-            try:
-                return attempt("full")
-            except (torch.OutOfMemoryError, MemoryError):
-                pass
-        raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
-            f"or use a smaller model or dtype ({error})"
-        ) from error
-
-
-def _accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
-    """Fields of :class:`~kvrag.types.Accounting`."""
-    total = len(done.token_ids)
-    return {
-        "prompt_ids": done.token_ids,
-        "prompt_tokens": total,
-        "cached_tokens": total - done.num_live - done.num_repaired,
-        "repaired_tokens": done.num_repaired,
-        "computed_tokens": done.num_live,
-        "exactness": done.exactness,
-        "timings_ms": clock.timings_ms,
-        "loaded_bytes": done.loaded_bytes,
-        "fallback_reason": done.fallback_reason,
-    }

@@ -63,6 +63,13 @@ class MissingDependencyError(KVRagError, ImportError):
     """An optional package is needed and not installed."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out: torch has a type for it on accelerators, and a plain RuntimeError on the CPU."""
+    return (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    )
+
+
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import an optional dependency, or say which extra brings it.
 

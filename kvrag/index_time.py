@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from tqdm.auto import tqdm
 
 from kvrag.cache import KVBuffer
-from kvrag.errors import ConfigError, InputError, StoreError
+from kvrag.errors import ConfigError, InputError, StoreError, is_out_of_memory
 from kvrag.fingerprint import ids_digest
 from kvrag.loading import LoadedModel
 from kvrag.precompute import encode_chunks, encode_prefix
@@ -179,7 +178,9 @@ class _Run:
         try:
             prefix = self._encode_prefix()
             kvs = encode_chunks(self._loaded.lm, prefix, [job.identity.token_ids for job in jobs])
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             if len(jobs) == 1:
                 self.fail(jobs[0], f"out of memory ({error})")
                 return

@@ -16,8 +16,7 @@ import pytest
 import torch
 from conftest import make_chunks
 
-import kvrag.engine
-import kvrag.prefill
+import kvrag.answer
 from kvrag import (
     Chunk,
     ConfigError,
@@ -488,7 +487,7 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(
     engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.precompute(CHUNKS)
-    real, modes = kvrag.engine.prefill, []
+    real, modes = kvrag.answer.prefill, []
 
     def tight(*args: Any, mode: str, **kwargs: Any) -> Any:
         modes.append(mode)
@@ -496,14 +495,14 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(
             raise torch.OutOfMemoryError("no room")
         return real(*args, mode=mode, **kwargs)
 
-    monkeypatch.setattr(kvrag.engine, "prefill", tight)
+    monkeypatch.setattr(kvrag.answer, "prefill", tight)
     assert engine.generate(ask(0, 1), mode="stitch", max_new_tokens=2).exactness == "full"
     assert modes == ["stitch", "full"]
 
     def none(*_: Any, **__: Any) -> Any:
-        raise MemoryError("no room at all")
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(kvrag.engine, "prefill", none)
+    monkeypatch.setattr(kvrag.answer, "prefill", none)
     with pytest.raises(OutOfMemoryError, match="fewer chunks"):
         engine.generate(ask(0, 1))
 

@@ -12,6 +12,7 @@ from conftest import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.attention import RowPlan
+from kvrag.fingerprint import namespace_digest
 from kvrag.prefill import Clock, Prefilled, prefill
 from kvrag.testing.models import TINY
 
@@ -42,10 +43,11 @@ def distance(engine: KVRagEngine, prompt: Any, **options: Any) -> float:
 
 def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefilled:
     """Prefill and keep the buffer, to look at the KV itself."""
+    plan = engine._answering.plan(prompt, namespace_digest("default"), (engine.prefix_text,))
     return prefill(
         engine.loaded.lm,
         engine.store,
-        engine._plan(prompt, None),
+        plan,
         mode="stitch",
         config=repair,
         max_new_tokens=1,

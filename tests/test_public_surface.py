@@ -21,6 +21,7 @@ RANKS = [
     {"models", "prefix", "streams", "selection", "store"},
     {"precompute", "stitch", "repair", "decode", "plan", "loading"},
     {"index_time", "prefill", "explain", "verify"},
+    {"answer"},
     {"engine"},
     {"hooks"},
 ]

@@ -1,0 +1,229 @@
+"""Query time for one engine: plan a prompt, prefill it by reuse, decode the answer, and account for how it was made."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
+from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
+from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
+from kvrag.loading import LoadedModel
+from kvrag.plan import Plan, plan_prompt
+from kvrag.prefill import Clock, Prefilled, prefill
+from kvrag.prompt import Prompt
+from kvrag.spans import SpanIndex
+from kvrag.store.base import KVStore
+from kvrag.streams import Emit
+from kvrag.types import GenerationResult, Mode
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to treat it: mode, repair, namespace (its digest), and the prefixes that its head may start with."""
+
+    prompt: Prompt
+    mode: Mode
+    repair: RepairConfig
+    namespace: str
+    prefixes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Answering:
+    """What the requests of one engine share: the model, the store, and the texts that are known to it.
+
+    Parameters
+    ----------
+    loaded, store, store_config
+        Model, tokenizer, KV store and its limits.
+    """
+
+    loaded: LoadedModel
+    store: KVStore
+    store_config: StoreConfig
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
+    _has_warned: bool = False
+
+    def scanner(self, namespace: str) -> SpanIndex:
+        """Return the namespace's span index, brought up to date with what any process has stored."""
+        with self._lock:
+            spans, cursor = self._spans.get(namespace, (SpanIndex(), 0))
+            try:
+                entries, cursor = self.store.index.texts(namespace, cursor)
+                spans.add(entries)
+            except Exception as error:  # a broken store costs reuse, never the answer
+                logger.warning("the KV store's index can't be read (%s); computing instead", error)
+            self._spans[namespace] = (spans, cursor)
+            return spans
+
+    def plan(self, prompt: Prompt, namespace: str, prefixes: Sequence[str]) -> Plan:
+        """Plan a prompt; warn once when its chunks were encoded behind another prefix than it has."""
+        plan = plan_prompt(
+            prompt,
+            self.loaded.encoder,
+            scanner=self.scanner(namespace),
+            store=self.store,
+            model=self.loaded.fingerprint,
+            namespace=namespace,
+            prefixes=prefixes,
+            min_chunk_tokens=self.store_config.min_chunk_tokens,
+        )
+        if plan.has_mismatch and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired; "
+                f"precompute with what stands before the first chunk: prefix={plan.pieces[0].piece.text[:400]!r}",
+                UserWarning,
+                stacklevel=2,
+            )
+        return plan
+
+    def prefilled(self, request: Request, *, max_new_tokens: int) -> tuple[Prefilled, Clock]:
+        """Plan and prefill; when memory runs out, once more without reuse.
+
+        Parameters
+        ----------
+        request
+            The prompt and how to treat it.
+        max_new_tokens
+            Room for the answer.
+
+        Raises
+        ------
+        ContextLengthError, OutOfMemoryError, InputError
+            As :meth:`kvrag.engine.KVRagEngine.generate`.
+        """
+        clock = Clock()
+        with clock.stage("plan"):
+            plan = self.plan(request.prompt, request.namespace, request.prefixes)
+        total, window = len(plan.token_ids) + max_new_tokens, self.loaded.lm.context_window
+        if total > window:
+            raise ContextLengthError(
+                f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
+                f"context window of {window}; retrieve fewer chunks or lower max_new_tokens"
+            )
+
+        def attempt(mode: Mode) -> Prefilled:
+            return prefill(
+                self.loaded.lm,
+                self.store,
+                plan,
+                mode=mode,
+                config=request.repair,
+                max_new_tokens=max_new_tokens,
+                load_timeout_s=self.store_config.load_timeout_s,
+                clock=clock,
+            )
+
+        return _retry_without_reuse(attempt, request.mode), clock
+
+    def answer(
+        self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
+    ) -> GenerationResult:
+        """Prefill and decode.
+
+        Parameters
+        ----------
+        request, config
+            The prompt, how to treat it, and how to choose tokens.
+        start
+            When the caller asked, on ``time.perf_counter``'s clock.
+        emit
+            Takes text as it comes.
+        cancel
+            Ends decoding before its next forward.
+        """
+        done, clock = self.prefilled(request, max_new_tokens=config.max_new_tokens)
+        lm, encoder = self.loaded.lm, self.loaded.encoder
+        defaults = lm.model.generation_config
+        eos_ids = eos_token_ids(defaults, encoder.tokenizer)
+        sampler = Sampler(
+            config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0
+        )
+        text = TextStream(encoder.decode, config.stop)
+        ids: list[int] = []
+        parts: list[str] = []
+        first = time.perf_counter()
+
+        def show(delta: str) -> None:
+            if delta:
+                parts.append(delta)
+                emit(delta)
+
+        with clock.stage("decode"):
+            for token in decode_tokens(
+                lm,
+                done.buffer,
+                done.logits,
+                sampler,
+                max_new_tokens=config.max_new_tokens,
+                eos_ids=eos_ids,
+                cancel=cancel,
+            ):
+                first = first if ids else time.perf_counter()
+                ids.append(token)
+                show(text.push(token))
+                if text.is_stopped:
+                    break
+            show(text.finish())
+        end = time.perf_counter()
+        has_ended = text.is_stopped or ids[-1] in eos_ids
+        return GenerationResult(
+            **accounting(done, clock),
+            text="".join(parts),
+            token_ids=ids,
+            finish_reason="stop" if has_ended else "length" if len(ids) == config.max_new_tokens else "cancelled",
+            ttft_ms=(first - start) * 1e3,
+            total_ms=(end - start) * 1e3,
+            tokens_per_s=(len(ids) - 1) / (end - first) if len(ids) > 1 else 0.0,
+        )
+
+
+def _retry_without_reuse(attempt: Callable[[Mode], T], mode: Mode) -> T:
+    """Run a prefill; when memory runs out, once more without reuse, then give up with a sentence."""
+    try:
+        return attempt(mode)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if mode != "full":
+            logger.warning("out of memory with reuse (%s); trying once more without", error)
+            try:
+                return attempt("full")
+            except (RuntimeError, MemoryError) as again:
+                if not is_out_of_memory(again):
+                    raise
+        raise OutOfMemoryError(
+            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
+            f"or use a smaller model or dtype ({error})"
+        ) from error
+
+
+def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
+    """Fields of :class:`~kvrag.types.Accounting`."""
+    total = len(done.token_ids)
+    return {
+        "prompt_ids": done.token_ids,
+        "prompt_tokens": total,
+        "cached_tokens": total - done.num_live - done.num_repaired,
+        "repaired_tokens": done.num_repaired,
+        "computed_tokens": done.num_live,
+        "exactness": done.exactness,
+        "timings_ms": clock.timings_ms,
+        "loaded_bytes": done.loaded_bytes,
+        "fallback_reason": done.fallback_reason,
+    }
