@@ -52,7 +52,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
     """
 
     stores_text: bool = False
-    inner: SerializeAsAny[BasePydanticVectorStore]
+    inner: SerializeAsAny[BasePydanticVectorStore] = Field(repr=False)
     llm: Any = Field(default=None, exclude=True, repr=False)
     namespace: str | None = None
     prefix: Any = Field(default=None, exclude=True, repr=False)
@@ -244,4 +244,6 @@ class KVRagVectorStore(BasePydanticVectorStore):
     def _table(self) -> RefTable:
         """Return the table beside the LLM's KV; ``Settings.llm`` may be another one than a moment ago."""
         kv_dir = getattr(resolve_kv_llm(self.llm), "kv_dir", None)
-        return self._refs.setdefault(str(kv_dir), RefTable(kv_dir))
+        if str(kv_dir) not in self._refs:
+            self._refs[str(kv_dir)] = RefTable(kv_dir)
+        return self._refs[str(kv_dir)]
