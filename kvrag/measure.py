@@ -7,7 +7,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from kvrag.errors import StoreError
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the bandwidth of a disk 
     from collections.abc import Sequence
 
     from transformers import PreTrainedModel
+
+_BLOCK = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +96,30 @@ def disk_bandwidth(directory: Path, *, num_bytes: int = 128 * 2**20) -> tuple[fl
     StoreError
         If the directory can't be written to.
     """
-    block = os.urandom(2**20)  # not zeros: some file systems don't store those
-    num_blocks = max(1, num_bytes // len(block))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            start = time.perf_counter()
-            for _ in range(num_blocks):
-                file.write(block)
-            os.fsync(file.fileno())
-            written = time.perf_counter()
-            forget_cached(file.fileno())
-            file.seek(0)
-            begin = time.perf_counter()
-            while file.read(len(block)):
-                pass
-            end = time.perf_counter()
+            return _write_and_read(file, max(1, num_bytes // _BLOCK))
     except OSError as error:
         raise StoreError(
             f"the directory {str(directory)!r} can't be written to: {error.strerror or error}; choose another --kv-dir"
         ) from error
-    total = num_blocks * len(block)
-    return total / (written - start), total / (end - begin)
+
+
+def _write_and_read(file: IO[bytes], num_blocks: int) -> tuple[float, float]:
+    block = os.urandom(_BLOCK)  # not zeros: some file systems don't store those
+    start = time.perf_counter()
+    for _ in range(num_blocks):
+        file.write(block)
+    os.fsync(file.fileno())
+    written = time.perf_counter()
+    forget_cached(file.fileno())
+    file.seek(0)
+    begin = time.perf_counter()
+    while file.read(_BLOCK):
+        pass
+    end = time.perf_counter()
+    return num_blocks * _BLOCK / (written - start), num_blocks * _BLOCK / (end - begin)
 
 
 def forget_cached(descriptor: int) -> None:

@@ -34,6 +34,7 @@ from kvrag.estimate import human_bytes
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
     from kvrag.prompt import Prompt
+    from kvrag.streams import TokenStream
     from kvrag.types import GenerationResult
 
 
@@ -72,17 +73,23 @@ def ask(
     )
     prompt = given if question is None or given is not None else _prompt(engine, question, texts, prefix, system)
     assert prompt is not None, "one of the two was given"
-    stream = engine.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, mode=mode)
+    result = _show(engine.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, mode=mode), as_json)
+    engine.close()
+    if not as_json:
+        console(err=True).print(made(result))  # the answer alone stands on standard output
+
+
+def _show(stream: TokenStream, as_json: bool) -> GenerationResult:
+    """Print an answer as it comes, or all about it when it is complete."""
     for piece in stream:
         if not as_json:
             typer.echo(piece, nl=False)
     result = stream.result
-    engine.close()
     if as_json:
-        print_json({k: v for k, v in asdict(result).items() if k != "prompt_ids"})
-        return
-    typer.echo()
-    console(err=True).print(made(result))  # the answer alone stands on standard output
+        print_json({name: value for name, value in asdict(result).items() if name != "prompt_ids"})
+    else:
+        typer.echo()
+    return result
 
 
 def made(result: GenerationResult) -> Table:

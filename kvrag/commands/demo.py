@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,9 +42,10 @@ def demo(
     question: Annotated[list[str] | None, typer.Option(help="Ask this instead; may be repeated.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="How many of the corpus's questions to ask.")] = 4,
     top_k: Annotated[int, typer.Option(min=1, help="Chunks per question.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")] = 250,
+    chunk_tokens: Annotated[int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")] = 280,
     kv_dir: Annotated[Path, typer.Option("--kv-dir", help="Where KV is kept between runs.")] = Path(".kvrag-demo"),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound of answer tokens.")] = 24,
+    repeats: Annotated[int, typer.Option(min=1, help="Time each prompt so often; the best counts.")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the KV of earlier runs first.")] = False,
     model: Annotated[
         str | None,
@@ -59,29 +61,27 @@ def demo(
     _check_packages(framework)
     folder = corpus or example_corpus()
     documents = read_documents([folder])
-    known = [Question(text) for text in question] if question else spread(read_questions(folder), questions)
-    asked = known or [Question(text) for text in GENERAL_QUESTIONS[:questions]]
     source, embeddings = model or str(packaged_model()), str(packaged_embeddings())
     if fresh:
         _forget(kv_dir)
     with progress("importing torch and transformers ..."):
         from kvrag.demo.pipeline import DemoConfig
         from kvrag.demo.report import print_report
-        from kvrag.demo.run import quiet, run_demo
+        from kvrag.demo.run import Sizes, quiet, run_demo
 
         quiet()
         options = {"namespace": namespace, "dtype": dtype, "device": device, "repair": repair_of(strategy, ratio)}
         config = DemoConfig(source, embeddings, kv_dir, top_k, options)
-    report = run_demo(
-        lambda: _pipeline(framework, config),
-        documents,
-        asked,
-        kv_dir=kv_dir,
-        chunk_tokens=chunk_tokens,
-        max_new_tokens=max_new_tokens,
-        console=console(),
-    )
-    print_report(report, console())
+    asked, sizes, out = _questions(folder, question, questions), Sizes(chunk_tokens, max_new_tokens, repeats), console()
+    make = partial(_pipeline, framework, config)
+    print_report(run_demo(make, documents, asked, kv_dir=kv_dir, sizes=sizes, console=out), out)
+
+
+def _questions(corpus: Path, given: list[str] | None, count: int) -> list[Question]:
+    """Take the questions given, else the corpus's own, else general ones."""
+    if given:
+        return [Question(text) for text in given]
+    return spread(read_questions(corpus), count) or [Question(text) for text in GENERAL_QUESTIONS[:count]]
 
 
 def _pipeline(framework: str, config: DemoConfig) -> Pipeline:

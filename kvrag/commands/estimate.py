@@ -180,12 +180,10 @@ def _speed_rows(values: dict[str, Any], ratio: float) -> dict[str, object]:
     }
     if disk is None:
         return {**rows, "disk": "unknown: pass --disk-gbps, or --measure"}
-    faster = disk > even
+    speedup = values["speedup"]
     return {
         **rows,
         "disk": f"{human_bandwidth(disk)}, {disk / even:.3g} × break-even",
-        "bound": f"{values['speedup']:.2g} × faster to the first token at best, loading and then repairing {ratio:.0%} of the rows",
-        "so": "loading beats computing"
-        if faster
-        else "computing beats loading: use a memory tier, a faster disk, or no reuse",
+        "bound": f"{speedup:.2g} × faster to the first token at best: load, then repair {ratio:.0%} of the rows",
+        "so": "reuse pays" if speedup > 1 else "prefilling is as fast: use a memory tier or a faster disk, or no reuse",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from kvrag.commands.options import (
 )
 from kvrag.commands.output import console, grid, print_json
 from kvrag.commands.prompts import STDIN, read_prompt
+
+if TYPE_CHECKING:
+    from kvrag.types import ExplainedSpan
 
 _COLUMNS = {"tokens": True, "kind": False, "KV": False, "text": False, "reason": False}
 _HEAD = 48
@@ -57,18 +60,14 @@ def explain(
     if as_json:
         print_json({**asdict(found), "hits": found.hits})
         return
-    rows = [
-        (
-            f"{span.start}-{span.stop}",
-            span.kind,
-            ("exact" if span.exact else "hit") if span.hit else "computed",
-            " ".join(span.text.split())[:_HEAD],
-            span.reason or "",
-        )
-        for span in found.spans
-    ]
     title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
     out = console()
-    out.print(grid(title, _COLUMNS, rows))
+    out.print(grid(title, _COLUMNS, map(_cells, found.spans)))
     for note in found.notes:
         out.print(note, markup=False)
+
+
+def _cells(span: ExplainedSpan) -> tuple[str, ...]:
+    state = ("exact" if span.exact else "hit") if span.hit else "computed"
+    head = " ".join(span.text.split())[:_HEAD]
+    return f"{span.start}-{span.stop}", span.kind, state, head, span.reason or ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from kvrag.commands.options import (
 )
 from kvrag.commands.output import console, facts, grid, print_json, progress
 from kvrag.commands.prompts import read_prompts
+
+if TYPE_CHECKING:
+    from kvrag.types import VerifyReport
 
 _COLUMNS = {"#": True, "KL (nats)": True, "first token": False, "answer": False, "exactness": False, "reused": True}
 
@@ -58,21 +61,25 @@ def verify(
     if as_json:
         print_json(asdict(report))
     else:
-        rows = [
-            (n, f"{r.kl:.4f}", _same(r.top1), _same(r.greedy), r.exactness, f"{r.kv_reuse_ratio:.0%}")
-            for n, r in enumerate(report.rows, start=1)
-        ]
-        totals = {
-            "mean KL": f"{report.mean_kl:.4f} nats (at most {max_kl:g})",
-            "same first token": f"{report.top1_agreement:.0%} (at least {min_top1:.0%})",
-            "same greedy answer": f"{report.greedy_agreement:.0%}",
-            "result": "passed" if report.passed else "FAILED",
-        }
-        out = console()
-        out.print(grid("Reuse against full prefill", _COLUMNS, rows))
-        out.print(facts("All prompts", totals))
+        _print(report, max_kl, min_top1)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _print(report: VerifyReport, max_kl: float, min_top1: float) -> None:
+    rows = [
+        (n, f"{r.kl:.4f}", _same(r.top1), _same(r.greedy), r.exactness, f"{r.kv_reuse_ratio:.0%}")
+        for n, r in enumerate(report.rows, start=1)
+    ]
+    totals = {
+        "mean KL": f"{report.mean_kl:.4f} nats (at most {max_kl:g})",
+        "same first token": f"{report.top1_agreement:.0%} (at least {min_top1:.0%})",
+        "same greedy answer": f"{report.greedy_agreement:.0%}",
+        "result": "passed" if report.passed else "FAILED",
+    }
+    out = console()
+    out.print(grid("Reuse against full prefill", _COLUMNS, rows))
+    out.print(facts("All prompts", totals))
 
 
 def _same(is_same: bool) -> str:

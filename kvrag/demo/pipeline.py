@@ -57,7 +57,11 @@ class Answer:
     exactness: str
     ttft_ms: float
     load_ms: float
-    loaded_bytes: int
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens whose KV was read from the store."""
+        return self.cached_tokens + self.repaired_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -95,12 +99,13 @@ def answer_of(text: str, prompt: Sequence[Mapping[str, Any]], made: Mapping[str,
     return Answer(
         text=text,
         prompt=[{"role": str(message["role"]), "content": str(message["content"])} for message in prompt],
-        load_ms=float(made["timings_ms"].get("load", 0.0)),
-        **{name: made[name] for name in _COPIED},
+        cached_tokens=made["cached_tokens"],
+        repaired_tokens=made["repaired_tokens"],
+        computed_tokens=made["computed_tokens"],
+        exactness=made["exactness"],
+        ttft_ms=made["ttft_ms"],
+        load_ms=made["timings_ms"].get("load", 0.0),
     )
-
-
-_COPIED = ("cached_tokens", "repaired_tokens", "computed_tokens", "exactness", "ttft_ms", "loaded_bytes")
 
 
 def prompt_ids(engine: KVRagEngine, prompt: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -24,10 +24,10 @@ def print_report(report: DemoReport, console: Console) -> None:
 def timings(rows: list[Row]) -> Table:
     """Milliseconds to the first token and where each prompt's KV came from, with medians."""
     table = Table(title="Time to the first token, and how the prompt's KV was made", title_justify="left")
-    table.add_column("#", justify="right")
-    for name in ("full prefill", "kvrag", "of it load", "full ÷ kvrag", "prompt", "reused", "repaired", "computed"):
+    table.add_column("#", justify="right", no_wrap=True)
+    for name in ("full prefill", "kvrag", "its load", "ratio", "prompt", "reused", "repaired", "computed"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("exactness", no_wrap=True)
+    table.add_column("how", no_wrap=True)
     for number, row in enumerate(rows, start=1):
         made = row.answer
         counts = (made.prompt_tokens, made.cached_tokens, made.repaired_tokens, made.computed_tokens)
@@ -75,7 +75,7 @@ def summary(report: DemoReport) -> RenderableType:
         full = sum(row.question.is_met_by(row.full_text) for row in hinted)
         ours = sum(row.question.is_met_by(row.answer.text) for row in hinted)
         lines.append(f"Expected words in the answer: full prefill {full}, kvrag {ours}, of {len(hinted)}.")
-    loaded = _median(row.answer.loaded_bytes for row in rows)
+    loaded = _median(row.answer.loaded_tokens for row in rows) * report.bytes_per_token
     return Group(
         *lines,
         f"Read from disk per question: {human_bytes(loaded)}; the memory tier is off and the page cache was dropped.",

