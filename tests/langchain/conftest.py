@@ -1,0 +1,85 @@
+"""Fixtures for the LangChain adapter: models on tiny directories, embeddings without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
+
+from kvrag import KVRagEngine
+from kvrag.testing.models import save_tiny_model
+from langchain_kvrag import ChatKVRag, KVRagLLM
+
+
+@pytest.fixture(scope="session")
+def other_tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A second tiny Llama with other weights."""
+    return save_tiny_model(tmp_path_factory.mktemp("other-llama"), seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_engines() -> Iterator[None]:
+    """Close the engines that a test made: they are process-wide and would live on."""
+    before = set(KVRagEngine._shared.values())
+    yield
+    for engine in set(KVRagEngine._shared.values()) - before:
+        engine.close()
+
+
+@pytest.fixture
+def options(tiny_dir: str, tmp_path: Path) -> dict[str, Any]:
+    """Options of a model with a store of its own."""
+    return {"model": tiny_dir, "kv_dir": str(tmp_path / "kv"), "max_tokens": 8}
+
+
+@pytest.fixture
+def chat(options: dict[str, Any]) -> ChatKVRag:
+    return ChatKVRag(**options)
+
+
+@pytest.fixture
+def llm(options: dict[str, Any]) -> KVRagLLM:
+    return KVRagLLM(**options)
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], int]:
+    """Call with a model: waits until nothing decodes, and returns the forwards that it has run since the first call."""
+    counted: list[None] = []
+
+    def count(model: Any) -> int:
+        kind = type(model.engine.loaded.lm)
+        if not hasattr(kind.forward, "counts"):
+            original = kind.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                counted.append(None)
+                return original(*args, **kwargs)
+
+            forward.counts = True  # type: ignore[attr-defined]
+            monkeypatch.setattr(kind, "forward", forward)
+        for thread in threading.enumerate():
+            if thread.name == "kvrag-generate":
+                thread.join(30)
+        return len(counted)
+
+    return count
+
+
+@pytest.fixture
+def embedding() -> DeterministicFakeEmbedding:
+    return DeterministicFakeEmbedding(size=8)
+
+
+@pytest.fixture(scope="session")
+def chunks() -> list[str]:
+    """Distinct chunk texts of well over the smallest size that is stored."""
+    nouns = ["river", "stone", "letter", "harbour", "winter", "lamp", "ledger", "garden", "copper", "signal", "thread"]
+    return [
+        f"Note {i}: " + " ".join(f"the {nouns[(i * 5 + j) % len(nouns)]} of day {i + j}" for j in range(14)) + "."
+        for i in range(6)
+    ]

@@ -1,0 +1,85 @@
+"""KVPrefetchHandler: what was retrieved is in memory before it is asked for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import FakeListLLM
+from langchain_core.vectorstores import VectorStoreRetriever
+
+from kvrag import ConfigError
+from langchain_kvrag import ChatKVRag, KVPrefetchHandler, KVRagVectorStore
+from langchain_kvrag.callbacks import prefetch
+
+
+def settle() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvrag-prefetch":
+            thread.join(30)
+
+
+def in_memory(chat: ChatKVRag) -> int:
+    return chat.engine.stats()["store"]["host"].chunks
+
+
+@pytest.fixture
+def retriever(
+    chat: ChatKVRag, options: dict[str, Any], embedding: Embeddings, chunks: list[str]
+) -> VectorStoreRetriever:
+    """A retriever over chunks whose KV is on disk only, as after a restart."""
+    store = KVRagVectorStore.from_texts(chunks, embedding, llm=chat)
+    chat.engine.close()
+    assert in_memory(chat) == 0
+    return store.as_retriever(search_kwargs={"k": 3})
+
+
+def test_retrieved_chunks_are_loaded(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+    documents = retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})
+    settle()
+    assert in_memory(chat) == 1 + len(documents)  # and the prefix
+    before = chat.engine.stats()["store"]["disk"].hits
+    message = chat.invoke("\n\n".join(d.page_content for d in documents) + "\n\nWho?", mode="stitch")
+    assert message.response_metadata["kvrag"]["exactness"] == "repaired"
+    assert chat.engine.stats()["store"]["disk"].hits == before
+
+
+async def test_it_works_in_an_event_loop(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+    await retriever.ainvoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})
+    settle()
+    assert in_memory(chat) == 4
+
+
+def test_unknown_and_empty_texts_are_fine(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+    assert prefetch(chat.engine, ["never seen " * 30]) == 1  # the prefix
+    assert prefetch(chat.engine, ["never seen " * 30], namespace="other") == 0
+    handler = KVPrefetchHandler(chat)
+    handler.on_retriever_end([])
+    handler.on_retriever_end([Document(page_content=" ")])
+    settle()
+    assert in_memory(chat) == 1
+
+
+def test_a_fault_is_logged_and_harms_nobody(
+    retriever: VectorStoreRetriever,
+    chat: ChatKVRag,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def hang_up(*args: Any, **kwargs: Any) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(chat.engine.store, "get_many", hang_up)
+    with caplog.at_level(logging.WARNING):
+        assert len(retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})) == 3
+        settle()
+    assert "could not be prefetched" in caplog.text
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="FakeListLLM"):
+        KVPrefetchHandler(FakeListLLM(responses=["x"]))

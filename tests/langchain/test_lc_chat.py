@@ -1,0 +1,357 @@
+"""ChatKVRag beside LangChain's own contract: options, accounting, streams, prompts, errors."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    ChatMessage,
+    HumanMessage,
+    RemoveMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import ConfigurableField
+from pydantic import ValidationError
+
+from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, ModelError, RepairConfig, TemplatePrefix
+from kvrag.testing.models import tiny_model
+from langchain_kvrag import ChatKVRag
+from langchain_kvrag._convert import chat_messages
+
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer from the notes."), ("human", "{context}\n\nQuestion: {question}")]
+)
+
+
+# -- construction --------------------------------------------------------------------------------------------------------
+
+
+def test_construction_loads_nothing(tmp_path: Any) -> None:
+    llm = ChatKVRag(model="no/such-model", kv_dir=tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+    assert llm.model_name == "no/such-model"
+    with pytest.raises(ModelError, match="no/such-model"):
+        llm.invoke("hi")
+
+
+@pytest.mark.parametrize("name", ["model", "model_id", "model_name"])
+@pytest.mark.parametrize("limit", ["max_tokens", "max_new_tokens"])
+def test_other_spellings(tiny_dir: str, name: str, limit: str) -> None:
+    llm = ChatKVRag(**{name: tiny_dir, limit: 3})
+    assert (llm.model, llm.max_tokens) == (tiny_dir, 3)
+    assert llm.invoke("hi").usage_metadata["output_tokens"] == 3
+
+
+def test_impossible_options_are_refused_at_once(tiny_dir: str) -> None:
+    with pytest.raises(ConfigError, match="mode is 'fast'"):
+        ChatKVRag(model=tiny_dir, mode="fast")
+    with pytest.raises(ConfigError, match="temperature"):
+        ChatKVRag(model=tiny_dir, temperature=-1)
+    with pytest.raises(ConfigError, match="non-empty string"):
+        ChatKVRag(model=tiny_dir, stop=[""])
+    with pytest.raises(ValidationError, match="repair"):
+        ChatKVRag(model=tiny_dir, repair="cacheblend")
+
+
+def test_unknown_options_of_the_constructor_are_named(tiny_dir: str) -> None:
+    with pytest.warns(UserWarning, match=r"'tempreature'; did you mean 'temperature'\?.*ignored"):
+        ChatKVRag(model=tiny_dir, tempreature=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChatKVRag(model=tiny_dir, timeout=3, max_retries=2, api_key="x", streaming=True, cache=False, verbose=False)
+
+
+def test_ready_objects_are_used_and_survive_a_copy(tokenizer: Any) -> None:
+    model = tiny_model()
+    llm = ChatKVRag.from_pretrained_model(model, tokenizer, max_tokens=2)
+    assert llm.engine.loaded.lm.model is model
+    assert llm.model_copy().engine is llm.engine
+    assert len(repr(llm)) < 2000
+    other = llm.configurable_fields(temperature=ConfigurableField(id="t"))
+    assert other.with_config(configurable={"t": 0.5}).invoke("hi").content
+    llm.engine.close()
+
+
+def test_configurable_fields_share_one_engine(options: dict[str, Any], chunks: list[str]) -> None:
+    before = len(KVRagEngine._shared)
+    llm = ChatKVRag(**{**options, "kv_dir": None}).configurable_fields(
+        temperature=ConfigurableField(id="temperature"), max_tokens=ConfigurableField(id="limit")
+    )
+    llm.default.precompute_kv(chunks[:1])
+    for limit in (1, 2, 3):
+        message = llm.with_config(configurable={"limit": limit}).invoke(f"{chunks[0]}\n\nWho?")
+        assert message.usage_metadata["output_tokens"] == limit
+        assert message.usage_metadata["input_token_details"]["cache_read"] > 0
+    assert len(KVRagEngine._shared) == before + 1
+
+
+# -- accounting ----------------------------------------------------------------------------------------------------------
+
+
+def test_usage_and_metadata(chat: ChatKVRag, chunks: list[str]) -> None:
+    chat.precompute_kv(chunks)
+    message = chat.invoke("\n\n".join(chunks) + "\n\nWho?")
+    usage, made = message.usage_metadata, message.response_metadata["kvrag"]
+    assert usage is not None
+    assert usage["output_tokens"] == 8
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["input_token_details"] == {"cache_read": made["cached_tokens"]}
+    assert made["cached_tokens"] + made["repaired_tokens"] + made["computed_tokens"] == usage["input_tokens"]
+    assert made["exactness"] == "repaired"
+    assert made["kv_reuse_ratio"] == made["cached_tokens"] / usage["input_tokens"] > 0.5
+    assert made["fallback_reason"] is None
+    assert made["ttft_ms"] > 0
+    assert made["timings_ms"]["decode"] > 0
+    assert message.response_metadata["model_name"] == chat.model
+    assert message.response_metadata["model_provider"] == "kvrag"
+    assert message.response_metadata["finish_reason"] == "length"
+    assert json.loads(json.dumps(message.response_metadata)) == message.response_metadata
+    assert "prompt_ids" not in str(message.response_metadata)
+
+
+def test_usage_handlers_see_all_calls(chat: ChatKVRag) -> None:
+    handler = UsageMetadataCallbackHandler()
+    messages = chat.batch(["one", "two words"], config={"callbacks": [handler]})
+    streamed = list(chat.stream("three", config={"callbacks": [handler]}))
+    total = handler.usage_metadata[chat.model]
+    parts = [message.usage_metadata for message in (*messages, streamed[-1])]
+    assert total["total_tokens"] == sum(part["total_tokens"] for part in parts)
+
+
+def test_the_answer_is_the_engines(chat: ChatKVRag) -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    message = chat.invoke([SystemMessage("Be brief."), HumanMessage("Who?")])
+    result = chat.engine.generate(asked, max_new_tokens=8)
+    assert message.content == result.text
+    assert message.usage_metadata["input_tokens"] == result.prompt_tokens
+    assert result.prompt_ids.count(1) == 1  # BOS stands once
+
+
+# -- streams and stop strings --------------------------------------------------------------------------------------------
+
+
+def test_streaming_equals_invoke(chat: ChatKVRag, chunks: list[str]) -> None:
+    chat.precompute_kv(chunks[:2])
+    prompt = f"{chunks[1]}\n\n{chunks[0]}\n\nWho?"
+    message = chat.invoke(prompt, max_tokens=24)
+    pieces = list(chat.stream(prompt, max_tokens=24))
+    whole = sum(pieces[1:], pieces[0])
+    assert len(pieces) > 3
+    assert whole.content == message.content
+    assert whole.usage_metadata == message.usage_metadata
+    assert whole.response_metadata["finish_reason"] == "length"
+    assert whole.response_metadata["kvrag"]["cached_tokens"] == message.response_metadata["kvrag"]["cached_tokens"]
+    assert [piece.chunk_position for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+
+
+def test_stop_strings_across_tokens_are_removed(chat: ChatKVRag) -> None:
+    text = chat.invoke("Tell me.", max_tokens=30).content
+    stop = text[7:11]  # of several tokens: the tiny vocabulary has few words
+    expected = text[: text.index(stop)]
+    message = chat.invoke("Tell me.", max_tokens=30, stop=[stop])
+    assert message.content == expected
+    assert message.response_metadata["finish_reason"] == "stop"
+    assert "".join(piece.content for piece in chat.stream("Tell me.", max_tokens=30, stop=[stop])) == expected
+    configured = chat.model_copy(update={"stop": [stop]})
+    assert configured.invoke("Tell me.", max_tokens=30).content == expected
+    assert configured.invoke("Tell me.", max_tokens=30, stop=[]).content == text
+
+
+def test_streaming_callbacks_get_every_piece(chat: ChatKVRag) -> None:
+    tokens: list[str] = []
+
+    class Handler(BaseCallbackHandler):
+        def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+            tokens.append(token)
+
+    for piece in chat.stream("Tell me.", config={"callbacks": [Handler()]}):
+        assert piece is not None
+    assert "".join(tokens) == chat.invoke("Tell me.").content
+    tokens.clear()
+    streaming = ChatKVRag(model=chat.model, kv_dir=chat.kv_dir, max_tokens=8, streaming=True)
+    message = streaming.invoke("Tell me.", config={"callbacks": [Handler()]})
+    assert "".join(tokens) == message.content
+    assert message.usage_metadata["output_tokens"] == 8
+
+
+def test_an_abandoned_stream_stops_decoding(chat: ChatKVRag, forwards: Callable[[ChatKVRag], int]) -> None:
+    forwards(chat)
+    for _ in chat.stream("Tell me everything.", max_tokens=3000):
+        break
+    assert forwards(chat) < 300
+
+
+# -- per-call options ----------------------------------------------------------------------------------------------------
+
+
+def test_options_of_a_call_are_honoured(chat: ChatKVRag, chunks: list[str]) -> None:
+    chat.precompute_kv(chunks)
+    prompt = "\n\n".join(chunks) + "\n\nWho?"
+
+    def made(**options: Any) -> dict[str, Any]:
+        return chat.invoke(prompt, **options).response_metadata["kvrag"]
+
+    assert made(mode="full")["exactness"] == "full"
+    assert made(mode="prefix")["exactness"] == "exact"
+    assert made(repair=RepairConfig(strategy="none"))["repaired_tokens"] == 0
+    assert made(namespace="another")["cached_tokens"] == 0
+    assert chat.invoke(prompt, max_tokens=2).usage_metadata["output_tokens"] == 2
+    assert chat.bind(max_new_tokens=3).invoke(prompt).usage_metadata["output_tokens"] == 3
+    warm = [chat.invoke("Tell me.", temperature=2.0, seed=seed).content for seed in (1, 1, 2)]
+    assert warm[0] == warm[1] != warm[2]
+    assert chat.invoke("Tell me.", temperature=None).content == chat.invoke("Tell me.").content
+
+
+def test_unknown_options_of_a_call_are_refused_by_name(chat: ChatKVRag) -> None:
+    with pytest.raises(ConfigError, match=r"'temprature'; did you mean 'temperature'"):
+        chat.invoke("hi", temprature=1.0)
+    with pytest.raises(ConfigError, match="'tools'"):
+        next(chat.stream("hi", tools=[]))
+    with pytest.raises(ConfigError, match="RepairConfig"):
+        chat.invoke("hi", repair=0.5)
+    with pytest.raises(NotImplementedError):
+        chat.bind_tools([])
+
+
+def test_errors_reach_the_caller(chat: ChatKVRag, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ContextLengthError, match="context"):
+        chat.invoke("word " * 5000)
+    with pytest.raises(InputError):
+        list(chat.stream([]))
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(type(chat.engine.loaded.lm), "forward", broken)
+    with pytest.raises(RuntimeError, match="on fire"):
+        chat.invoke("hi")
+    with pytest.raises(RuntimeError, match="on fire"):
+        list(chat.stream("hi"))
+
+
+# -- messages ------------------------------------------------------------------------------------------------------------
+
+
+def test_roles() -> None:
+    call = {"name": "find", "args": {"q": "x"}, "id": "1"}
+    history = [
+        SystemMessage("s"),
+        HumanMessage("h", name="Ann"),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage("found", tool_call_id="1"),
+        AIMessageChunk(content="a"),
+        ChatMessage("c", role="critic"),
+    ]
+    out = chat_messages(history)
+    assert [m["role"] for m in out] == ["system", "user", "assistant", "tool", "assistant", "critic"]
+    assert out[1]["name"] == "Ann"
+    assert out[2]["tool_calls"][0]["function"] == {"name": "find", "arguments": {"q": "x"}}
+    assert out[3]["tool_call_id"] == "1"
+    with pytest.raises(InputError, match="RemoveMessage"):
+        chat_messages([RemoveMessage(id="1")])
+
+
+def test_text_blocks_are_joined_and_others_refused(chat: ChatKVRag) -> None:
+    blocks = [
+        {"type": "text", "text": "Who "},
+        {"type": "text", "text": "comes?", "cache_control": {"type": "ephemeral"}},
+    ]
+    assert chat.invoke([HumanMessage(blocks)]).content == chat.invoke("Who comes?").content
+    with pytest.raises(InputError, match="'image_url'"):
+        chat.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}])])
+
+
+def test_the_models_own_tokenizer_counts(chat: ChatKVRag, tokenizer: Any) -> None:
+    text = "The keeper brings the box."
+    assert chat.get_token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert chat.get_num_tokens(text) == len(chat.get_token_ids(text))
+    custom = ChatKVRag(model=chat.model, custom_get_token_ids=lambda text: [7] * len(text))
+    assert custom.get_num_tokens("abc") == 3
+
+
+# -- identity ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_response_cache_tells_models_apart(options: dict[str, Any]) -> None:
+    cache = InMemoryCache()
+    base = ChatKVRag(**options, cache=cache)
+    variants = [
+        base,
+        ChatKVRag(**{**options, "max_tokens": 3}, cache=cache),
+        ChatKVRag(**options, mode="full", cache=cache),
+        ChatKVRag(**options, repair=RepairConfig(recompute_ratio=0.5), cache=cache),
+        ChatKVRag(**options, dtype="float32", cache=cache),
+        ChatKVRag(**options, prefix="Other", cache=cache),
+    ]
+    keys = {llm._get_llm_string() for llm in variants}
+    assert len(keys) == len(variants)
+    assert base.invoke("hi").content == base.invoke("hi").content
+    assert len(cache._cache) == 1
+    assert json.dumps(base._identifying_params)
+
+
+# -- prefixes: the first chunk is exact ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        PROMPT,
+        TemplatePrefix(PROMPT, "context"),
+        PROMPT.partial(question="anything"),
+        [SystemMessage("Answer from the notes.")],
+        [("system", "Answer from the notes."), ("human", "{context}")],
+        [{"role": "system", "content": "Answer from the notes."}],
+        "<|im_start|>system\nAnswer from the notes.<|im_end|>\n<|im_start|>user\n",
+    ],
+    ids=["template", "named", "partial", "messages", "tuples", "dicts", "text"],
+)
+def test_the_first_chunk_behind_the_prefix_is_exact(options: dict[str, Any], chunks: list[str], prefix: Any) -> None:
+    llm = ChatKVRag(**options, prefix=prefix)
+    llm.precompute_kv(chunks[:2])
+    value = PROMPT.invoke({"context": f"{chunks[0]}\n\n{chunks[1]}", "question": "Who?"})
+    spans = [span for span in llm.explain(value).spans if span.kind == "chunk"]
+    assert [(span.hit, span.exact) for span in spans] == [(True, True), (True, False)]
+    message = (PROMPT | llm).invoke({"context": chunks[0], "question": "Who?"})
+    assert message.response_metadata["kvrag"]["exactness"] == "exact"
+    assert message.content == (PROMPT | llm).invoke({"context": chunks[0], "question": "Who?"}, mode="full").content
+    llm.engine.close()
+
+
+def test_the_default_prefix_suits_plain_prompts(chat: ChatKVRag, chunks: list[str]) -> None:
+    chat.precompute_kv(chunks[:1])
+    message = chat.invoke(f"{chunks[0]}\n\nWho?")
+    assert message.response_metadata["kvrag"]["exactness"] == "exact"
+    assert chat.explain(f"{chunks[0]}\n\nWho?").hits == 1
+
+
+def test_a_string_template_is_shown_as_a_human_message(options: dict[str, Any], chunks: list[str]) -> None:
+    prompt = PromptTemplate.from_template("Read this.\n{context}\n{question}")
+    for prefix in (prompt, TemplatePrefix(prompt, "context")):
+        llm = ChatKVRag(**options, prefix=prefix)
+        llm.precompute_kv(chunks[:1])
+        message = (prompt | llm).invoke({"context": chunks[0], "question": "Who?"})
+        assert message.response_metadata["kvrag"]["exactness"] == "exact"
+
+
+# -- keeping KV ----------------------------------------------------------------------------------------------------------
+
+
+def test_kv_is_made_kept_in_step_and_deleted(chat: ChatKVRag, chunks: list[str]) -> None:
+    report = chat.precompute_kv(chunks[:3], ids=["a", "b", "c"])
+    assert (report.stored, report.failed) == (3, [])
+    assert chat.precompute_kv(chunks[:3], ids=["a", "b", "c"]).skipped == 3
+    assert chat.delete_kv(["a"]) == 1
+    report = chat.sync_kv([chunks[4], chunks[2]], ids=["b", "c"])
+    assert (report.added, report.removed) == (1, 0)
+    assert [chat.explain(f"{chunk}\n?").hits for chunk in chunks[:5]] == [0, 0, 1, 0, 1]

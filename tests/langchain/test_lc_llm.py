@@ -1,0 +1,152 @@
+"""KVRagLLM: raw strings, chat prompts through the chat template, accounting, streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.outputs import LLMResult
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+
+from kvrag import ConfigError
+from kvrag.testing.models import tiny_model
+from langchain_kvrag import KVRagLLM
+
+CHAT = ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", "{context}\n\n{question}")])
+TEXT = PromptTemplate.from_template("Read this.\n{context}\n{question}")
+
+
+class Recorder(BaseCallbackHandler):
+    """Keeps what callbacks are told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.results: list[LLMResult] = []
+
+    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+        self.tokens.append(token)
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        self.results.append(response)
+
+
+def test_strings_stay_raw(llm: KVRagLLM) -> None:
+    result = llm.generate(["Tell me."])
+    assert result.generations[0][0].generation_info["usage_metadata"]["input_tokens"] == 1 + llm.get_num_tokens(
+        "Tell me."
+    )
+    assert result.generations[0][0].text == llm.engine.generate("Tell me.", max_new_tokens=8).text
+
+
+@pytest.mark.parametrize("call", ["invoke", "stream", "batch", "generate_prompt", "ainvoke", "astream", "abatch"])
+async def test_chat_prompts_go_through_the_chat_template(llm: KVRagLLM, call: str) -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "some\n\nWho?"}]
+    expected = llm.engine.generate(asked, max_new_tokens=8).text
+    value = CHAT.invoke({"context": "some", "question": "Who?"})
+    answers: dict[str, Callable[[], Any]] = {
+        "invoke": lambda: llm.invoke([SystemMessage("Be brief."), HumanMessage("some\n\nWho?")]),
+        "stream": lambda: "".join(llm.stream(value)),
+        "batch": lambda: llm.batch([value])[0],
+        "generate_prompt": lambda: llm.generate_prompt([value]).generations[0][0].text,
+        "ainvoke": lambda: llm.ainvoke(value),
+        "abatch": lambda: llm.abatch([value]),
+    }
+    if call == "astream":
+        answer: Any = "".join([piece async for piece in llm.astream(value)])
+    else:
+        answer = answers[call]()
+        answer = (await answer) if call.startswith("a") else answer
+    assert (answer[0] if call == "abatch" else answer) == expected
+
+
+def test_a_model_without_a_chat_template_gets_plain_lines(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    llm = KVRagLLM.from_pretrained_model(tiny_model(seed=5), tokenizer, max_tokens=4)
+    assert llm.invoke([HumanMessage("Who?")]) == llm.invoke("Human: Who?")
+    llm.engine.close()
+
+
+def test_generation_info_and_llm_output(llm: KVRagLLM, chunks: list[str]) -> None:
+    llm.precompute_kv(chunks[:2], prefix=TEXT)
+    prompt = TEXT.format(context=chunks[0], question="Who?")
+    result = llm.generate([prompt, "Tell me."])
+    first, second = (generations[0].generation_info for generations in result.generations)
+    assert first["kvrag"]["exactness"] == "exact"
+    assert first["kvrag"]["cached_tokens"] == first["usage_metadata"]["input_token_details"]["cache_read"] > 0
+    assert second["kvrag"]["exactness"] == "full"
+    assert first["finish_reason"] == "length"
+    assert (first["model_name"], first["model_provider"]) == (llm.model, "kvrag")
+    assert json.loads(json.dumps(result.llm_output)) == result.llm_output
+    assert json.dumps(first)
+    usage = result.llm_output["token_usage"]
+    assert usage["completion_tokens"] == 16
+    assert usage["prompt_tokens"] == sum(info["usage_metadata"]["input_tokens"] for info in (first, second))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_a_template_as_prefix_makes_the_first_chunk_exact(options: dict[str, Any], chunks: list[str]) -> None:
+    for prompt in (TEXT, CHAT):
+        llm = KVRagLLM(**options, prefix=prompt)
+        llm.precompute_kv(chunks[:1])
+        recorder = Recorder()
+        (prompt | llm).invoke({"context": chunks[0], "question": "Who?"}, config={"callbacks": [recorder]})
+        assert recorder.results[0].generations[0][0].generation_info["kvrag"]["exactness"] == "exact"
+        assert llm.explain(prompt.invoke({"context": chunks[0], "question": "?"})).hits == 1
+
+
+def test_streaming_equals_invoke_and_tells_callbacks(llm: KVRagLLM) -> None:
+    recorder = Recorder()
+    pieces = list(llm.stream("Tell me.", max_tokens=20, config={"callbacks": [recorder]}))
+    text = llm.invoke("Tell me.", max_tokens=20)
+    assert "".join(pieces) == "".join(recorder.tokens) == text
+    assert len(recorder.tokens) > 3
+    generation = recorder.results[0].generations[0][0]
+    assert generation.text == text
+    assert generation.generation_info["usage_metadata"]["output_tokens"] == 20
+
+
+async def test_async_streaming_tells_callbacks(llm: KVRagLLM) -> None:
+    recorder = Recorder()
+    pieces = [piece async for piece in llm.astream("Tell me.", config={"callbacks": [recorder]})]
+    assert "".join(pieces) == "".join(recorder.tokens) == await llm.ainvoke("Tell me.")
+    assert recorder.results[0].generations[0][0].generation_info["kvrag"]["exactness"] == "full"
+
+
+def test_stop_strings_are_removed(llm: KVRagLLM) -> None:
+    text = llm.invoke("Tell me.", max_tokens=30)
+    stop = text[7:11]
+    expected = text[: text.index(stop)]
+    assert llm.invoke("Tell me.", max_tokens=30, stop=[stop]) == expected
+    assert "".join(llm.stream("Tell me.", max_tokens=30, stop=[stop])) == expected
+    assert KVRagLLM(model=llm.model, stop=[stop], max_tokens=30).invoke("Tell me.") == expected
+
+
+def test_an_abandoned_stream_stops_decoding(llm: KVRagLLM, forwards: Callable[[KVRagLLM], int]) -> None:
+    forwards(llm)
+    for _ in llm.stream("Tell me everything.", max_tokens=3000):
+        break
+    assert forwards(llm) < 300
+
+
+def test_errors_and_unknown_options(llm: KVRagLLM) -> None:
+    with pytest.raises(ConfigError, match=r"'max_toks'; did you mean"):
+        llm.invoke("hi", max_toks=3)
+    with pytest.raises(ConfigError, match="'foo'"):
+        list(llm.stream("hi", foo=1))
+    assert [type(e) for e in llm.batch(["hi", "ho"], return_exceptions=True, foo=1)] == [ConfigError] * 2
+
+
+def test_another_model_for_one_call(llm: KVRagLLM, other_tiny_dir: str) -> None:
+    result = llm.generate(["Tell me."], model=other_tiny_dir)
+    assert result.llm_output["model_name"] == other_tiny_dir
+    assert result.generations[0][0].text == KVRagLLM(model=other_tiny_dir, max_tokens=8).invoke("Tell me.")
+    assert llm._get_ls_params(model="x") == {
+        **llm._get_ls_params(),
+        "ls_provider": "kvrag",
+        "ls_model_name": "x",
+        "ls_model_type": "llm",
+    }
