@@ -91,7 +91,7 @@ class KVRagModel(BaseModel):
     seed: int | None = None
     """Seed for sampling."""
 
-    stop: list[str] | str | None = None
+    stop: list[str] | None = None
     """Strings that end the answer."""
 
     streaming: bool = False
@@ -108,6 +108,8 @@ class KVRagModel(BaseModel):
 
     def __init__(self, **data: Any) -> None:
         self._warn_of_unknown(data)
+        if isinstance(data.get("stop"), str):
+            data["stop"] = [data["stop"]]
         super().__init__(**data)
         check_mode(self.mode)
         build(SamplingConfig, self._sampling())

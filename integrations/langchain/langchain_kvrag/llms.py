@@ -50,7 +50,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         return "kvrag"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop, **kwargs)
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
         params["ls_provider"] = PROVIDER
         return params
 

@@ -20,7 +20,8 @@ class KVRagVectorStore(VectorStore):
     """Any vector store, or an own FAISS index, whose documents have KV as long as they are in it.
 
     Adding documents precomputes their KV, replacing one drops the KV of its old text, deleting one erases its KV unless
-    another document has the same text. Searches are the inner store's.
+    another document has the same text. Searches are the inner store's. KV knows documents by their ids: stores that share
+    a namespace must not use one id for two texts.
 
     Parameters
     ----------
