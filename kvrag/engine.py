@@ -17,7 +17,7 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check
 from kvrag.errors import ConfigError, InputError
 from kvrag.explain import explain_plan
 from kvrag.fingerprint import namespace_digest
-from kvrag.index_time import check_items, pair_up, precompute_texts
+from kvrag.index_time import check_items, pair_up, precompute_texts, replaced_ids
 from kvrag.loading import LoadedModel, ModelSource, check_source, load
 from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
@@ -58,6 +58,7 @@ class KVRagEngine:
             raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
         check_source(source)
         self.source, self.namespace = source, namespace
+        self.kv_dir = None if kv_dir is None else os.path.abspath(kv_dir)
         self.repair = _check_repair(repair) or RepairConfig()
         self.store_config = store_config or StoreConfig()
         self.store = open_store(kv_dir, self.store_config)
@@ -227,6 +228,8 @@ class KVRagEngine:
     ) -> PrecomputeReport:
         """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
         items = check_items(items)
+        if replaced := replaced_ids(self.store, items, self._namespace(namespace)):
+            self.delete(replaced, namespace=namespace)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
         self._prefix_texts[text] = None
         return precompute_texts(

@@ -12,10 +12,7 @@ from typing import Any, Literal
 
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError
-from kvrag.fingerprint import namespace_digest
-from kvrag.index_time import check_items
 from kvrag.prefix import Prefix
-from kvrag.spans import text_entry
 from kvrag.types import PrecomputeReport, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -161,23 +158,11 @@ def _precompute(
         "batch_size": batch_size,
         "show_progress": show_progress,
     }
-    check_items(kept)  # before anything is dropped
-    _drop_replaced(engine, zip(names, (text for _, text in pairs), strict=True), namespace)
-    return engine.precompute_items(kept, **options)
-
-
-def _drop_replaced(engine: KVRagEngine, items: Iterable[tuple[str | None, str]], namespace: str | None) -> None:
-    """Drop documents whose id now names another text: the KV of a text that is gone must not outlive it."""
-    space = namespace_digest(engine.namespace if namespace is None else namespace)
-    replaced = []
-    for name, text in items:
-        if isinstance(name, str) and isinstance(text, str):
-            held = engine.store.index.document_texts(space, name)
-            entry = text_entry(text) if held else None
-            if held and held != [entry.digest if entry else None]:
-                replaced.append(name)
-    if replaced:
-        engine.delete(replaced, namespace=namespace)
+    report = engine.precompute_items(kept, **options)
+    emptied = {str(name) for name, (_, text) in zip(names, pairs, strict=True) if name is not None and not text.strip()}
+    if gone := emptied & set(engine.document_ids(namespace=namespace) if emptied else ()):
+        engine.delete(sorted(gone), namespace=namespace)
+    return report
 
 
 def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:

@@ -75,6 +75,17 @@ def check_items(items: Sequence[tuple[str | None, str]]) -> list[tuple[str | Non
     return out
 
 
+def replaced_ids(store: KVStore, items: Sequence[tuple[str | None, str]], namespace: str) -> list[str]:
+    """Return the ids that name another text now than the store remembers: the KV of a text that is gone must not outlive it."""
+    replaced = []
+    for name, text in items:
+        held = store.index.document_texts(namespace, name) if name is not None else []
+        entry = text_entry(text) if held else None
+        if name is not None and held and held != [entry.digest if entry else None]:
+            replaced.append(name)
+    return replaced
+
+
 def precompute_texts(
     loaded: LoadedModel,
     store: KVStore,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_chunks
+from texts import make_chunks
 
 import kvrag.answer
 from kvrag import (
@@ -265,6 +265,15 @@ def test_deleting_the_last_document_erases_the_kv(engine: KVRagEngine) -> None:
     assert [s.hit for s in engine.explain(ask(0, 1)).spans if s.kind == "chunk"] == [False, True] or [
         s.hit for s in engine.explain(ask(0, 1)).spans if s.kind == "chunk"
     ] == [True]
+
+
+def test_an_id_that_names_another_text_drops_the_old_ones_kv(engine: KVRagEngine) -> None:
+    engine.precompute([CHUNKS[0]], ids=["a"])
+    engine.precompute([CHUNKS[1]], ids=["a"])
+    assert [s.hit for s in engine.explain(["x ", Chunk(CHUNKS[0]), Chunk(CHUNKS[1])]).spans if s.kind == "chunk"] == [
+        False,
+        True,
+    ]
 
 
 def test_namespaces_never_share(engine: KVRagEngine) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_chunks
+from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.attention import RowPlan

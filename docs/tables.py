@@ -1,0 +1,186 @@
+"""Write measured tables into README.md and docs/*.md from tests/benchmarks/results/*.json; ``--check`` only compares.
+
+A block ``<!-- table: NAME -->`` … ``<!-- /table -->`` is replaced by the table of that name. No figure is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+NOT_MEASURED = "Not measured yet.\n"
+
+STAGES = ("plan", "load", "stitch", "select", "repair")
+METHODS = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Format a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def source(result: dict[str, Any], file: str) -> str:
+    """Say where figures come from."""
+    m = result["machine"]
+    device = m["gpu"] or f"{m['cpu']}, {m['threads']} thread(s)"
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag")
+    return f"\n{result['model']}; {device}; {versions}; commit {m['commit'][:10]}; all repeats in `tests/benchmarks/results/{file}`.\n"
+
+
+def ttft(result: dict[str, Any]) -> str:
+    """Time to first token by ratio and by prompt length."""
+    rows = []
+    for label in ("2500", "1000", "500"):
+        for name, row in result[label]["summary"].items():
+            stages = row["stages_ms"]
+            rows.append(
+                [
+                    f"{row['tokens']:.0f}",
+                    name,
+                    f"{row['full_ms']:.0f}",
+                    f"{row['ttft_ms']:.0f}",
+                    f"**{row['ratio']:.2f}**",
+                    *(f"{stages[s]:.0f}" if s in stages else "–" for s in STAGES),
+                ]
+            )
+    header = ["tokens", "configuration", "full prefill, ms", "kvrag, ms", "ratio", *STAGES]
+    return table(header, rows) + source(result, "ttft.json")
+
+
+def quality(result: dict[str, Any]) -> str:
+    """Every strategy at every ratio, chunks behind the prefix, without and with the shift."""
+    summary, rows = result["summary"], []
+    rows.append(["CacheBlend as published, chunks alone, 15%", *_cells(summary["alone/cacheblend@0.15"])])
+    rows.append(["none, chunks alone", *_cells(summary["alone/none"])])
+    rows.append(["none", *_cells(summary["prefix/none"])])
+    for ratio in ("0.05", "0.15", "0.30"):
+        for method in METHODS:
+            for suffix, label in (("", ""), ("+s", " + shift")):
+                name = f"{method}{label}, {float(ratio):.0%}"
+                cells = _cells(summary[f"prefix/{method}{suffix}@{ratio}"])
+                is_default = method == "query" and suffix
+                rows.append([f"**{name}**" if is_default else name, *cells])
+    full = summary["full"]
+    rows.append(["full prefill", "0", "0", "1.00", "0", f"{full['gold_loss']:.2f}", f"{full['f1']:.3f}"])
+    header = ["strategy", "KL, own answer", "KL, first token", "top-1", "KL, gold answer", "loss of gold", "F1"]
+    count = len(result["cases"])
+    return (
+        table(header, rows)
+        + f"\nMeans over {count} questions, ± half of a 95% bootstrap interval.\n"
+        + source(result, "quality.json")
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    def with_interval(key: str) -> str:
+        low, high = row[f"{key}_ci"]
+        return f"{row[key]:.3f} ± {(high - low) / 2:.3f}"
+
+    return [
+        with_interval("kl_own"),
+        f"{row['kl_first']:.3f}",
+        f"{row['top1_first']:.2f}",
+        with_interval("kl_gold"),
+        f"{row['gold_loss']:.2f}",
+        f"{row['f1']:.3f}",
+    ]
+
+
+def quality_short(result: dict[str, Any]) -> str:
+    """Pick the README's rows of the quality table."""
+    s = result["summary"]
+    names = {
+        "CacheBlend as published, 15%": "alone/cacheblend@0.15",
+        "no repair": "prefix/none",
+        "kvrag's strategy, 5%": "prefix/query+s@0.05",
+        "kvrag's strategy, 15%": "prefix/query+s@0.15",
+        "kvrag's strategy, 30%": "prefix/query+s@0.30",
+    }
+    rows = [[label, *_cells(s[key])[:4]] for label, key in names.items()]
+    header = ["", "KL, own answer", "KL, first token", "top-1", "KL, gold answer"]
+    return table(header, rows) + source(result, "quality.json")
+
+
+def ttft_short(result: dict[str, Any]) -> str:
+    """Pick the README's rows of the TTFT table."""
+    rows = []
+    picks = [("2500", "default"), ("2500", "ratio 0.05"), ("2500", "ratio 0.30"), ("1000", "stitch"), ("500", "stitch")]
+    for label, name in picks:
+        row = result[label]["summary"][name]
+        config = "default (10%)" if name in ("default", "stitch") else name.replace("ratio 0.", "").lstrip("0") + "%"
+        rows.append(
+            [
+                f"{row['tokens']:.0f}",
+                config,
+                f"{row['full_ms']:.0f} ms",
+                f"{row['ttft_ms']:.0f} ms",
+                f"**{row['ratio']:.1f}×**",
+            ]
+        )
+    return table(["prompt tokens", "repaired", "full prefill", "kvrag, load from disk included", ""], rows) + source(
+        result, "ttft.json"
+    )
+
+
+def memory(result: dict[str, Any]) -> str:
+    """Peak memory of a request."""
+    rows = [
+        [
+            mode,
+            f"{r['tokens']}",
+            f"{r['kv'] / 1e6:.0f} MB",
+            f"{r['above_model'] / 1e6:.0f} MB",
+            f"{r['allowed'] / 1e6:.0f} MB",
+        ]
+        for mode, r in result["requests"].items()
+    ]
+    return table(["mode", "prompt tokens", "the prompt's KV", "peak above the model", "limit"], rows) + source(
+        result, "memory.json"
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "ttft": ("ttft.json", ttft),
+    "ttft-short": ("ttft.json", ttft_short),
+    "quality": ("quality.json", quality),
+    "quality-short": ("quality.json", quality_short),
+    "memory": ("memory.json", memory),
+}
+
+
+def render(text: str) -> str:
+    """Replace every block of a document."""
+
+    def block(match: re.Match[str]) -> str:
+        file, make = TABLES[match[2]]
+        path = RESULTS / file
+        body = make(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+        return f"{match[1]}{body}{match[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> int:
+    """Write, or check with ``--check``."""
+    stale = []
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        before = document.read_text()
+        after = render(before)
+        if after != before:
+            stale.append(document.name)
+            if "--check" not in sys.argv:
+                document.write_text(after)
+    print("stale: " + ", ".join(stale) if stale else "tables are in step")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
