@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings, FakeEmbeddings
+from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.language_models import FakeListLLM
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
+from lc_kept import kept
 
-from kvrag import ConfigError, InputError, MissingDependencyError, StoreError
+from kvrag import ConfigError, StoreError
 from kvrag.store.disk import DiskStore
-from langchain_kvrag import ChatKVRag, KVPrecompute, KVRagVectorStore
+from langchain_kvrag import ChatKVRag, KVRagVectorStore
 
 
 class TestOwnIndex(VectorStoreIntegrationTests):
@@ -66,11 +64,6 @@ def store(request: pytest.FixtureRequest, chat: ChatKVRag, embedding: Embeddings
     if request.param == "own":
         return KVRagVectorStore(embedding=embedding, llm=chat)
     return KVRagVectorStore(InMemoryVectorStore(embedding), llm=chat)
-
-
-def kept(chat: ChatKVRag, chunks: list[str]) -> list[int]:
-    """Which of the chunks have KV."""
-    return [i for i, chunk in enumerate(chunks) if chat.explain(f"{chunk}\n\n?").hits]
 
 
 # -- KV in step ----------------------------------------------------------------------------------------------------------
@@ -224,142 +217,3 @@ def test_which_models_are_taken(embedding: Embeddings, chat: ChatKVRag) -> None:
         KVRagVectorStore()
     with pytest.raises(ConfigError, match="DeterministicFakeEmbedding"):
         KVRagVectorStore(embedding, llm=chat)  # type: ignore[arg-type]
-
-
-# -- the own index -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own(embedding: Embeddings) -> KVRagVectorStore:
-    texts = [f"text {i}" for i in range(10)]
-    metadatas = [{"n": i, "even": i % 2 == 0} for i in range(10)]
-    return KVRagVectorStore.from_texts(texts, embedding, metadatas, ids=[f"id{i}" for i in range(10)])
-
-
-def test_searches(own: KVRagVectorStore, embedding: DeterministicFakeEmbedding) -> None:
-    documents, scores = zip(*own.similarity_search_with_score("text 3", k=10), strict=True)
-    assert documents[0].id == "id3"
-    assert scores[0] == pytest.approx(0, abs=1e-4)
-    assert list(scores) == sorted(scores)
-    vectors = np.array(embedding.embed_documents([d.page_content for d in documents]))
-    assert np.allclose(scores, ((vectors - np.array(embedding.embed_query("text 3"))) ** 2).sum(-1), atol=1e-3)
-    assert own.similarity_search("text 3", k=0) == []
-    assert len(own.similarity_search("text 3", k=99)) == 10
-    assert own.similarity_search_by_vector(embedding.embed_query("text 4"), k=1)[0].id == "id4"
-    relevant = own.similarity_search_with_relevance_scores("text 3", k=10)
-    assert all(0 <= score <= 1 for _, score in relevant)
-    assert relevant[0][1] == pytest.approx(1, abs=1e-3)
-    assert own.as_retriever(search_type="mmr", search_kwargs={"k": 3}).invoke("text 3")[0].id == "id3"
-
-
-def test_filters_find_k_where_k_exist(own: KVRagVectorStore) -> None:
-    def found(where: Any, k: int = 4) -> set[int]:
-        return {d.metadata["n"] for d in own.similarity_search("text 1", k=k, filter=where)}
-
-    assert found({"n": 7}) == {7}
-    assert found({"n": [2, 3]}) == {2, 3}
-    assert found({"even": True}, k=5) == {0, 2, 4, 6, 8}
-    assert found({"even": True, "n": [3, 4]}) == {4}
-    assert found(lambda metadata: metadata["n"] > 7) == {8, 9}
-    assert found({"absent": 1}) == set()
-    retriever = own.as_retriever(search_type="mmr", search_kwargs={"k": 2, "filter": {"even": False}})
-    assert all(not d.metadata["even"] for d in retriever.invoke("text 1"))
-    with pytest.raises(ConfigError, match="operators"):
-        own.similarity_search("text 1", filter={"n": {"$gt": 3}})
-
-
-def test_returned_documents_are_copies(own: KVRagVectorStore) -> None:
-    own.similarity_search("text 1", k=1)[0].metadata["n"] = "changed"
-    assert own.get_by_ids(["id1"])[0].metadata["n"] == 1
-
-
-def test_saving_and_loading(own: KVRagVectorStore, embedding: Embeddings, tmp_path: Path) -> None:
-    own.delete(["id0", "id5"])
-    own.save_local(tmp_path / "store")
-    assert sorted(p.name for p in (tmp_path / "store").iterdir()) == ["documents.json", "index.faiss"]
-    again = KVRagVectorStore.load_local(tmp_path / "store", embedding)
-    assert again.kv_documents() == own.kv_documents()
-    for query in ("text 1", "text 7"):
-        assert again.similarity_search_with_score(query, k=8) == own.similarity_search_with_score(query, k=8)
-    again.add_texts(["text 1 changed"], ids=["id1"])
-    assert len(again.kv_documents()) == 8
-    empty = KVRagVectorStore(embedding=embedding)
-    empty.save_local(tmp_path / "empty")
-    assert KVRagVectorStore.load_local(tmp_path / "empty", embedding).similarity_search("x") == []
-
-
-def test_loading_keeps_kv_in_step(chat: ChatKVRag, embedding: Embeddings, chunks: list[str], tmp_path: Path) -> None:
-    KVRagVectorStore.from_texts(chunks[:2], embedding, ids=["a", "b"], llm=chat).save_local(tmp_path)
-    again = KVRagVectorStore.load_local(tmp_path, embedding, llm=chat)
-    assert kept(chat, chunks) == [0, 1]
-    again.delete(["a"])
-    assert kept(chat, chunks) == [1]
-
-
-def test_unusable_files_are_refused(own: KVRagVectorStore, embedding: Embeddings, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no usable vector store"):
-        KVRagVectorStore.load_local(tmp_path / "nothing", embedding)
-    own.save_local(tmp_path)
-    rows = json.loads((tmp_path / "documents.json").read_text())
-    rows["documents"].pop()
-    (tmp_path / "documents.json").write_text(json.dumps(rows))
-    with pytest.raises(StoreError, match="belong together"):
-        KVRagVectorStore.load_local(tmp_path, embedding)
-    (tmp_path / "documents.json").write_text(json.dumps({**rows, "format": 99}))
-    with pytest.raises(StoreError, match="newer kvrag"):
-        KVRagVectorStore.load_local(tmp_path, embedding)
-    (tmp_path / "index.faiss").write_bytes(b"broken")
-    (tmp_path / "documents.json").write_text(json.dumps(rows))
-    with pytest.raises(StoreError):
-        KVRagVectorStore.load_local(tmp_path, embedding)
-
-
-def test_metadata_that_json_can_not_hold(embedding: Embeddings, tmp_path: Path) -> None:
-    store = KVRagVectorStore.from_texts(["a"], embedding, [{"x": object()}])
-    with pytest.raises(InputError, match="metadata"):
-        store.save_local(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="InMemoryVectorStore"):
-        KVRagVectorStore(InMemoryVectorStore(embedding)).save_local(tmp_path)
-
-
-def test_vectors_of_another_model_change_nothing(own: KVRagVectorStore) -> None:
-    own.inner._embedding = FakeEmbeddings(size=3)  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match=r"3 dimensions .* has 8"):
-        own.add_texts(["new"], ids=["id1"])
-    with pytest.raises(InputError, match="dimensions"):
-        own.similarity_search("text 1")
-    assert own.get_by_ids(["id1"])[0].page_content == "text 1"
-
-
-def test_ids_that_do_not_fit(own: KVRagVectorStore) -> None:
-    with pytest.raises(InputError, match="2 documents came with 1 ids"):
-        own.add_documents([Document(page_content="a"), Document(page_content="b")], ids=["x"])
-
-
-def test_a_missing_faiss_is_named(embedding: Embeddings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(MissingDependencyError, match=r"'faiss'.*pip install 'kvrag\[langchain\]'"):
-        KVRagVectorStore(embedding=embedding)
-
-
-# -- the transformer -----------------------------------------------------------------------------------------------------
-
-
-async def test_the_transformer_precomputes_and_changes_nothing(chat: ChatKVRag, chunks: list[str]) -> None:
-    documents = [Document(page_content=chunk, id=str(i)) for i, chunk in enumerate(chunks[:2])]
-    step = KVPrecompute(chat)
-    assert step.transform_documents(documents) == documents
-    assert kept(chat, chunks) == [0, 1]
-    await step.atransform_documents([Document(page_content=chunks[3])])
-    assert kept(chat, chunks) == [0, 1, 3]
-    with pytest.raises(ConfigError, match="FakeListLLM"):
-        KVPrecompute(FakeListLLM(responses=["x"]))
-
-
-def test_the_transformer_warns_or_raises(chat: ChatKVRag) -> None:
-    twice = [Document(page_content="one", id="a"), Document(page_content="two", id="a")]
-    with pytest.warns(UserWarning, match="two different texts"):
-        assert KVPrecompute(chat).transform_documents(twice) == twice
-    with pytest.raises(InputError, match="two different texts"):
-        KVPrecompute(chat, on_error="raise").transform_documents(twice)

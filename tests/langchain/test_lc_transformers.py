@@ -1,0 +1,30 @@
+"""KVPrecompute: a step of a pipeline that changes no document."""
+
+from __future__ import annotations
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.language_models import FakeListLLM
+from lc_kept import kept
+
+from kvrag import ConfigError, InputError
+from langchain_kvrag import ChatKVRag, KVPrecompute
+
+
+async def test_the_transformer_precomputes_and_changes_nothing(chat: ChatKVRag, chunks: list[str]) -> None:
+    documents = [Document(page_content=chunk, id=str(i)) for i, chunk in enumerate(chunks[:2])]
+    step = KVPrecompute(chat)
+    assert step.transform_documents(documents) == documents
+    assert kept(chat, chunks) == [0, 1]
+    await step.atransform_documents([Document(page_content=chunks[3])])
+    assert kept(chat, chunks) == [0, 1, 3]
+    with pytest.raises(ConfigError, match="FakeListLLM"):
+        KVPrecompute(FakeListLLM(responses=["x"]))
+
+
+def test_the_transformer_warns_or_raises(chat: ChatKVRag) -> None:
+    twice = [Document(page_content="one", id="a"), Document(page_content="two", id="a")]
+    with pytest.warns(UserWarning, match="two different texts"):
+        assert KVPrecompute(chat).transform_documents(twice) == twice
+    with pytest.raises(InputError, match="two different texts"):
+        KVPrecompute(chat, on_error="raise").transform_documents(twice)
