@@ -109,21 +109,21 @@ def run_demo(
     def say(text: str) -> None:
         console.print(f"[dim]{time.perf_counter() - start:5.0f} s[/dim]  {text}", highlight=False)
 
+    _warn_of_load(say)
     # Reading a GGUF file draws a progress bar of its own, which nothing but this turns off.
     with console.status("loading the frameworks and the model (about 20 s on a CPU) ..."), redirect_stderr(StringIO()):
         pipeline = make_pipeline()
         loaded = pipeline.engine.loaded
         say(f"{pipeline.name}: loaded {Path(pipeline.engine.source.name).name} on {loaded.lm.device}")
-    count = loaded.encoder.chunk_ids
-    chunks = split_documents(documents, lambda text: len(count(text)), **sizes.of_chunks)
+    chunks = split_documents(documents, lambda text: len(loaded.encoder.chunk_ids(text)), **sizes.of_chunks)
     tokens = sum(chunk.num_tokens for chunk in chunks)
     say(f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet")
     indexed = pipeline.index(chunks)
     say(f"{indexed.skipped} chunks found on disk, {indexed.stored} computed ({indexed.seconds:.1f} s), all indexed")
     rows = _answer_all(pipeline, questions, kv_dir, sizes, console, say)
     again = pipeline.engine.precompute([chunk.text for chunk in chunks], ids=[chunk.id for chunk in chunks])
-    size = pipeline.engine.store.stats()["disk"].num_bytes
-    return DemoReport(rows, len(chunks), indexed, again, size, loaded.lm.kv_bytes_per_token)
+    disk = pipeline.engine.store.stats()["disk"]
+    return DemoReport(rows, len(chunks), indexed, again, disk.num_bytes, loaded.lm.kv_bytes_per_token)
 
 
 def _answer_all(
@@ -180,6 +180,13 @@ def _faster(row: Row, other: Row) -> Row:
     if other.answer.ttft_ms < answer.ttft_ms:
         answer = replace(answer, ttft_ms=other.answer.ttft_ms, load_ms=other.answer.load_ms)
     return replace(row, answer=answer, full=replace(full, ttft_ms=min(full.ttft_ms, other.full.ttft_ms)))
+
+
+def _warn_of_load(say: Callable[[str], None]) -> None:
+    """Say that times will be off where other programs keep the cores busy: the two ways suffer unequally from that."""
+    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    if load > cores / 2:
+        say(f"[yellow]other programs are busy here (load {load:.1f} on {cores} cores): don't trust times or ratios[/]")
 
 
 def _forget_pages(kv_dir: Path) -> None:
