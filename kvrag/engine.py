@@ -395,12 +395,19 @@ class KVRagEngine:
 
     # -- looking inside --------------------------------------------------------------------------------------------------
 
-    def explain(self, prompt: Prompt, *, mode: Mode = "auto", namespace: str | None = None) -> Explanation:
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        mode: Mode = "auto",
+        repair: RepairConfig | None = None,
+        namespace: str | None = None,
+    ) -> Explanation:
         """Tell which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
         check_mode(mode)
-        request = self._request(prompt, mode, None, namespace)
+        request = self._request(prompt, mode, _check_repair(repair), namespace)
         plan = self._answering.plan(prompt, request.namespace, request.prefixes)
-        return explain_plan(plan, mode, self.repair, num_layers=self.loaded.lm.num_layers)
+        return explain_plan(plan, mode, request.repair, num_layers=self.loaded.lm.num_layers)
 
     def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
         """Compare reuse with full prefill on your prompts; options as for :func:`kvrag.verify.verify_prompts`."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvrag.errors import ConfigError
-from kvrag.prompt import PromptEncoder
+from kvrag.prompt import PromptEncoder, plain_message
 
 _MARK = "\u2063KVRAG-{}\u2063"
 _ROLES = {"human": "user", "ai": "assistant"}
@@ -70,7 +70,8 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
 
 def _from_messages(messages: Sequence[Mapping[str, Any]], encoder: PromptEncoder) -> str:
     mark = _MARK.format("context")
-    marked = [{**m, "content": str(m.get("content", "")).replace("{context}", mark)} for m in messages]
+    plain = [plain_message(message) for message in messages]
+    marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
     if not any(mark in message["content"] for message in marked):
         marked.append({"role": "user", "content": mark})
     return _before(encoder.render(marked), "context")

@@ -78,7 +78,7 @@ class PromptEncoder:
                 "this tokenizer has no chat template, so chat messages can't be rendered; pass the prompt as a string, or set "
                 "tokenizer.chat_template"
             )
-        plain = [_plain_message(message) for message in messages]
+        plain = [plain_message(message) for message in messages]
         try:
             return str(
                 self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
@@ -160,7 +160,7 @@ def check_chunk_text(text: object) -> str:
     return text
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its content as one string; refuse what would otherwise be dropped."""
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise InputError(f"a chat message has the keys {sorted(message)}; it needs 'role' (a string) and 'content'")

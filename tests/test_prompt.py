@@ -95,6 +95,8 @@ def test_a_prefix_may_be_text_or_messages(encoder: PromptEncoder) -> None:
     assert prefix_text(system, encoder) == f"<|im_start|>system\nBe brief.<|im_end|>\n{HEAD}"
     placed = [*system, {"role": "user", "content": "Read this:\n{context}\n\n{question}"}]
     assert prefix_text(placed, encoder).endswith(f"{HEAD}Read this:\n")
+    parts = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+    assert prefix_text(parts, encoder) == prefix_text(system, encoder)
 
 
 def test_a_prefix_may_be_a_langchain_template(encoder: PromptEncoder) -> None:
