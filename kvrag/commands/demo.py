@@ -42,7 +42,7 @@ def demo(
     question: Annotated[list[str] | None, typer.Option(help="Ask this instead; may be repeated.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="How many of the corpus's questions to ask.")] = 4,
     top_k: Annotated[int, typer.Option(min=1, help="Chunks per question.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")] = 280,
+    chunk_tokens: Annotated[int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")] = 300,
     kv_dir: Annotated[Path, typer.Option("--kv-dir", help="Where KV is kept between runs.")] = Path(".kvrag-demo"),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound of answer tokens.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Time each prompt so often; the best counts.")] = 2,
