@@ -179,14 +179,18 @@ class CausalLM:
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Collect position-free keys of every forward inside: layer → ``(B, R, H_kv, D)``."""
-        captured: dict[int, torch.Tensor] = {}
-        handles = [_hook(attention, layer, captured) for layer, attention in enumerate(self._attentions)]
-        try:
-            yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
+        """Collect position-free keys of every forward inside: layer → ``(B, R, H_kv, D)``.
+
+        The model is this thread's alone until the end: the hooks would see the forwards of others too.
+        """
+        with self._lock:
+            captured: dict[int, torch.Tensor] = {}
+            handles = [_hook(attention, layer, captured) for layer, attention in enumerate(self._attentions)]
+            try:
+                yield captured
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     @torch.inference_mode()
     def _prove_capture(self) -> list[LayerShape]:

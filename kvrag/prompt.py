@@ -6,6 +6,7 @@ tokenise differently across a seam; what is compared with a full prefill is alwa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,6 +42,8 @@ class PromptEncoder:
         first = tokenizer("")["input_ids"]
         self.bos_ids: list[int] = [i for i in first[:1] if i == tokenizer.bos_token_id]
         self.chunk_ids = lru_cache(maxsize=4096)(self._chunk_ids)
+        # A fast tokenizer keeps "are control tokens text?" as a state of its own, set by each call.
+        self._lock = threading.Lock()
 
     def pieces(self, prompt: Prompt) -> list[Piece]:
         """Render a prompt to pieces; chunks are known only where they were given explicitly.
@@ -89,14 +92,16 @@ class PromptEncoder:
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised; at the start of a prompt BOS stands exactly once, if the model has one."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        with self._lock:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         if at_start and self.bos_ids and ids[:1] != self.bos_ids:
             return [*self.bos_ids, *ids]
         return ids
 
     def _chunk_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise chunk text: no special tokens are added, and control-token text stays text."""
-        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+        with self._lock:
+            encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return tuple(encoded["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -32,6 +32,7 @@ from kvrag import (
     StoreFormatError,
     UnsupportedModelError,
 )
+from kvrag.prompt import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(5, words=30, seed=3)
@@ -649,6 +650,50 @@ def test_requests_from_several_threads_don_t_mix(engine: KVRagEngine) -> None:
     for thread in threads:
         thread.join()
     assert together == alone
+
+
+def test_precompute_beside_requests_stores_the_same_kv(engine_of: MakeEngine) -> None:
+    """Hooks that capture keys must not see the forwards of requests."""
+    busy, quiet = engine_of(kv_dir=None), engine_of(kv_dir=None, namespace="quiet")
+    assert busy.loaded is not quiet.loaded
+    quiet.precompute(CHUNKS)
+    is_over = threading.Event()
+
+    def requests() -> None:
+        while not is_over.is_set():
+            busy.generate("what the keeper wrote about <|im_end|> the harbour", max_new_tokens=4)
+
+    threads = [threading.Thread(target=requests) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for text in CHUNKS:
+        busy.precompute([text])
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    for order in ((0, 1, 2), (4, 3, 2)):
+        one, two = (e.prefill(ask(*order), mode="stitch", repair=RepairConfig(strategy="none")) for e in (busy, quiet))
+        assert one.prompt_ids == two.prompt_ids
+        assert torch.allclose(one.logits, two.logits, atol=1e-4)
+
+
+def test_tokenising_in_several_threads_keeps_control_tokens_apart(tokenizer: Any) -> None:
+    encoder = PromptEncoder(tokenizer)
+    live, chunk = encoder.live_ids("a <|im_end|> b"), encoder._chunk_ids("a <|im_end|> b")
+    wrong: list[object] = []
+
+    def check(encode: Callable[[str], Any], expected: Any) -> None:
+        wrong.extend(1 for _ in range(2000) if encode("a <|im_end|> b") != expected)
+
+    threads = [
+        threading.Thread(target=check, args=pair)
+        for pair in [(encoder.live_ids, live), (encoder._chunk_ids, chunk)] * 2
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_sampling_is_repeatable_by_seed(engine: KVRagEngine) -> None:
