@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import TYPE_CHECKING, Literal, NewType
 
-import torch
+if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
+    import torch
 
 ChunkKey = NewType("ChunkKey", str)
 """Address of one stored chunk: 64 lower-case hex digits (SHA-256), see :mod:`kvrag.fingerprint`."""
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
+
+
+def _no_logits() -> torch.Tensor:
+    import torch
+
+    return torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +213,7 @@ class Accounting:
 class PrefillResult(Accounting):
     """A prefilled prompt. ``logits``: float32 CPU tensor ``(vocab,)`` of the first answer token."""
 
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    logits: torch.Tensor = field(default_factory=_no_logits, repr=False)
     ttft_ms: float = 0.0
 
 
@@ -224,7 +231,7 @@ class ScoreResult(Accounting):
         Token ids of the continuation.
     """
 
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False)
+    logits: torch.Tensor = field(default_factory=_no_logits, repr=False)
     loss: float = float("nan")
     continuation_ids: list[int] = field(default_factory=list)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,9 +73,18 @@ def test_the_public_names_are_pinned() -> None:
     assert all(hasattr(kvrag, name) for name in kvrag.__all__)
 
 
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, kvrag, kvrag.config, kvrag.errors; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert set(kvrag.__all__) <= set(dir(kvrag))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = kvrag.no_such_name
+
+
 def test_the_error_tree_is_the_one_drawn() -> None:
     tree = {e.__name__ for e in _descendants(KVRagError)}
-    drawn = kvrag.errors.__doc__ or ""
+    drawn = sys.modules["kvrag.errors"].__doc__ or ""
     assert all(name in drawn for name in tree)
 
 
