@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
+from kvrag.deadline import Deadline
 from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.loading import LoadedModel
@@ -22,10 +24,9 @@ from kvrag.prompt import Prompt
 from kvrag.spans import SpanIndex
 from kvrag.store.base import KVStore
 from kvrag.streams import Emit
-from kvrag.types import GenerationResult, Mode
+from kvrag.types import GenerationResult, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +57,32 @@ class Answering:
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
 
-    def scanner(self, namespace: str) -> SpanIndex:
+    def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
         with self._lock:
             spans, cursor = self._spans.get(namespace, (SpanIndex(), 0))
-            try:
-                entries, cursor = self.store.index.texts(namespace, cursor)
-                spans.add(entries)
-            except Exception as error:  # a broken store costs reuse, never the answer
-                logger.warning("the KV store's index can't be read (%s); computing instead", error)
+            nothing: tuple[list[TextEntry], int] = ([], cursor)
+            read = deadline.ask(lambda: self.store.index.texts(namespace, cursor), nothing, what="the KV store's index")
+            spans.add(read[0])
+            cursor = read[1]
             self._spans[namespace] = (spans, cursor)
             return spans
 
-    def plan(self, prompt: Prompt, namespace: str, prefixes: Sequence[str]) -> Plan:
-        """Plan a prompt; warn once when its chunks were encoded behind another prefix than it has."""
+    def plan(self, request: Request) -> Plan:
+        """Plan a prompt; warn once when chunks that it will use were encoded behind another prefix than it has."""
+        deadline = Deadline(self.store_config.load_timeout_s)
         plan = plan_prompt(
-            prompt,
+            request.prompt,
             self.loaded.encoder,
-            scanner=self.scanner(namespace),
+            scanner=self.scanner(request.namespace, deadline),
             store=self.store,
             model=self.loaded.fingerprint,
-            namespace=namespace,
-            prefixes=prefixes,
+            namespace=request.namespace,
+            prefixes=request.prefixes,
             min_chunk_tokens=self.store_config.min_chunk_tokens,
+            deadline=deadline,
         )
-        if plan.has_mismatch and not self._has_warned:
+        if plan.has_mismatch and request.mode in ("auto", "stitch") and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired; "
@@ -107,7 +109,7 @@ class Answering:
         """
         clock = Clock()
         with clock.stage("plan"):
-            plan = self.plan(request.prompt, request.namespace, request.prefixes)
+            plan = self.plan(request)
         total, window = len(plan.token_ids) + max_new_tokens, self.loaded.lm.context_window
         if total > window:
             raise ContextLengthError(
@@ -191,26 +193,33 @@ class Answering:
         )
 
 
-def _retry_without_reuse(attempt: Callable[[Mode], T], mode: Mode) -> T:
+def _retry_without_reuse(attempt: Callable[[Mode], Prefilled], mode: Mode) -> Prefilled:
     """Run a prefill; when memory runs out, once more without reuse, then give up with a sentence."""
+    done, reason = _attempt(attempt, mode)
+    if done is None and mode != "full":
+        logger.warning("out of memory with reuse (%s); trying once more without", reason)
+        gc.collect()  # the failed attempt's buffers go before the next one allocates
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        done, reason = _attempt(attempt, "full")
+        if done is not None:
+            return replace(done, fallback_reason="memory ran out with reuse")
+    if done is None:
+        raise OutOfMemoryError(
+            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
+            f"or use a smaller model or dtype ({reason})"
+        )
+    return done
+
+
+def _attempt(attempt: Callable[[Mode], Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
+    """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
     try:
-        return attempt(mode)
+        return attempt(mode), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if mode != "full":
-            logger.warning("out of memory with reuse (%s); trying once more without", error)
-            try:
-                return attempt("full")
-            except (RuntimeError, MemoryError) as again:
-                if not is_out_of_memory(again):
-                    raise
-        raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
-            f"or use a smaller model or dtype ({error})"
-        ) from error
+        return None, str(error)
 
 
 def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
@@ -226,4 +235,5 @@ def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
         "timings_ms": clock.timings_ms,
         "loaded_bytes": done.loaded_bytes,
         "fallback_reason": done.fallback_reason,
+        "has_other_prefix": done.has_other_prefix,
     }

@@ -164,6 +164,10 @@ class SamplingConfig:
         object.__setattr__(self, "stop", _as_stop_strings(self.stop))
         _check_count("SamplingConfig", "max_new_tokens", self.max_new_tokens, 1)
         _check_number("SamplingConfig", "temperature", self.temperature, 0)
+        if 0 < self.temperature < 1e-3:
+            raise ConfigError(
+                f"SamplingConfig.temperature is {self.temperature!r}; use 0 for greedy decoding, else at least 0.001"
+            )
         if self.top_p is not None:
             _check_number("SamplingConfig", "top_p", self.top_p, 0, 1)
         if self.top_k is not None:

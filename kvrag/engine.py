@@ -6,7 +6,7 @@ import difflib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,14 +17,23 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check
 from kvrag.errors import ConfigError, InputError
 from kvrag.explain import explain_plan
 from kvrag.fingerprint import namespace_digest
-from kvrag.index_time import check_items, pair_up, precompute_texts, replaced_ids
+from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
 from kvrag.loading import LoadedModel, ModelSource, check_source, load
 from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
 from kvrag.stats import EngineStats
 from kvrag.store import open_store
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
-from kvrag.types import Explanation, GenerationResult, Mode, PrecomputeReport, PrefillResult, ScoreResult, VerifyReport
+from kvrag.types import (
+    Chunk,
+    Explanation,
+    GenerationResult,
+    Mode,
+    PrecomputeReport,
+    PrefillResult,
+    ScoreResult,
+    VerifyReport,
+)
 from kvrag.verify import verify_prompts
 
 
@@ -54,8 +63,11 @@ class KVRagEngine:
         namespace: str = "default",
         store_config: StoreConfig | None = None,
     ) -> None:
-        if not isinstance(namespace, str) or not namespace:
-            raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+        _check_namespace(namespace)
+        if not isinstance(store_config, (StoreConfig, type(None))):
+            raise ConfigError(f"store_config is {store_config!r}; pass a kvrag.StoreConfig")
+        if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
+            raise ConfigError(f"kv_dir is {kv_dir!r}; pass the path of a directory")
         check_source(source)
         self.source, self.namespace = source, namespace
         self.kv_dir = None if kv_dir is None else os.path.abspath(kv_dir)
@@ -63,7 +75,7 @@ class KVRagEngine:
         self.store_config = store_config or StoreConfig()
         self.store = open_store(kv_dir, self.store_config)
         self._prefix, self._prefix_text = prefix, cast("str | None", None)
-        self._prefix_texts: dict[str, None] = {}
+        self._prefix_texts: dict[str, dict[str, None]] = {}
         self._stats = EngineStats()
         self._lock = threading.RLock()
         self._loaded: LoadedModel | None = None
@@ -136,6 +148,8 @@ class KVRagEngine:
         own = ("kv_dir", "prefix", "repair", "namespace", "store_config")
         hf_kwargs = {k: v for k, v in options.items() if k not in (*names, *own)}
         source = ModelSource(model, **{k: options[k] for k in names if k in options}, hf_kwargs=hf_kwargs)
+        check_source(source)
+        _check_repair(options.get("repair"))
         kv_dir = None if options.get("kv_dir") is None else os.path.abspath(options["kv_dir"])
         settings = (repr(options.get("prefix")), options.get("repair"), options.get("namespace", "default"))
         key = (source.key, kv_dir, *settings, options.get("store_config"))
@@ -228,20 +242,36 @@ class KVRagEngine:
     ) -> PrecomputeReport:
         """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
         items = check_items(items)
-        if replaced := replaced_ids(self.store, items, self._namespace(namespace)):
-            self.delete(replaced, namespace=namespace)
+        check_batch_size(batch_size)
+        space = self._namespace(namespace)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
-        self._prefix_texts[text] = None
+        self._prefix_texts.setdefault(space, {})[text] = None
+        if replaced := replaced_ids(self.store, items, space):
+            self.delete(replaced, namespace=namespace)
         return precompute_texts(
             self.loaded,
             self.store,
             items,
             prefix=text,
-            namespace=self._namespace(namespace),
+            namespace=space,
             batch_size=batch_size,
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             show_progress=show_progress,
         )
+
+    def prefetch(self, texts: Sequence[str], *, namespace: str | None = None) -> int:
+        """Load chunks from disk into the memory tier, for a prompt that is about to come.
+
+        Returns
+        -------
+        int
+            Number of chunks found, the prefix included.
+        """
+        prompt: list[str | Chunk] = [self.prefix_text, *map(Chunk, texts)]
+        request = self._request(prompt, "full", None, namespace)
+        identities = self._answering.plan(request).identities
+        loaded = self.store.get_many(identities, timeout_s=self.store_config.load_timeout_s)
+        return sum(kv is not None for kv in loaded)
 
     def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> int:
         """Delete documents: KV that no other document refers to is erased from every tier.
@@ -252,6 +282,7 @@ class KVRagEngine:
             Number of chunks erased.
         """
         space = self._namespace(namespace)
+        ids = [ids] if isinstance(ids, str) else ids
         keys = [key for doc_id in ids for key in self.store.index.unlink(space, doc_id)]
         return self.store.delete(keys)
 
@@ -374,9 +405,10 @@ class KVRagEngine:
         """
         check_mode(mode)
         encoder = self.loaded.encoder
-        ids = encoder.live_ids(continuation) if isinstance(continuation, str) else list(continuation)
-        if not ids:
-            raise InputError("the continuation is empty; pass text or token ids")
+        ids = encoder.live_ids(continuation) if isinstance(continuation, str) else list(_as_ids(continuation))
+        vocabulary = range(self.loaded.lm.vocab_size)
+        if not ids or not all(isinstance(i, int) and i in vocabulary for i in ids):
+            raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocabulary.stop}")
         done, clock = self._answering.prefilled(
             self._request(prompt, mode, _check_repair(repair), namespace), max_new_tokens=len(ids)
         )
@@ -406,7 +438,7 @@ class KVRagEngine:
         """Tell which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
         check_mode(mode)
         request = self._request(prompt, mode, _check_repair(repair), namespace)
-        plan = self._answering.plan(prompt, request.namespace, request.prefixes)
+        plan = self._answering.plan(request)
         return explain_plan(plan, mode, request.repair, num_layers=self.loaded.lm.num_layers)
 
     def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
@@ -420,7 +452,7 @@ class KVRagEngine:
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _namespace(self, namespace: str | None) -> str:
-        return namespace_digest(self.namespace if namespace is None else namespace)
+        return namespace_digest(self.namespace if namespace is None else _check_namespace(namespace))
 
     @property
     def _answering(self) -> Answering:
@@ -431,8 +463,9 @@ class KVRagEngine:
             return self._query_side
 
     def _request(self, prompt: Prompt, mode: Mode, repair: RepairConfig | None, namespace: str | None) -> Request:
-        prefixes = (self.prefix_text, *self._prefix_texts)
-        return Request(prompt, mode, repair or self.repair, self._namespace(namespace), prefixes)
+        space = self._namespace(namespace)
+        prefixes = (self.prefix_text, *self._prefix_texts.get(space, ()))
+        return Request(prompt, mode, repair or self.repair, space, prefixes)
 
     def _produce(
         self,
@@ -457,6 +490,18 @@ class KVRagEngine:
             return result
 
         return produce
+
+
+def _as_ids(continuation: object) -> Iterable[Any]:
+    if not isinstance(continuation, Iterable):
+        raise InputError(f"the continuation is of type {type(continuation).__name__}; pass text or token ids")
+    return continuation
+
+
+def _check_namespace(namespace: object) -> str:
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+    return namespace
 
 
 def _check_repair(repair: object) -> RepairConfig | None:

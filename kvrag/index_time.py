@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tqdm.auto import tqdm
 
 from kvrag.cache import KVBuffer
 from kvrag.errors import ConfigError, InputError, StoreError, is_out_of_memory
-from kvrag.fingerprint import ids_digest
+from kvrag.fingerprint import chunk_key, ids_digest
 from kvrag.loading import LoadedModel
 from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.prompt import check_chunk_text
@@ -44,7 +44,10 @@ def pair_up(texts: Sequence[str], ids: Sequence[str] | None) -> list[tuple[str |
     InputError
         If their numbers differ.
     """
+    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
+        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
     texts = [texts] if isinstance(texts, str) else list(texts)
+    ids = [ids] if isinstance(ids, str) else ids
     names: list[str | None] = [None] * len(texts) if ids is None else list(ids)
     if len(names) != len(texts):
         raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
@@ -73,6 +76,12 @@ def check_items(items: Sequence[tuple[str | None, str]]) -> list[tuple[str | Non
                 raise InputError(f"the id {name!r} names two different texts; give each text its own id")
         out.append((name, body))
     return out
+
+
+def check_batch_size(batch_size: object) -> None:
+    """Raise :class:`ConfigError` unless it is a whole number of at least 1."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
 
 
 def replaced_ids(store: KVStore, items: Sequence[tuple[str | None, str]], namespace: str) -> list[str]:
@@ -118,8 +127,6 @@ def precompute_texts(
     show_progress
         Show a progress bar.
     """
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     jobs = _jobs(loaded, items, ids_digest(prefix_ids), namespace)
@@ -142,6 +149,7 @@ def precompute_texts(
         for batch in _batches(todo, batch_size):
             run.store_batch(batch)
             bar.update(len(batch))
+    run.recount()
     return PrecomputeReport(run.stored, run.skipped, run.failed, run.stored_bytes, time.perf_counter() - start)
 
 
@@ -173,6 +181,7 @@ class _Run:
         self._prefix_ids, self._namespace = prefix_ids, namespace
         self._prefix: KVBuffer | None = None
         self.stored = self.skipped = self.stored_bytes = 0
+        self._done: list[Job] = []
         self.failed: list[tuple[str, str]] = []
 
     def fail(self, job: Job, reason: str) -> None:
@@ -186,27 +195,40 @@ class _Run:
 
     def store_batch(self, jobs: list[Job]) -> None:
         """Encode and store some chunks; what fails is reported, and the rest goes on."""
+        kvs, reason = self._encode(jobs)
+        for job, kv in zip(jobs, kvs, strict=False):
+            self._put(job, kv)
+        if kvs:
+            return
+        if len(jobs) == 1:
+            self.fail(jobs[0], f"out of memory ({reason})")
+            return
+        half = len(jobs) // 2
+        self.store_batch(jobs[:half])
+        self.store_batch(jobs[half:])
+
+    def _encode(self, jobs: list[Job]) -> tuple[list[ChunkKV], str]:
+        """Encode some chunks, or say that memory ran out; an exception that is kept would keep its tensors alive."""
         try:
             prefix = self._encode_prefix()
-            kvs = encode_chunks(self._loaded.lm, prefix, [job.identity.token_ids for job in jobs])
+            return encode_chunks(self._loaded.lm, prefix, [job.identity.token_ids for job in jobs]), ""
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if len(jobs) == 1:
-                self.fail(jobs[0], f"out of memory ({error})")
-                return
-            half = len(jobs) // 2
-            self.store_batch(jobs[:half])
-            self.store_batch(jobs[half:])
-            return
-        for job, kv in zip(jobs, kvs, strict=True):
-            self._put(job, kv)
+            return [], str(error)
+
+    def recount(self) -> None:
+        """Report what a store without a disk has pushed out again for want of room."""
+        for job in [job for job in self._done if not self._store.contains(chunk_key(job.identity))]:
+            self.stored -= 1
+            self.fail(job, "pushed out again by later chunks: ram_bytes is too small, or pass kv_dir")
 
     def _put(self, job: Job, kv: ChunkKV) -> None:
         try:
             for doc_id in job.doc_ids:
                 self.stored_bytes += self._store.put(job.identity, kv, text=job.entry, doc_id=doc_id)
             self.stored += 1
+            self._done.append(job)
         except StoreError as error:
             self.fail(job, str(error))
 

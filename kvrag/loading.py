@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,10 +61,9 @@ class ModelSource:
     @property
     def key(self) -> tuple[object, ...]:
         """What identifies the loaded model in this process."""
-        model = id(self.model) if isinstance(self.model, PreTrainedModel) else os.fspath(self.model)
-        tokenizer = self.tokenizer if isinstance(self.tokenizer, (str, type(None))) else id(self.tokenizer)
+        device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
         options = tuple(sorted((name, repr(value)) for name, value in self.hf_kwargs.items()))
-        return (model, tokenizer, self.revision, str(self.dtype), str(self.device), options)
+        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options)
 
     @property
     def name(self) -> str:
@@ -73,7 +73,15 @@ class ModelSource:
         return os.fspath(self.model)
 
 
-@dataclass(frozen=True, slots=True)
+def _spelling(thing: Any) -> object:
+    """One name for one thing: files by their real path, objects by identity."""
+    if isinstance(thing, (str, os.PathLike)):
+        path = os.fspath(thing)
+        return os.path.realpath(path) if os.path.exists(path) else path
+    return None if thing is None else id(thing)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class LoadedModel:
     """A model ready for use: forwards, prompts, and the fingerprint that every key of its KV holds."""
 
@@ -82,12 +90,15 @@ class LoadedModel:
     fingerprint: str
 
 
-_loaded: dict[tuple[object, ...], LoadedModel] = {}
+_loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
+"""What is in use, by source; the last engine that lets go of a model frees it."""
 _load_lock = threading.Lock()
 
 
 def load(source: ModelSource) -> LoadedModel:
-    """Load a model, or return the one that this process has loaded from the same source.
+    """Load a model, or return the one that this process has loaded from the same source and still uses.
+
+    A model that was handed in is looked at anew each time: its weights may have changed since.
 
     Raises
     ------
@@ -96,10 +107,13 @@ def load(source: ModelSource) -> LoadedModel:
     ConfigError
         If the dtype or the device does not exist here.
     """
+    if isinstance(source.model, PreTrainedModel):
+        return _load(source)
     with _load_lock:
-        if source.key not in _loaded:
-            _loaded[source.key] = _load(source)
-        return _loaded[source.key]
+        found = _loaded.get(source.key)
+        if found is None:
+            found = _loaded[source.key] = _load(source)
+        return found
 
 
 def check_source(source: ModelSource) -> None:
@@ -110,6 +124,10 @@ def check_source(source: ModelSource) -> None:
     ModelError, ConfigError
         As :func:`load`.
     """
+    if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
+        raise ConfigError(
+            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file or a loaded PreTrainedModel"
+        )
     resolve_device(source)
     resolve_dtype(source)
     if isinstance(source.model, PreTrainedModel):
@@ -135,8 +153,10 @@ def resolve_device(source: ModelSource) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(source.device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device is {source.device!r}, which torch doesn't know; use 'cpu' or 'cuda'") from error
+        if device.type != "cuda":
+            torch.empty(1, device=device).cpu()  # a device that torch knows may still not be here
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device is {source.device!r}, which torch can't use here; use 'cpu' or 'cuda'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was requested, but torch finds no CUDA device here; pass device='cpu'")
     return device
@@ -169,10 +189,14 @@ def _load(source: ModelSource) -> LoadedModel:
             model = model.to(resolve_device(source))
         weights = _weights_identity(source, model)
     tokenizer = source.tokenizer
-    if tokenizer is None or isinstance(tokenizer, str):
-        where = _directory(source) if tokenizer is None else tokenizer
-        options = (_hub_options(source) | _gguf_options(source)) if tokenizer is None else {}
-        tokenizer = _trying(source, lambda: AutoTokenizer.from_pretrained(where, **options))
+    if tokenizer is None or isinstance(tokenizer, (str, os.PathLike)):
+        home = _directory(source) if tokenizer is None else os.fspath(tokenizer)
+        options = (
+            (_hub_options(source) | _gguf_options(source))
+            if tokenizer is None
+            else _hub_options(source, revision=False)
+        )
+        tokenizer = _trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
     lm = CausalLM(model)
     return LoadedModel(lm, PromptEncoder(tokenizer), model_fingerprint(lm, tokenizer, weights))
 
@@ -187,8 +211,22 @@ def _gguf_options(source: ModelSource) -> dict[str, Any]:
     return {"gguf_file": os.path.basename(path)} if path.endswith(".gguf") else {}
 
 
-def _hub_options(source: ModelSource) -> dict[str, Any]:
-    return {} if source.revision is None else {"revision": source.revision}
+_HUB_OPTIONS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+"""Options of ``from_pretrained`` that say where to look, for config and tokenizer as well as for weights."""
+
+
+def _hub_options(source: ModelSource, *, revision: bool = True) -> dict[str, Any]:
+    options = {name: source.hf_kwargs[name] for name in _HUB_OPTIONS if name in source.hf_kwargs}
+    return options if source.revision is None or not revision else {**options, "revision": source.revision}
 
 
 def _trying(source: ModelSource, action: Callable[[], T]) -> T:
@@ -237,8 +275,9 @@ def _weights_identity(source: ModelSource, model: PreTrainedModel) -> str:
     if path.is_file():
         return _files_digest([path])
     if path.is_dir():
-        files = sorted({f for pattern in _WEIGHT_FILES for f in path.glob(pattern)})
-        return _files_digest(files)
+        folder = path / source.hf_kwargs.get("subfolder", "")
+        files = sorted({f for pattern in _WEIGHT_FILES for f in folder.glob(pattern)})
+        return _files_digest(files) if files else _tensor_digest(model)
     return f"commit:{commit}" if commit else _tensor_digest(model)
 
 

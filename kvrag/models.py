@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -51,6 +52,16 @@ def _attention(
     return out.transpose(1, 2), None
 
 
+_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_guard = threading.Lock()
+
+
+def _lock_of(model: PreTrainedModel) -> threading.RLock:
+    """Return the one lock of a model, however many engines use it: its attention is switched during a forward."""
+    with _locks_guard:
+        return _locks.setdefault(model, threading.RLock())
+
+
 class StopForward(Exception):
     """Raised by a ``before_write`` callback to end a forward whose rest is not needed."""
 
@@ -61,7 +72,7 @@ class CausalLM:
     Parameters
     ----------
     model
-        A causal LM of one of the :data:`ACCEPTED` architectures, in evaluation mode.
+        A causal LM of one of the :data:`ACCEPTED` architectures.
 
     Raises
     ------
@@ -72,11 +83,11 @@ class CausalLM:
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config)
         AttentionInterface.register(_NAME, _attention)
-        self.model = model.eval()
+        self.model = model
         self.config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._lock = threading.RLock()
+        self._lock = _lock_of(model)
         self._base = model.base_model
         self._attentions = _attention_modules(model)
         self._apply = sys.modules[type(self._attentions[0]).__module__].apply_rotary_pos_emb
@@ -169,13 +180,17 @@ class CausalLM:
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
-        config = self.model.config
+        config, was_training = self.model.config, self.model.training
         before = config._attn_implementation
         config._attn_implementation = _NAME
+        if was_training:
+            self.model.eval()
         try:
             yield
         finally:
             config._attn_implementation = before
+            if was_training:
+                self.model.train()
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:

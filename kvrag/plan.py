@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvrag.config import RepairConfig
+from kvrag.deadline import Deadline
 from kvrag.errors import InputError
 from kvrag.fingerprint import chunk_key, content_key, ids_digest
 from kvrag.layout import Layout, place
-from kvrag.prompt import Piece, Prompt, PromptEncoder, cut
+from kvrag.prompt import Piece, Prompt, PromptEncoder, cut, merge_live
 from kvrag.selection import effective_ratio, strategy_of
-from kvrag.store.base import KVStore
+from kvrag.store.base import KVStore, Record
 from kvrag.types import ChunkIdentity, ChunkKV, Mode, Span
-
-logger = logging.getLogger(__name__)
 
 OVERHEAD_TOKENS = 160
 """Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
@@ -25,7 +23,7 @@ OVERHEAD_TOKENS = 160
 class Scanner(Protocol):
     """Finds known chunk texts: :class:`kvrag.spans.SpanIndex`."""
 
-    def scan(self, text: str) -> list[Span]:
+    def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
         """Return verified spans, ascending, without overlap."""
         ...
 
@@ -86,6 +84,7 @@ def plan_prompt(
     namespace: str,
     prefixes: Sequence[str],
     min_chunk_tokens: int,
+    deadline: Deadline,
 ) -> Plan:
     """Cut a prompt into pieces and look every chunk up.
 
@@ -98,25 +97,30 @@ def plan_prompt(
     scanner
         Known chunk texts.
     store
-        Asked for presence only; a fault of the store reads as "not there".
+        Asked for presence only; a fault of the store, or its being late, reads as "not there".
     model, namespace
         Fields of the identities.
     prefixes
         Texts that chunks were encoded behind; the longest one that the prompt starts with is kept apart from what follows it.
     min_chunk_tokens
         Shorter chunks are live text.
+    deadline
+        Time that the store has for all questions together.
 
     Raises
     ------
     InputError
         If the prompt is empty or malformed.
     """
-    pieces = encoder.pieces(prompt)
-    spans = {i: scanner.scan(p.text) for i, p in enumerate(pieces) if p.kind == "live"}
-    pieces = cut(pieces, spans)
-    head, rest = _split_head(pieces, prefixes)
+    lookup = _Lookup(store, model, namespace, deadline)
+    head, rest = _split_head(merge_live(encoder.pieces(prompt)), prefixes)
+    rest = _cut_at_chunks(rest, scanner, encoder, lookup)
+    if head is None and rest and rest[0].kind == "live":
+        head, rest = rest[0], rest[1:]
+    elif head is not None and not any(piece.kind == "chunk" for piece in rest):
+        head, rest = Piece(head.text + "".join(piece.text for piece in rest)), []
     head_ids = tuple(encoder.live_ids(head.text, at_start=True)) if head else tuple(encoder.bos_ids)
-    lookup = _Lookup(store, model, namespace, ids_digest(head_ids))
+    lookup.prefix = ids_digest(head_ids)
     planned = [_plan_head(head or Piece(""), head_ids, lookup)] if head_ids else []
     is_next_to_head = True
     for piece in rest:
@@ -129,43 +133,58 @@ def plan_prompt(
 
 
 def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:
-    """Take the live text before the first chunk apart: a known prefix, and glue that follows it."""
+    """Take a known prefix off the prompt before it is searched: a chunk's text inside the prefix is part of the prefix."""
     if not pieces or pieces[0].kind == "chunk":
         return None, pieces
     text = pieces[0].text
     known = max((p for p in prefixes if p and text.startswith(p)), key=len, default=None)
-    has_chunks = any(piece.kind == "chunk" for piece in pieces)
-    if known is None or known == text or not has_chunks:
-        return pieces[0], pieces[1:]
-    return Piece(known), [Piece(text[len(known) :]), *pieces[1:]]
+    if known is None:
+        return None, pieces
+    return Piece(known), merge_live([Piece(text[len(known) :]), *pieces[1:]])
 
 
-@dataclass(frozen=True, slots=True)
+def _cut_at_chunks(pieces: list[Piece], scanner: Scanner, encoder: PromptEncoder, lookup: _Lookup) -> list[Piece]:
+    """Cut pieces at known chunks; the longest wins, unless it has no KV and hides shorter ones."""
+    without: set[str] = set()
+    while True:
+        spans = {i: scanner.scan(p.text, without=without) for i, p in enumerate(pieces) if p.kind == "live"}
+        hiding = {
+            span.digest
+            for index, found in spans.items()
+            for span in found
+            if scanner.scan(text := pieces[index].text[span.start : span.stop], without={*without, span.digest})
+            and not lookup.is_stored(encoder.chunk_ids(text))
+        }
+        if not hiding:
+            return cut(pieces, spans)
+        without |= hiding
+
+
+@dataclass(slots=True)
 class _Lookup:
-    """Asks the store; any fault of it is an absence."""
+    """Asks the store; a fault of it, or its being late, is an absence."""
 
     store: KVStore
     model: str
     namespace: str
-    prefix: str
+    deadline: Deadline
+    prefix: str = ""
 
     def identity(self, ids: tuple[int, ...], prefix: str) -> ChunkIdentity:
         return ChunkIdentity(self.model, self.namespace, prefix, ids)
 
     def has(self, identity: ChunkIdentity) -> bool:
-        try:
-            return self.store.contains(chunk_key(identity))
-        except Exception as error:  # a broken store must not break the answer
-            logger.warning("the KV store can't be asked (%s); computing instead", error)
-            return False
+        key = chunk_key(identity)
+        return self.deadline.ask(lambda: self.store.contains(key), False, what="the KV store")
+
+    def is_stored(self, ids: tuple[int, ...]) -> bool:
+        """Whether there is KV of this chunk behind any prefix."""
+        return self.other_prefix(ids) is not None
 
     def other_prefix(self, ids: tuple[int, ...]) -> ChunkIdentity | None:
-        """Return the newest stored variant of this chunk behind any other prefix."""
-        try:
-            variants = self.store.index.variants(content_key(self.identity(ids, "")))
-        except Exception as error:  # as above
-            logger.warning("the KV store's index can't be asked (%s); computing instead", error)
-            return None
+        """Return the newest stored variant of this chunk behind any prefix."""
+        content, nothing = content_key(self.identity(ids, "")), list[Record]()
+        variants = self.deadline.ask(lambda: self.store.index.variants(content), nothing, what="the KV store's index")
         return self.identity(ids, variants[-1].prefix) if variants else None
 
 
@@ -278,14 +297,3 @@ def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> 
     if "deviation" in strategy.needs:
         rows += layout.num_tokens * (config.check_layer + 1) // num_layers
     return rows
-
-
-def without(plan: Plan, missing: Iterable[ChunkIdentity], reason: str) -> Plan:
-    """Return the plan with some identities marked as not available."""
-    gone = set(missing)
-    return Plan(
-        tuple(
-            replace(p, identity=None, is_exact=False, is_mismatched=False, reason=reason) if p.identity in gone else p
-            for p in plan.pieces
-        )
-    )

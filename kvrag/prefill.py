@@ -55,11 +55,11 @@ class Prefilled:
     exactness: Exactness
     loaded_bytes: int
     fallback_reason: str | None
+    has_other_prefix: bool
 
 
-def load(plan: Plan, store: KVStore, *, timeout_s: float) -> dict[ChunkIdentity, ChunkKV | None]:
-    """Load the KV that a plan names; what is late, damaged or gone is ``None``, and so is everything if the store breaks."""
-    identities = plan.identities
+def load(identities: list[ChunkIdentity], store: KVStore, *, timeout_s: float) -> dict[ChunkIdentity, ChunkKV | None]:
+    """Load chunks; what is late, damaged or gone is ``None``, and so is everything if the store breaks."""
     try:
         return dict(zip(identities, store.get_many(identities, timeout_s=timeout_s), strict=True))
     except Exception as error:  # a fault below costs time, never the answer
@@ -99,7 +99,8 @@ def prefill(
     loaded: dict[ChunkIdentity, ChunkKV | None] = {}
     if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
         with clock.stage("load"):
-            loaded = load(plan, store, timeout_s=load_timeout_s)
+            needed = [plan.identities[segment.source] for segment in wanted.reused]
+            loaded = load(list(dict.fromkeys(needed)), store, timeout_s=load_timeout_s)
     possible, kvs = lay_out(plan, loaded if wanted.reused else _present(plan))
     layout, reason = decide(possible, mode, config, num_layers=model.num_layers)
     lost = sum(kv is None for kv in loaded.values())
@@ -121,6 +122,7 @@ def prefill(
         exactness=exactness,
         loaded_bytes=num_bytes,
         fallback_reason=reason,
+        has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
     )
 
 

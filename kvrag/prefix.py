@@ -61,7 +61,7 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
         return _before(encoder.render([{"role": "user", "content": _MARK.format("context")}]), "context")
     if isinstance(prefix, str):
         return prefix
-    if isinstance(prefix, Sequence):
+    if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
         return _from_messages(cast(Sequence[Mapping[str, Any]], prefix), encoder)
     if not isinstance(prefix, TemplatePrefix):
         prefix = TemplatePrefix(prefix, _guess_variable(prefix))

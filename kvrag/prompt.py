@@ -7,6 +7,7 @@ tokenise differently across a seam; what is compared with a full prefill is alwa
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,16 @@ class Piece:
     is_given: bool = False
 
 
+_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_locks_guard = threading.Lock()
+
+
+def _lock_of(tokenizer: Any) -> threading.Lock:
+    """Return the one lock of a tokenizer, however many engines use it."""
+    with _locks_guard:
+        return _locks.setdefault(tokenizer, threading.Lock())
+
+
 class PromptEncoder:
     """Renders and tokenises prompts for one tokenizer.
 
@@ -43,7 +54,7 @@ class PromptEncoder:
         self.bos_ids: list[int] = [i for i in first[:1] if i == tokenizer.bos_token_id]
         self.chunk_ids = lru_cache(maxsize=4096)(self._chunk_ids)
         # A fast tokenizer keeps "are control tokens text?" as a state of its own, set by each call.
-        self._lock = threading.Lock()
+        self._lock = _lock_of(tokenizer)
 
     def pieces(self, prompt: Prompt) -> list[Piece]:
         """Render a prompt to pieces; chunks are known only where they were given explicitly.
@@ -64,6 +75,8 @@ class PromptEncoder:
                 f"a prompt can't be {_describe(prompt)}; pass a string, a list of chat messages (dicts with 'role' and 'content'), "
                 "or a list of strings and kvrag.Chunk"
             )
+        for piece in pieces:
+            _check_encodable(piece.text)
         if not any(piece.text.strip() for piece in pieces):
             raise InputError("the prompt is empty; pass some text, messages or segments")
         return pieces
@@ -156,10 +169,21 @@ def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
         yield Piece(after)
 
 
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text holds {text[error.start]!r} at character {error.start}, which UTF-8 can't encode; decode its source with "
+            "errors='replace'"
+        ) from error
+
+
 def check_chunk_text(text: object) -> str:
     """Return the text of a chunk, or raise :class:`InputError` if it is not a string or holds nothing but white space."""
     if not isinstance(text, str):
         raise InputError(f"a chunk's text is {_describe(text)}; it must be a string")
+    _check_encodable(text)
     if not text.strip():
         raise InputError("a chunk's text is empty or white space only; leave it out")
     return text
@@ -167,6 +191,8 @@ def check_chunk_text(text: object) -> str:
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its content as one string; refuse what would otherwise be dropped."""
+    if not isinstance(message, Mapping):
+        raise InputError(f"a chat message is {_describe(message)}; pass a dict with 'role' and 'content'")
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise InputError(f"a chat message has the keys {sorted(message)}; it needs 'role' (a string) and 'content'")
     content = message["content"]

@@ -153,8 +153,15 @@ class SpanIndex:
             else:
                 self._overflow_is_current = False
 
-    def scan(self, text: str) -> list[Span]:
+    def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
         """Find the registered texts in a prompt.
+
+        Parameters
+        ----------
+        text
+            The prompt.
+        without
+            Digests to leave out, so that what they cover can be found.
 
         Returns
         -------
@@ -168,7 +175,7 @@ class SpanIndex:
         found = [table.candidates(windows) for table in self._tables()]
         starts = np.concatenate([pair[0] for pair in found])
         lengths = np.concatenate([pair[1] for pair in found])
-        return _verified(text, starts, lengths, self._entries)
+        return _verified(text, starts, lengths, self._entries, without)
 
     def _tables(self) -> tuple[_Table, _Table]:
         """Return tables that hold every entry, sorting only what has changed."""
@@ -228,7 +235,9 @@ class _Table:
         return starts[fits], table.lengths[rows[fits]]
 
 
-def _verified(text: str, starts: Integers, lengths: Integers, known: Collection[str]) -> list[Span]:
+def _verified(
+    text: str, starts: Integers, lengths: Integers, known: Collection[str], without: Collection[str]
+) -> list[Span]:
     """Apply the rule of :func:`choose` to candidates, hashing only those that it would keep."""
     order = np.lexsort((starts, -lengths))
     starts, lengths = starts[order], lengths[order]
@@ -244,7 +253,7 @@ def _verified(text: str, starts: Integers, lengths: Integers, known: Collection[
             start = int(places[i])
             stop = start + size
             digest = _known_digest(text[start:stop], known)
-            if digest is None:
+            if digest is None or digest in without:
                 wasted += size
                 i += 1
                 continue

@@ -22,6 +22,8 @@ Produce = Callable[[Emit, threading.Event], GenerationResult]
 def _run(produce: Produce, put: Callable[[Any], None], cancel: threading.Event) -> None:
     try:
         put(produce(put, cancel))
+    except StopIteration as error:  # raised in an iterator, it would pass for the stream's end
+        put(RuntimeError(f"a StopIteration escaped from generation: {error}"))
     except BaseException as error:  # whatever it is, it belongs to the caller
         put(error)
 

@@ -191,6 +191,8 @@ class Accounting:
         Bytes of KV taken from the store.
     fallback_reason
         Why the answer used less reuse than asked for; ``None`` where it did not.
+    has_other_prefix
+        Whether chunks were used that had been encoded behind another prefix than this prompt has: nothing of them is exact.
     """
 
     prompt_ids: list[int]
@@ -202,6 +204,7 @@ class Accounting:
     timings_ms: Mapping[str, float]
     loaded_bytes: int = 0
     fallback_reason: str | None = None
+    has_other_prefix: bool = False
 
     @property
     def kv_reuse_ratio(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,16 +13,20 @@ from kvrag.errors import InputError
 from kvrag.prompt import Prompt
 from kvrag.types import GenerationResult, Mode, PrefillResult, VerifyReport, VerifyRow
 
+logger = logging.getLogger(__name__)
+
 
 class Answers(Protocol):
     """The part of an engine that verification needs."""
 
-    def prefill(self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None) -> PrefillResult:
+    def prefill(
+        self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None, namespace: str | None
+    ) -> PrefillResult:
         """Prefill a prompt."""
         ...
 
     def generate(
-        self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None, max_new_tokens: int
+        self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None, namespace: str | None, max_new_tokens: int
     ) -> GenerationResult:
         """Answer a prompt."""
         ...
@@ -39,11 +44,12 @@ def verify_prompts(
     *,
     mode: Mode = "stitch",
     repair: RepairConfig | None = None,
+    namespace: str | None = None,
     max_new_tokens: int = 16,
     max_mean_kl: float = 0.1,
     min_top1: float = 0.8,
 ) -> VerifyReport:
-    """Run each prompt with reuse and by full prefill of the same ids.
+    """Run each prompt with reuse and by full prefill of the same ids; where nothing is reused, it does not pass.
 
     Parameters
     ----------
@@ -51,7 +57,7 @@ def verify_prompts(
         The engine.
     prompts
         At least one; their chunks should be precomputed, or there is nothing to verify.
-    mode, repair
+    mode, repair, namespace
         Of the run with reuse.
     max_new_tokens
         Length of the greedy answers compared.
@@ -62,10 +68,10 @@ def verify_prompts(
         raise InputError("verify needs a list of at least one prompt")
     rows = []
     for prompt in prompts:
-        reused = engine.prefill(prompt, mode=mode, repair=repair)
-        full = engine.prefill(prompt, mode="full", repair=repair)
+        reused = engine.prefill(prompt, mode=mode, repair=repair, namespace=namespace)
+        full = engine.prefill(prompt, mode="full", repair=repair, namespace=namespace)
         answers = [
-            engine.generate(prompt, mode=m, repair=repair, max_new_tokens=max_new_tokens).token_ids
+            engine.generate(prompt, mode=m, repair=repair, namespace=namespace, max_new_tokens=max_new_tokens).token_ids
             for m in (mode, "full")
         ]
         rows.append(
@@ -80,4 +86,8 @@ def verify_prompts(
     mean_kl = sum(row.kl for row in rows) / len(rows)
     top1 = sum(row.top1 for row in rows) / len(rows)
     greedy = sum(row.greedy for row in rows) / len(rows)
-    return VerifyReport(mean_kl <= max_mean_kl and top1 >= min_top1, mean_kl, top1, greedy, rows)
+    is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
+    if not is_reused:
+        logger.warning("nothing was reused in any prompt, so there was nothing to verify; see explain() for the reason")
+    passed = is_reused and mean_kl <= max_mean_kl and top1 >= min_top1
+    return VerifyReport(passed, mean_kl, top1, greedy, rows)

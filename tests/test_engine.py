@@ -17,6 +17,7 @@ import torch
 from texts import make_chunks
 
 import kvrag.answer
+import kvrag.prefill
 from kvrag import (
     Chunk,
     ConfigError,
@@ -517,12 +518,192 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(
         engine.generate(ask(0, 1))
 
 
+def test_memory_of_a_failed_attempt_is_free_before_the_next(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import weakref
+
+    engine.precompute(CHUNKS)
+    real, buffers = engine.loaded.lm.buffer, []
+
+    def buffer(capacity: int, **kwargs: Any) -> Any:
+        assert not [b for b in buffers if b() is not None], "the failed attempt's buffer is still there"
+        made = real(capacity, **kwargs)
+        buffers.append(weakref.ref(made))
+        return made
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(engine.loaded.lm, "buffer", buffer)
+    monkeypatch.setattr(kvrag.prefill, "stitch", fail)
+    result = engine.prefill(ask(0, 1), mode="stitch")
+    assert (result.exactness, len(buffers)) == ("full", 2)
+    assert "memory ran out" in str(result.fallback_reason)
+
+
+def test_weights_changed_in_place_have_another_fingerprint(tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny_model()
+    first = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path)
+    first.precompute(CHUNKS)
+    first.close()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.3)
+    second = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path)
+    assert second.prefill(ask(0, 1), mode="stitch").exactness == "full"
+    second.close()
+
+
+def test_the_last_engine_frees_the_weights(tiny_dir: str) -> None:
+    import weakref
+
+    engine = KVRagEngine.from_pretrained(tiny_dir, namespace="to-be-freed", revision="main")
+    model = weakref.ref(engine.loaded.lm.model)
+    engine.close()
+    del engine
+    gc.collect()
+    assert model() is None
+
+
+def test_a_training_model_stays_in_training(tokenizer: Any) -> None:
+    model = tiny_model().train()
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine.prefill(ask(0))
+    assert model.training
+
+
+def test_one_model_in_two_engines_takes_turns(tokenizer: Any) -> None:
+    model = tiny_model()
+    engines = [KVRagEngine.from_pretrained(model, tokenizer=tokenizer, namespace=n) for n in "ab"]
+    threads = [
+        threading.Thread(target=lambda e=e: [e.generate(ask(0, 1), max_new_tokens=3) for _ in range(8)])
+        for e in engines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_answer_says_that_the_prefix_differs(engine: KVRagEngine) -> None:
+    engine.precompute(CHUNKS)
+    assert not engine.prefill(ask(0, 1, 2), mode="stitch").has_other_prefix
+    other = [{"role": "system", "content": "Be brief."}, *ask(0, 1, 2)]
+    assert not engine.prefill(other, mode="full").has_other_prefix
+    with pytest.warns(UserWarning, match="another prefix"):
+        assert engine.prefill(other, mode="stitch").has_other_prefix
+
+
+def test_a_longer_text_without_kv_does_not_hide_its_parts(engine: KVRagEngine) -> None:
+    whole = f"{CHUNKS[0]}\n\n{CHUNKS[1]}"
+    engine.precompute([whole], ids=["whole"])
+    assert engine.explain(ask(0, 1)).hits == 1
+    engine.delete(["whole"])
+    engine.precompute(CHUNKS[:2])
+    assert engine.explain(ask(0, 1)).hits == 2
+
+
+def test_a_known_chunk_inside_the_prefix_is_part_of_the_prefix(engine_of: MakeEngine) -> None:
+    engine = engine_of(prefix=f"House rules:\n{CHUNKS[0]}\n\nContext:\n")
+    engine.precompute(CHUNKS)
+    prompt = f"House rules:\n{CHUNKS[0]}\n\nContext:\n{CHUNKS[1]}\n\nWho?"
+    result = engine.prefill(prompt, mode="stitch")
+    assert (result.exactness, result.has_other_prefix) == ("exact", False)
+    assert torch.allclose(result.logits, engine.prefill(prompt, mode="full").logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("what", ["contains", "texts"])
+def test_a_store_that_hangs_costs_its_deadline_once(
+    what: str, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(store_config=StoreConfig(load_timeout_s=0.3))
+    engine.precompute(CHUNKS)
+    full = engine.generate(ask(0, 1, 2), mode="full", max_new_tokens=4).token_ids
+    hang = threading.Event()
+
+    def wait(*_: Any, **__: Any) -> Any:
+        hang.wait(20)
+
+    monkeypatch.setattr(*((engine.store, "contains") if what == "contains" else (engine.store.index, "texts")), wait)
+    start = time.perf_counter()
+    answer = engine.generate(ask(0, 1, 2), mode="stitch", max_new_tokens=4)
+    assert time.perf_counter() - start < 5
+    assert answer.exactness != "full" or answer.token_ids == full
+    hang.set()
+
+
+def test_prefix_mode_reads_no_more_than_it_uses(engine_of: MakeEngine) -> None:
+    engine = engine_of(store_config=StoreConfig(ram_bytes=0))
+    engine.precompute(CHUNKS)
+    prefix, stitched = (engine.prefill(ask(0, 1, 2, 3, 4), mode=m) for m in ("prefix", "stitch"))  # type: ignore[arg-type]
+    assert 0 < prefix.loaded_bytes < stitched.loaded_bytes / 3
+
+
+def test_nothing_is_lost_when_a_call_is_refused(engine: KVRagEngine) -> None:
+    engine.precompute([CHUNKS[0]], ids=["a"])
+    with pytest.raises(ConfigError):
+        engine.precompute([CHUNKS[1]], ids=["a"], batch_size=0)
+    assert engine.explain(ask(0)).hits == 1
+
+
+def test_one_id_is_one_id(engine: KVRagEngine) -> None:
+    engine.precompute(CHUNKS[:2], ids=["1", "doc1"])
+    assert engine.delete("doc1") == 1
+    assert engine.document_ids() == ["1"]
+
+
+def test_chunks_pushed_out_of_a_small_memory_are_reported(engine_of: MakeEngine) -> None:
+    engine = engine_of(kv_dir=None, store_config=StoreConfig(ram_bytes=250_000))
+    report = engine.precompute(CHUNKS)
+    assert report.stored + len(report.failed) == len(CHUNKS)
+    assert report.failed
+    assert "ram_bytes" in report.failed[0][1]
+
+
+def test_verify_does_not_pass_when_nothing_was_reused(engine: KVRagEngine) -> None:
+    assert not engine.verify([ask(0)], max_new_tokens=1).passed
+
+
+def test_prefetch_counts_what_it_found(engine: KVRagEngine) -> None:
+    engine.precompute(CHUNKS[:2])
+    assert engine.prefetch([CHUNKS[0], CHUNKS[4]]) == 2  # the prefix and one chunk
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda e: e.prefill("a \ud800 b"),
+        lambda e: e.precompute(["a \ud800 b"]),
+        lambda e: e.precompute(None),
+        lambda e: e.precompute({"a": 1}),
+        lambda e: e.score("hello", [99999]),
+        lambda e: e.score("hello", 5),
+        lambda e: e.score("hello", ["a"]),
+        lambda e: e.prefill("hello", namespace=5),
+        lambda e: e.prefill("hello", namespace=""),
+        lambda e: e.precompute(CHUNKS[:1], prefix=b"x"),
+        lambda e: e.precompute(CHUNKS[:1], prefix=[3]),
+        lambda e: e.generate("hello", temperature=1e-42),
+        lambda e: KVRagEngine.from_pretrained(None),
+        lambda e: KVRagEngine.from_pretrained(e.source.model, store_config={}),
+        lambda e: KVRagEngine.from_pretrained(e.source.model, kv_dir=3),
+        lambda e: KVRagEngine.from_pretrained(e.source.model, kv_dir="\0"),
+        lambda e: KVRagEngine.from_pretrained(e.source.model, device="mps"),
+        lambda e: KVRagEngine.get(e.source.model, repair=["x"]),
+    ],
+)
+def test_impossible_arguments_are_kvrag_errors(call: Any, engine: KVRagEngine) -> None:
+    with pytest.raises(KVRagError):
+        call(engine)
+
+
 # -- sharing, threads, streams -------------------------------------------------------------------------------------------
 
 
 def test_get_shares_one_engine_and_engines_share_weights(tiny_dir: str, tmp_path: Path) -> None:
     one = KVRagEngine.get(tiny_dir, kv_dir=tmp_path)
-    assert KVRagEngine.get(tiny_dir, kv_dir=str(tmp_path)) is one
+    assert KVRagEngine.get(Path(tiny_dir) / ".", kv_dir=str(tmp_path), dtype="auto") is one
     other = KVRagEngine.get(tiny_dir, kv_dir=tmp_path, namespace="x")
     assert other is not one
     assert other.loaded is one.loaded
@@ -637,12 +818,12 @@ def test_a_cancelled_stream_says_so(engine: KVRagEngine) -> None:
 
 def test_requests_from_several_threads_don_t_mix(engine: KVRagEngine) -> None:
     engine.precompute(CHUNKS)
-    prompts = [ask(i, (i + 1) % 5) for i in range(5)]
-    alone = [engine.generate(p, max_new_tokens=10).token_ids for p in prompts]
+    prompts = [ask(*((i + j) % 5 for j in range(4))) for i in range(5)]
+    alone = [engine.generate(p, mode="stitch", max_new_tokens=10).token_ids for p in prompts]
     together: list[Any] = [None] * 5
 
     def run(i: int) -> None:
-        together[i] = engine.generate(prompts[i], max_new_tokens=10).token_ids
+        together[i] = engine.generate(prompts[i], mode="stitch", max_new_tokens=10).token_ids
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(5)]
     for thread in threads:

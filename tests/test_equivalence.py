@@ -12,7 +12,6 @@ from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.attention import RowPlan
-from kvrag.fingerprint import namespace_digest
 from kvrag.prefill import Clock, Prefilled, prefill
 from kvrag.testing.models import TINY
 
@@ -43,7 +42,7 @@ def distance(engine: KVRagEngine, prompt: Any, **options: Any) -> float:
 
 def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefilled:
     """Prefill and keep the buffer, to look at the KV itself."""
-    plan = engine._answering.plan(prompt, namespace_digest("default"), (engine.prefix_text,))
+    plan = engine._answering.plan(engine._request(prompt, "stitch", repair, None))
     return prefill(
         engine.loaded.lm,
         engine.store,

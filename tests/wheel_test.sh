@@ -17,7 +17,7 @@ site=$("$python" -c 'import site; print(site.getsitepackages()[0])')
 # The project's packages are visible, its checkout is not: .pth files of an editable install don't travel through PYTHONPATH.
 export PYTHONPATH=$site HF_HUB_OFFLINE=1
 "$work/env/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
-cp "$root/tests/test_equivalence.py" "$root/tests/test_engine.py" "$root/tests/conftest.py" "$work/"
+cp "$root/tests/test_equivalence.py" "$root/tests/test_engine.py" "$root/tests/conftest.py" "$root/tests/texts.py" "$work/"
 cd "$work"
 "$work/env/bin/python" - <<'PY'
 import importlib.metadata, kvrag, kvrag_kernels, langchain_kvrag, llama_index.core, llama_index.llms.kvrag, llama_index.vector_stores.kvrag, sys

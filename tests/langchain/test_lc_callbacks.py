@@ -14,7 +14,6 @@ from langchain_core.vectorstores import VectorStoreRetriever
 
 from kvrag import ConfigError
 from langchain_kvrag import ChatKVRag, KVPrefetchHandler, KVRagVectorStore
-from langchain_kvrag.callbacks import prefetch
 
 
 def settle() -> None:
@@ -55,8 +54,8 @@ async def test_it_works_in_an_event_loop(retriever: VectorStoreRetriever, chat: 
 
 
 def test_unknown_and_empty_texts_are_fine(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
-    assert prefetch(chat.engine, ["never seen " * 30]) == 1  # the prefix
-    assert prefetch(chat.engine, ["never seen " * 30], namespace="other") == 0
+    assert chat.engine.prefetch(["never seen " * 30]) == 1  # the prefix
+    assert chat.engine.prefetch(["never seen " * 30], namespace="other") == 0
     handler = KVPrefetchHandler(chat)
     handler.on_retriever_end([])
     handler.on_retriever_end([Document(page_content=" ")])

@@ -10,10 +10,14 @@ Examples
 >>> chain.invoke("Who opens the archive?").usage_metadata["input_token_details"]  # doctest: +SKIP
 """
 
-from langchain_kvrag.callbacks import KVPrefetchHandler
-from langchain_kvrag.chat_models import ChatKVRag
-from langchain_kvrag.llms import KVRagLLM
-from langchain_kvrag.transformers import KVPrecompute
-from langchain_kvrag.vectorstores import KVRagVectorStore
+from kvrag.errors import require
+
+require("langchain_core", extra="langchain", purpose="kvrag's LangChain classes")
+
+from langchain_kvrag.callbacks import KVPrefetchHandler  # noqa: E402
+from langchain_kvrag.chat_models import ChatKVRag  # noqa: E402
+from langchain_kvrag.llms import KVRagLLM  # noqa: E402
+from langchain_kvrag.transformers import KVPrecompute  # noqa: E402
+from langchain_kvrag.vectorstores import KVRagVectorStore  # noqa: E402
 
 __all__ = ["ChatKVRag", "KVPrecompute", "KVPrefetchHandler", "KVRagLLM", "KVRagVectorStore"]

@@ -120,5 +120,6 @@ def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
             "timings_ms": {stage: float(ms) for stage, ms in result.timings_ms.items()},
             "loaded_bytes": int(result.loaded_bytes),
             "fallback_reason": result.fallback_reason,
+            "has_other_prefix": result.has_other_prefix,
         },
     }

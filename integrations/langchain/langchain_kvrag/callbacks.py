@@ -10,11 +10,7 @@ from typing import Any
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 
-from kvrag import Chunk, KVRagEngine
-from kvrag.fingerprint import namespace_digest
 from kvrag.hooks import engine_of
-from kvrag.plan import plan_prompt
-from kvrag.spans import SpanIndex
 
 logger = logging.getLogger(__name__)
 
@@ -55,33 +51,6 @@ class KVPrefetchHandler(BaseCallbackHandler):
 
     def _run(self, texts: list[str]) -> None:
         try:
-            prefetch(engine_of(self.llm), texts, namespace=self.namespace)
+            engine_of(self.llm).prefetch(texts, namespace=self.namespace)
         except Exception:  # the answer does without
             logger.warning("the KV of %d retrieved documents could not be prefetched", len(texts), exc_info=True)
-
-
-def prefetch(engine: KVRagEngine, texts: Sequence[str], *, namespace: str | None = None) -> int:
-    """Load the KV of chunks into the memory tier, as a prompt with these chunks would, and return how many were found.
-
-    Parameters
-    ----------
-    engine
-        Whose store.
-    texts
-        Chunk texts.
-    namespace
-        Default: the engine's.
-    """
-    prompt: list[str | Chunk] = [engine.prefix_text, *map(Chunk, texts)]
-    plan = plan_prompt(
-        prompt,
-        engine.loaded.encoder,
-        scanner=SpanIndex(),
-        store=engine.store,
-        model=engine.loaded.fingerprint,
-        namespace=namespace_digest(engine.namespace if namespace is None else namespace),
-        prefixes=[engine.prefix_text],
-        min_chunk_tokens=engine.store_config.min_chunk_tokens,
-    )
-    loaded = engine.store.get_many(plan.identities, timeout_s=engine.store_config.load_timeout_s)
-    return sum(kv is not None for kv in loaded)

@@ -10,7 +10,11 @@ To have KV deleted with its documents, use ``llama_index.vector_stores.kvrag.KVR
 :class:`PrecomputeKV`.
 """
 
-from llama_index.llms.kvrag.base import KVRagLLM
-from llama_index.llms.kvrag.transform import PrecomputeKV
+from kvrag.errors import require
+
+require("llama_index.core", extra="llama-index", purpose="kvrag's LlamaIndex classes")
+
+from llama_index.llms.kvrag.base import KVRagLLM  # noqa: E402
+from llama_index.llms.kvrag.transform import PrecomputeKV  # noqa: E402
 
 __all__ = ["KVRagLLM", "PrecomputeKV"]

@@ -130,6 +130,7 @@ def _raw(result: GenerationResult | None) -> dict[str, Any] | None:
         "ttft_ms": result.ttft_ms,
         "timings_ms": dict(result.timings_ms),
         "fallback_reason": result.fallback_reason,
+        "has_other_prefix": result.has_other_prefix,
         "finish_reason": result.finish_reason,
     }
     return {"usage": _usage(result), "kvrag": accounting}

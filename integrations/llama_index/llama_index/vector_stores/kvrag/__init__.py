@@ -8,6 +8,10 @@
     index.delete_ref_doc("report-2023")                              # its KV goes, too
 """
 
-from llama_index.vector_stores.kvrag.base import KVRagVectorStore
+from kvrag.errors import require
+
+require("llama_index.core", extra="llama-index", purpose="kvrag's LlamaIndex classes")
+
+from llama_index.vector_stores.kvrag.base import KVRagVectorStore  # noqa: E402
 
 __all__ = ["KVRagVectorStore"]
