@@ -8,23 +8,32 @@ are a whole prompt, blocks of rows with the keys cut at the block's limit, and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 64
 """Query rows per block: enough to fill a core, few enough that cutting keys at the block's last limit saves work."""
+
+
+MAX_CACHED_MASK = 2**24
+"""Mask elements of one forward that are kept for all its layers; larger ones are made anew in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows ``rows`` of a forward see keys ``keys``, subject to ``mask`` (``(len(rows), len(keys))``, ``None``: all)."""
+    """Rows ``rows`` of a forward see keys ``keys``, plus ``mask`` (``(G · len(rows), len(keys))``: 0 or -inf, ``None``: all).
+
+    The heads of a group are packed as rows, group first, so that K and V are never repeated. Every row sees the keys before
+    ``sure``, as an index into ``keys``.
+    """
 
     rows: slice
     keys: slice
     mask: torch.Tensor | None
+    sure: int
 
 
 @dataclass(slots=True)
@@ -47,7 +56,7 @@ class RowPlan:
     num_keys: int
     mass: torch.Tensor | None = None
     mass_rows: int = 0
-    _blocks: dict[int | None, list[Block]] = field(default_factory=dict)
+    _blocks: dict[tuple[int | None, int, torch.dtype], list[Block]] = field(default_factory=dict)
     _is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,25 +66,32 @@ class RowPlan:
         """Whether the rows are the whole prompt and no window cuts it."""
         return self._is_whole and (window is None or window >= self.num_keys)
 
-    def blocks(self, window: int | None) -> list[Block]:
-        """Return the blocks for a layer with this window; computed once per window."""
-        if window not in self._blocks:
-            self._blocks[window] = list(_cut(self.hi, window))
-        return self._blocks[window]
+    def blocks(self, window: int | None, groups: int, dtype: torch.dtype) -> Iterable[Block]:
+        """Return the blocks for a layer with this window and so many heads per key head; made once unless they are large."""
+        kind = (window, groups, dtype)
+        if kind not in self._blocks:
+            if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
+                return _cut(self.hi, *kind)
+            self._blocks[kind] = list(_cut(self.hi, *kind))
+        return self._blocks[kind]
 
 
-def _cut(hi: torch.Tensor, window: int | None) -> Iterator[Block]:
+def _cut(hi: torch.Tensor, window: int | None, groups: int, dtype: torch.dtype) -> Iterator[Block]:
     limits = hi.tolist()
     for start in range(0, len(limits), BLOCK_ROWS):
         rows = slice(start, min(start + BLOCK_ROWS, len(limits)))
         first = 0 if window is None else max(0, limits[start] - window + 1)
         keys = slice(first, limits[rows.stop - 1] + 1)
         j = torch.arange(keys.start, keys.stop, device=hi.device)
-        mask = j <= hi[rows, None]
+        hidden = j > hi[rows, None]
         if window is not None:
-            mask &= j > hi[rows, None] - window
+            hidden |= j <= hi[rows, None] - window
         # One row that sees all its keys needs no mask: every decode step.
-        yield Block(rows, keys, None if rows.stop - rows.start == 1 else mask)
+        if rows.stop - rows.start == 1:
+            yield Block(rows, keys, None, len(j))
+            continue
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hi.device).masked_fill_(hidden, float("-inf"))
+        yield Block(rows, keys, mask.repeat(groups, 1), limits[start] + 1 - first if window is None else 0)
 
 
 def ragged_attention(
@@ -119,14 +135,13 @@ def ragged_attention(
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=is_grouped)
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     collected_from = query.shape[2] - plan.mass_rows
-    for block in plan.blocks(window):
+    for block in plan.blocks(window, query.shape[1] // keys.shape[1], query.dtype):
         q, k, v = query[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
         if needs_scores or (plan.mass is not None and block.rows.stop > collected_from):
-            probabilities = _probabilities(q, k, block.mask, scale, softcap, sinks)
-            out[:, :, block.rows] = _mix(probabilities.to(v.dtype), v)
+            probabilities = _probabilities(q, k, block, scale, softcap, sinks)
+            out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(*q.shape[:3], v.shape[-1])
             if plan.mass is not None:
-                skip = max(0, collected_from - block.rows.start)
-                plan.mass[block.keys] += probabilities[..., skip:, :].sum(dim=(0, 1, 2, 3)).to(plan.mass.device)
+                plan.mass[block.keys] += _collect(probabilities, q.shape, max(0, collected_from - block.rows.start))
         else:
             out[:, :, block.rows] = _fused(q, k, v, block.mask, scale)
     return out
@@ -135,35 +150,37 @@ def ragged_attention(
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """One masked SDPA call with the heads of a group packed as rows, so that K and V are never repeated."""
     batch, heads, rows, dim = q.shape
-    groups = heads // k.shape[1]
-    packed = q.reshape(batch, k.shape[1], groups * rows, dim)
-    full = mask if mask is None or groups == 1 else mask.repeat(groups, 1)
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=full, scale=scale)
+    packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads, rows, v.shape[-1])
 
 
 def _probabilities(
     q: torch.Tensor,
     k: torch.Tensor,
-    mask: torch.Tensor | None,
+    block: Block,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax in float32 over the visible keys, ``(B, H_kv, H / H_kv, R, keys)``."""
+    """Softmax in float32 over the visible keys, ``(B, H_kv, G · R, keys)``."""
     batch, heads, rows, dim = q.shape
-    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], rows, dim)
-    scores = torch.matmul(grouped, k[:, :, None].transpose(-1, -2)).float() * scale
+    packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
+    scores = torch.matmul(packed * scale, k.transpose(-1, -2)).float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+    if block.mask is not None:  # only where a limit cuts: most of a probe's keys are seen by every row
+        scores[..., block.sure :] += block.mask[:, block.sure :]
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     sink = sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(batch, -1, -1, rows, 1)
-    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+    extra = sink.reshape(batch, k.shape[1], packed.shape[2], 1)
+    return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
 
 
-def _mix(probabilities: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    batch, _, _, rows, _ = probabilities.shape
-    return torch.matmul(probabilities, v[:, :, None]).reshape(batch, -1, rows, v.shape[-1])
+def _collect(probabilities: torch.Tensor, shape: torch.Size, skip: int) -> torch.Tensor:
+    """Sum probabilities over batch, heads and the rows from ``skip`` on: one pass, as a product with zeros and ones."""
+    _, heads, rows, _ = shape
+    counted = (torch.arange(rows, device=probabilities.device) >= skip).float()
+    packed = counted.repeat(heads // probabilities.shape[1])
+    return torch.matmul(packed, probabilities).sum(dim=(0, 1))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
 import os
+import platform
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,7 +201,25 @@ def _load(source: ModelSource) -> LoadedModel:
         )
         tokenizer = _trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
     lm = CausalLM(model)
+    if lm.device.type == "cpu":
+        _keep_freed_memory()
     return LoadedModel(lm, PromptEncoder(tokenizer), model_fingerprint(lm, tokenizer, weights))
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed memory for the next forward instead of returning it to the kernel.
+
+    A repair forward allocates some hundred MB in pieces of a few MB; taken from the kernel anew each time, their page faults cost about a
+    fifth of a stitched request on a CPU. Other allocators are left alone, and so is a process that sets glibc's own variables.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 2**28)
+    mallopt(mmap_threshold, 2**25)
 
 
 def _directory(source: ModelSource) -> str:

@@ -149,14 +149,14 @@ class CausalLM:
         buffer
             Row index = position. Every row up to the last of ``rows`` must be valid or among ``rows``.
         logits
-            How many last rows need logits.
+            How many last rows need logits; 0 skips the language model's head.
         mass_rows
             How many last rows' attention to collect; 0 for none.
 
         Returns
         -------
         logits : torch.Tensor
-            ``(B, logits, vocab)`` in the model's dtype.
+            ``(B, logits, vocab)`` in the model's dtype; empty where none are asked for.
         mass : torch.Tensor or None
             Float32 ``(visible,)``: attention probability per key, summed over layers, heads and the last ``mass_rows`` rows.
         """
@@ -167,16 +167,17 @@ class CausalLM:
         if mass_rows:
             plan.mass, plan.mass_rows = torch.zeros(buffer.visible, device=self.device), mass_rows
         with self._lock, self._own_attention():
-            out = self.model(
+            run, options = (self.model, {"logits_to_keep": logits}) if logits else (self._base, {})
+            out = run(
                 input_ids=ids.to(self.device),
                 position_ids=hi[None].expand(ids.shape[0], -1),
                 past_key_values=buffer,
                 use_cache=True,
-                logits_to_keep=logits,
                 kvrag_plan=plan,
+                **options,
             )
         buffer.length = max(buffer.length, buffer.visible)
-        return out.logits, plan.mass
+        return out.logits if logits else torch.empty(0), plan.mass
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:

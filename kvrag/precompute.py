@@ -33,7 +33,7 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer,
     if not prefix_ids:
         return buffer, None
     with model.capture() as captured:
-        model.forward(torch.tensor(prefix_ids), slice(0, len(prefix_ids)), buffer)
+        model.forward(torch.tensor(prefix_ids), slice(0, len(prefix_ids)), buffer, logits=0)
     layers = tuple(
         LayerKV(
             keys=captured[layer][0].transpose(0, 1).contiguous().cpu(),
@@ -72,7 +72,7 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
         buffer.values(layer)[:, :, :start] = prefix.values(layer)
     padded = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in chunks])
     with model.capture() as captured:
-        model.forward(padded, slice(start, start + longest), buffer)
+        model.forward(padded, slice(start, start + longest), buffer, logits=0)
     return [_slice(model, buffer, captured, item, start, len(ids)) for item, ids in enumerate(chunks)]
 
 

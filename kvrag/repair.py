@@ -38,7 +38,7 @@ def probe(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Te
         Float32 ``(N,)`` on the host: probability per row, averaged over layers, heads and suffix rows would differ by a constant only.
     """
     rows = rows_of(layout.live).to(model.device)
-    _, mass = model.forward(token_ids[rows.cpu()], rows, buffer, mass_rows=layout.num_suffix)
+    _, mass = model.forward(token_ids[rows.cpu()], rows, buffer, logits=0, mass_rows=layout.num_suffix)
     assert mass is not None
     return mass.cpu()
 
@@ -69,7 +69,7 @@ def deviation(
 
     buffer.before_write = compare
     try:
-        model.forward(token_ids, slice(0, layout.num_tokens), buffer)
+        model.forward(token_ids, slice(0, layout.num_tokens), buffer, logits=0)
     except StopForward:
         pass
     finally:
@@ -119,8 +119,7 @@ class ResidualShift:
             at, span = self.rows[picked], slice(chunk.start, chunk.stop)
             change = fresh_keys[0, :, picked].float() - keys[0, :, at].float()
             mean = self.rotary.unit_unrotate(change, at).mean(dim=1, keepdim=True)
-            turned = self.rotary.unit_rotate(mean.expand(-1, chunk.num_rows, -1), span)
-            keys[0, :, span] += self.strength * turned
+            self.rotary.add_unit_rotated(keys[0, :, span], self.strength * mean, span)
             change = fresh_values[0, :, picked].float() - values[0, :, at].float()
             values[0, :, span] += self.strength * change.mean(dim=1, keepdim=True)
 

@@ -50,5 +50,32 @@ class RotaryTable:
         """Invert :meth:`unit_rotate`."""
         return self._turn(vectors, self.cos[rows] / self.magnitude, -self.sin[rows] / self.magnitude)
 
+    def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, rows: Rows) -> None:
+        """Add one vector, turned to each of the rows, to ``target`` in place.
+
+        The same as ``target += unit_rotate(vector.expand(...), rows)`` in two fused passes and without a copy of the target's size:
+        the partner ``J(vector)`` is the same for all rows.
+
+        Parameters
+        ----------
+        target
+            ``(H, T, D)``, any dtype; changed.
+        vector
+            Float32 ``(H, 1, D)``.
+        rows
+            ``T`` positions.
+        """
+        width = self.cos.shape[-1]
+        zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
+        partner = self.apply(vector[None], zero[None], one[None])[0, ..., :width]
+        turning = target[..., :width]
+        if target.dtype == torch.float32:
+            turning.addcmul_(self.cos[rows] / self.magnitude, vector[..., :width])
+            turning.addcmul_(self.sin[rows] / self.magnitude, partner)
+        else:  # one rounding, not two
+            turning += self.cos[rows] / self.magnitude * vector[..., :width] + self.sin[rows] / self.magnitude * partner
+        if width < target.shape[-1]:  # dimensions that don't turn (partial rotary)
+            target[..., width:] += vector[..., width:]
+
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return self.apply(keys.float()[None], cos[None], sin[None])[0].to(keys.dtype)

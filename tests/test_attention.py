@@ -95,9 +95,22 @@ def test_fast_paths_equal_the_general_path() -> None:
     assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_large_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, hi = random_case(6, 2, 150, 400)
+    kept, made = RowPlan(hi, 400), RowPlan(hi, 400)
+    one = ragged_attention(q, k, v, kept, scale=0.25)
+    monkeypatch.setattr("kvrag.attention.MAX_CACHED_MASK", 1000)
+    assert torch.equal(ragged_attention(q, k, v, made, scale=0.25), one)
+    assert kept._blocks
+    assert not made._blocks
+
+
 def test_blocks_cut_keys_at_their_last_limit() -> None:
     plan = RowPlan(torch.arange(0, 4000, 10), 3991)
-    blocks = plan.blocks(None)
-    assert [b.keys.stop for b in blocks] == [1271, 2551, 3831, 3991]
-    assert plan.blocks(100)[-1].keys.start == 3840 - 99
-    assert plan.blocks(None) is blocks
+    blocks = list(plan.blocks(None, 1, torch.float32))
+    assert [b.keys.stop for b in blocks[:2]] == [BLOCK_ROWS * 10 - 9, BLOCK_ROWS * 20 - 9]
+    assert blocks[-1].keys.stop == 3991
+    assert blocks[1].sure == BLOCK_ROWS * 10 + 1
+    assert list(plan.blocks(100, 1, torch.float32))[1].keys.start == BLOCK_ROWS * 10 - 99
+    assert next(iter(plan.blocks(None, 1, torch.float32))) is blocks[0]
+    assert next(iter(plan.blocks(None, 3, torch.float32))).mask.shape[0] == 3 * BLOCK_ROWS  # type: ignore[union-attr]

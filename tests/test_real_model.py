@@ -86,9 +86,14 @@ def test_more_repair_is_closer_and_all_of_it_is_exact(mean_kl: Any) -> None:
     assert kls[2] < 1e-5
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.5])
-def test_asking_the_question_beats_random_rows(shift: float, mean_kl: Any) -> None:
-    assert mean_kl(RepairConfig(shift=shift)) < mean_kl(RepairConfig(strategy="random", shift=shift))
+@pytest.mark.parametrize("strategy", ["query", "query_hkvd", "hkvd"])
+def test_strategies_beat_random_rows(strategy: str, mean_kl: Any) -> None:
+    random = RepairConfig(strategy="random", recompute_ratio=0.15, shift=0.0)
+    assert mean_kl(RepairConfig(strategy=strategy, recompute_ratio=0.15, shift=0.0)) < mean_kl(random)
+
+
+def test_asking_the_question_beats_random_rows_with_the_shift_too(mean_kl: Any) -> None:
+    assert mean_kl(RepairConfig()) < mean_kl(RepairConfig(strategy="random"))
 
 
 def test_the_default_shift_lowers_the_defaults_kl(mean_kl: Any) -> None:

@@ -32,6 +32,16 @@ def test_rotation_depends_on_the_distance_only(name: str) -> None:
     assert scores[0] == pytest.approx(scores[2], abs=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_adding_one_turned_vector_equals_the_general_path(name: str, dtype: torch.dtype) -> None:
+    table = CausalLM(tiny_model(name)).rotary(500)
+    target, vector = torch.randn(2, 40, 16).to(dtype), torch.randn(2, 1, 16)
+    expected = (target.float() + table.unit_rotate(vector.expand(-1, 40, -1), slice(300, 340))).to(dtype)
+    table.add_unit_rotated(target, vector, slice(300, 340))
+    assert torch.allclose(target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 0)
+
+
 def test_yarn_keeps_its_magnitude_once() -> None:
     table = CausalLM(tiny_model("llama-yarn")).rotary(10)
     assert table.magnitude > 1.0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build the wheel, install it into a fresh environment outside the checkout, and use it there: packaging faults that an editable
-# install hides. torch and transformers come from the project's environment where one is active, to spare a second download.
+# Build the wheel, install it with its own dependencies into a fresh environment outside the checkout, and run tests there: it finds what an
+# editable install hides, a missing file or a missing dependency.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -10,21 +10,31 @@ trap 'rm -rf "$work"' EXIT
 python="${BIN:-.venv/bin}/python"
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" .
 wheel=$(ls "$work"/kvrag-*.whl)
-echo "built $(basename "$wheel")"
+echo "built $(basename "$wheel"); installing it into a fresh environment"
 
-"$python" -m venv --system-site-packages "$work/env"
-site=$("$python" -c 'import site; print(site.getsitepackages()[0])')
-# The project's packages are visible, its checkout is not: .pth files of an editable install don't travel through PYTHONPATH.
-export PYTHONPATH=$site HF_HUB_OFFLINE=1
-"$work/env/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
-cp "$root/tests/test_equivalence.py" "$root/tests/test_engine.py" "$root/tests/conftest.py" "$root/tests/texts.py" "$work/"
+"$python" -m venv "$work/env"
+pip="$work/env/bin/python -m pip"
+$pip install --quiet -c constraints.txt torch
+$pip install --quiet -c constraints.txt "$wheel[all]" pytest pytest-asyncio
+
+cp tests/test_engine.py tests/test_equivalence.py tests/conftest.py tests/texts.py "$work/"
 cd "$work"
-"$work/env/bin/python" - <<'PY'
-import importlib.metadata, kvrag, kvrag_kernels, langchain_kvrag, llama_index.core, llama_index.llms.kvrag, llama_index.vector_stores.kvrag, sys
+export HF_HUB_OFFLINE=1
+env/bin/python - "$root" <<'PY'
+import importlib.metadata
+import sys
+
+import kvrag
+import kvrag_kernels
+import langchain_kvrag
+import llama_index.core
+import llama_index.llms.kvrag
+import llama_index.vector_stores.kvrag
+
 for module in (kvrag, kvrag_kernels, langchain_kvrag, llama_index.llms.kvrag, llama_index.vector_stores.kvrag):
     assert module.__file__.startswith(sys.prefix), f"{module.__name__} comes from {module.__file__}, not from the wheel"
 print("kvrag", importlib.metadata.version("kvrag"), "imports from the wheel, beside llama_index.core")
 PY
-"$work/env/bin/kvrag" --version
-"$work/env/bin/python" -m pytest -q -p no:cacheprovider -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function \
-  test_engine.py test_equivalence.py
+env/bin/kvrag --version
+env/bin/python -m pytest -q -p no:cacheprovider -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function \
+  -W ignore::pytest.PytestUnknownMarkWarning test_engine.py test_equivalence.py

@@ -92,13 +92,14 @@ def compare(
     """Time every configuration beside the full prefill, prompt by prompt."""
     rows: list[dict[str, Any]] = []
     for index, prompt in enumerate([*prompts[:warm_up], *prompts]):
-        ids = engine.prefill(prompt, mode="full").prompt_ids if index < warm_up else None
+        ids = engine.prefill(prompt, mode="full").prompt_ids  # also brings the weights back into the caches
         row: dict[str, Any] = {}
+        before = milliseconds(lambda ids=ids: full_prefill(engine, ids))[0]
         for name, options in configs.items():
             if folder is not None:
                 drop_page_cache(folder)
             took, result = milliseconds(lambda options=options, prompt=prompt: engine.prefill(prompt, **options))
-            ids = result.prompt_ids
+            assert result.prompt_ids == ids, "the comparison must be of the same token ids"
             row[name] = {
                 "ttft_ms": took,
                 "stages_ms": {k: round(v, 2) for k, v in result.timings_ms.items()},
@@ -108,8 +109,11 @@ def compare(
                 "computed": result.computed_tokens,
                 "loaded_bytes": result.loaded_bytes,
             }
-            row[name]["full_ms"], _ = milliseconds(lambda ids=ids: full_prefill(engine, ids))
-        row["tokens"] = len(ids or ())
+        after = milliseconds(lambda ids=ids: full_prefill(engine, ids))[0]
+        for name in configs:  # the full prefill is timed on both sides of the configurations of its prompt
+            row[name]["full_ms"] = (before + after) / 2
+        row["full_prefills_ms"] = [before, after]
+        row["tokens"] = len(ids)
         if index >= warm_up:
             rows.append(row)
             line = ", ".join(f"{n} {row[n]['full_ms'] / row[n]['ttft_ms']:.2f}x" for n in configs)
