@@ -70,7 +70,8 @@ class RepairConfig:
     recompute_ratio
         Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact.
     first_k
-        Rows at the head of every chunk that is not exact, recomputed in addition.
+        Rows at the head of every chunk that is not exact, recomputed first; they count towards the ratio, and are recomputed even
+        where it is smaller.
     shift
         Strength in [0, 1] of the residual shift: the mean change of a chunk's repaired rows, applied to its other rows.
     mismatch_ratio

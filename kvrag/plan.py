@@ -291,7 +291,7 @@ def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> 
         rows += num_stale
     elif config.strategy != "none":
         heads = sum(min(config.first_k, s.num_rows) for s in layout.stale)
-        rows += min(num_stale, round(effective_ratio(layout, config) * num_stale) + heads)
+        rows += max(heads, round(effective_ratio(layout, config) * num_stale))
     if "mass" in strategy.needs:
         rows += layout.num_live
     if "deviation" in strategy.needs:

@@ -89,19 +89,22 @@ class ResidualShift:
     strength
         Factor in (0, 1].
     chunks
-        Stale chunks with enough repaired rows.
+        Stale chunks with enough repaired rows, ``C`` of them.
     picked
-        Per chunk, the repaired rows that count, as indices into the forward's rows.
-    rows
-        The forward's rows, int64 ``(R,)``.
+        The repaired rows that count, of all chunks, as indices into the forward's rows, int64 ``(M,)``.
+    at
+        The same rows as positions in the prompt.
+    average
+        Float32 ``(C, M)``: takes the mean over each chunk's picked rows.
     rotary
         Rotations of the prompt's positions.
     """
 
     strength: float
     chunks: tuple[Segment, ...]
-    picked: tuple[torch.Tensor, ...]
-    rows: torch.Tensor
+    picked: torch.Tensor
+    at: torch.Tensor
+    average: torch.Tensor
     rotary: RotaryTable
 
     def __call__(
@@ -115,13 +118,15 @@ class ResidualShift:
         """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
         if layer == 0:  # keys and values of layer 0 depend on the token alone: nothing to learn there
             return
-        for chunk, picked in zip(self.chunks, self.picked, strict=True):
-            at, span = self.rows[picked], slice(chunk.start, chunk.stop)
-            change = fresh_keys[0, :, picked].float() - keys[0, :, at].float()
-            mean = self.rotary.unit_unrotate(change, at).mean(dim=1, keepdim=True)
-            self.rotary.add_unit_rotated(keys[0, :, span], self.strength * mean, span)
-            change = fresh_values[0, :, picked].float() - values[0, :, at].float()
-            values[0, :, span] += self.strength * change.mean(dim=1, keepdim=True)
+        change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
+        mean_keys = self.average @ self.rotary.unit_unrotate(change, self.at) * self.strength
+        mean_values = self.average @ (fresh_values[0, :, self.picked].float() - values[0, :, self.at].float())
+        mean_values *= self.strength
+        partners = self.rotary.partner(mean_keys)
+        for index, chunk in enumerate(self.chunks):
+            span, one = slice(chunk.start, chunk.stop), slice(index, index + 1)
+            self.rotary.add_unit_rotated(keys[0, :, span], mean_keys[:, one], partners[:, one], span)
+            values[0, :, span] += mean_values[:, one]
 
 
 def residual_shift(layout: Layout, rows: torch.Tensor, strength: float, rotary: RotaryTable) -> ResidualShift | None:
@@ -133,7 +138,13 @@ def residual_shift(layout: Layout, rows: torch.Tensor, strength: float, rotary: 
         if len(counted) >= SHIFT_MIN_ROWS and int(inside.sum()) < chunk.num_rows:
             chunks.append(chunk)
             picked.append(counted)
-    return ResidualShift(strength, tuple(chunks), tuple(picked), rows, rotary) if chunks else None
+    if not chunks:
+        return None
+    every = torch.cat(picked)
+    owner = torch.repeat_interleave(torch.tensor([len(p) for p in picked]))
+    average = (owner == torch.arange(len(picked))[:, None]).float()
+    average = (average / average.sum(dim=1, keepdim=True)).to(rows.device)
+    return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary)
 
 
 def repair(

@@ -8,7 +8,7 @@ with the model's (RoFormer, arXiv 2104.09864).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,6 +37,13 @@ class RotaryTable:
     sin: torch.Tensor
     apply: ApplyRotary
     magnitude: float = 1.0
+    unit_cos: torch.Tensor = field(init=False)
+    unit_sin: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_unit = self.magnitude == 1.0
+        object.__setattr__(self, "unit_cos", self.cos if is_unit else self.cos / self.magnitude)
+        object.__setattr__(self, "unit_sin", self.sin if is_unit else self.sin / self.magnitude)
 
     def rotate(self, keys: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Turn position-free keys ``(H, T, D)`` to the positions ``rows`` as the model does; float32 inside, cast back once."""
@@ -44,36 +51,38 @@ class RotaryTable:
 
     def unit_rotate(self, vectors: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Turn ``(H, T, D)`` without the magnitude: for differences of keys, which carry it already."""
-        return self._turn(vectors, self.cos[rows] / self.magnitude, self.sin[rows] / self.magnitude)
+        return self._turn(vectors, self.unit_cos[rows], self.unit_sin[rows])
 
     def unit_unrotate(self, vectors: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Invert :meth:`unit_rotate`."""
-        return self._turn(vectors, self.cos[rows] / self.magnitude, -self.sin[rows] / self.magnitude)
+        return self._turn(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
-    def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, rows: Rows) -> None:
+    def partner(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return ``J(vectors)``, ``(H, C, R)`` for ``(H, C, D)``: what the sines multiply, the same at every row."""
+        zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
+        return self.apply(vectors[None], zero[None], one[None])[0, ..., : self.cos.shape[-1]]
+
+    def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, partner: torch.Tensor, rows: Rows) -> None:
         """Add one vector, turned to each of the rows, to ``target`` in place.
 
-        The same as ``target += unit_rotate(vector.expand(...), rows)`` in two fused passes and without a copy of the target's size:
-        the partner ``J(vector)`` is the same for all rows.
+        The same as ``target += unit_rotate(vector.expand(...), rows)`` in two fused passes and without a copy of the target's size.
 
         Parameters
         ----------
         target
             ``(H, T, D)``, any dtype; changed.
-        vector
-            Float32 ``(H, 1, D)``.
+        vector, partner
+            Float32 ``(H, 1, D)``, and its :meth:`partner`.
         rows
             ``T`` positions.
         """
         width = self.cos.shape[-1]
-        zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
-        partner = self.apply(vector[None], zero[None], one[None])[0, ..., :width]
         turning = target[..., :width]
         if target.dtype == torch.float32:
-            turning.addcmul_(self.cos[rows] / self.magnitude, vector[..., :width])
-            turning.addcmul_(self.sin[rows] / self.magnitude, partner)
+            turning.addcmul_(self.unit_cos[rows], vector[..., :width])
+            turning.addcmul_(self.unit_sin[rows], partner)
         else:  # one rounding, not two
-            turning += self.cos[rows] / self.magnitude * vector[..., :width] + self.sin[rows] / self.magnitude * partner
+            turning += self.unit_cos[rows] * vector[..., :width] + self.unit_sin[rows] * partner
         if width < target.shape[-1]:  # dimensions that don't turn (partial rotary)
             target[..., width:] += vector[..., width:]
 

@@ -117,13 +117,15 @@ class FirstRows:
 
 @dataclass(frozen=True, slots=True)
 class SeamRows:
-    """Repair the last rows before each seam (KVBoost's "selective")."""
+    """Repair the last rows before each seam (KVBoost's "selective"); ``first_k`` rows of the budget go to the head."""
 
+    first_k: int
     needs: ClassVar[frozenset[Signal]] = frozenset()
 
     def select(self, signals: Signals) -> torch.Tensor:
-        """Return the last ``ratio · T`` rows of each chunk."""
-        tails = [torch.arange(s.stop - math.ceil(signals.ratio * s.num_rows), s.stop) for s in signals.stale]
+        """Return the last ``ratio · T - first_k`` rows of each chunk."""
+        counts = [max(0, math.ceil(signals.ratio * s.num_rows) - self.first_k) for s in signals.stale]
+        tails = [torch.arange(s.stop - count, s.stop) for s, count in zip(signals.stale, counts, strict=True)]
         return torch.cat(tails) if tails else signals.candidates[:0]
 
 
@@ -177,7 +179,7 @@ def strategy_of(config: RepairConfig) -> Strategy:
         "all": AllRows(),
         "random": RandomRows(),
         "first_k": FirstRows(config.first_k),
-        "boundary": SeamRows(),
+        "boundary": SeamRows(config.first_k),
         "hkvd": DeviatingRows(),
         "query": QueriedRows(),
         "query_hkvd": QueriedDeviatingRows(),
@@ -192,7 +194,7 @@ def select_rows(
     mass: torch.Tensor | None = None,
     deviation: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the rows to repair in this prompt, int64, ascending: the strategy's choice plus the heads of stale chunks.
+    """Return the rows to repair in this prompt, int64, ascending: the heads of stale chunks, and the strategy's choice up to the ratio.
 
     Parameters
     ----------
@@ -212,7 +214,7 @@ def select_rows(
     heads = rows_of([Segment(s.start, min(s.stop, s.start + config.first_k), "chunk") for s in stale])
     every = rows_of(stale)
     candidates = every[~torch.isin(every, heads)]
-    budget = min(len(candidates), round(ratio * len(every)))
+    budget = min(len(candidates), max(0, round(ratio * len(every)) - len(heads)))
     signals = Signals(stale, candidates, budget, ratio, mass, deviation, config.seed)
     rows: torch.Tensor = torch.unique(torch.cat([heads, strategy_of(config).select(signals)]))
     return rows

@@ -38,7 +38,7 @@ def test_adding_one_turned_vector_equals_the_general_path(name: str, dtype: torc
     table = CausalLM(tiny_model(name)).rotary(500)
     target, vector = torch.randn(2, 40, 16).to(dtype), torch.randn(2, 1, 16)
     expected = (target.float() + table.unit_rotate(vector.expand(-1, 40, -1), slice(300, 340))).to(dtype)
-    table.add_unit_rotated(target, vector, slice(300, 340))
+    table.add_unit_rotated(target, vector, table.partner(vector), slice(300, 340))
     assert torch.allclose(target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 0)
 
 

@@ -63,10 +63,8 @@ def test_selected_rows_keep_the_budget_and_lie_in_stale_chunks(strategy: str, ra
     assert heads <= set(rows.tolist())
     if ratio == 1.0:
         assert len(rows) == 200
-    elif strategy not in ("first_k", "boundary"):
-        assert len(rows) == min(200, round(ratio * 200) + 8)
     else:
-        assert len(rows) <= max(8, round(ratio * 200) + 8)
+        assert len(rows) == max(8, round(ratio * 200))
 
 
 def test_none_selects_nothing_and_all_everything() -> None:
@@ -132,5 +130,5 @@ def test_auto_weighs_the_cost() -> None:
 def test_estimates_count_every_pass() -> None:
     assert estimated_rows(LAYOUT, RepairConfig(strategy="none"), num_layers=30) == 20
     assert estimated_rows(LAYOUT, RepairConfig(strategy="all"), num_layers=30) == 220
-    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 20 + 8 + 20
-    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 20 + 8 + 330 * 2 // 30
+    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 20 + 20
+    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 20 + 330 * 2 // 30

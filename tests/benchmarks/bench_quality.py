@@ -38,8 +38,11 @@ STRATEGIES = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
 SHIFTS = (0.0, 0.5)
 
 
-def configs() -> dict[str, RepairConfig]:
+def configs(*, default_only: bool = False) -> dict[str, RepairConfig]:
     """Every configuration to measure, by name; ``+s`` is the default residual shift."""
+    if default_only:
+        defaults = {f"query+s@{ratio:.2f}": RepairConfig(recompute_ratio=ratio) for ratio in (0.05, 0.10, 0.15, 0.30)}
+        return {"none": RepairConfig(strategy="none"), "cacheblend@0.15": RepairConfig.cacheblend(), **defaults}
     out = {"none": RepairConfig(strategy="none"), "cacheblend@0.15": RepairConfig.cacheblend()}
     for ratio in RATIOS:
         for strategy in STRATEGIES:
@@ -131,7 +134,7 @@ class Case:
         segments.append((len(self.tail), "live", False, -1, False))
         return [prefix_kv, *kvs], place(segments)
 
-    def measure(self, where: str) -> dict[str, dict[str, float]]:
+    def measure(self, where: str, *, default_only: bool = False) -> dict[str, dict[str, float]]:
         """Measure every configuration with chunks encoded as ``where`` says."""
         kvs, layout = self.encode(where)
         rotary = self.lm.rotary(layout.num_tokens)
@@ -141,7 +144,7 @@ class Case:
         compared = self.copy(stitched, self.lm.buffer(layout.num_tokens))
         change = deviation(self.lm, compared, layout, self.ids)
         out = {}
-        for name, config in configs().items():
+        for name, config in configs(default_only=default_only).items():
             uses_check = "deviation" in strategy_of(config).needs
             buffer = self.copy(compared if uses_check else stitched, self.scratch)
             rows = select_rows(layout, config, mass=mass, deviation=change)
@@ -232,13 +235,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--merge", action="store_true")
+    parser.add_argument(
+        "--default-only", action="store_true", help="the default at four ratios beside CacheBlend: minutes, not an hour"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     part, parts = map(int, args.shard.split("/"))
     if args.merge:
-        found = [json.loads(p.read_text()) for p in sorted(args.out.glob("quality.part*.json"))]
+        stem = "quality-default" if args.default_only else "quality"
+        found = [json.loads(p.read_text()) for p in sorted(args.out.glob(f"{stem}.part*.json"))]
         cases = [case for result in found for case in result["cases"]]
-        write_result("quality", {**found[0], "cases": cases, "summary": summarise(cases)}, args.out)
+        write_result(stem, {**found[0], "cases": cases, "summary": summarise(cases)}, args.out)
         show(summarise(cases))
         return
     torch.set_num_threads(args.threads)
@@ -249,7 +256,8 @@ def main() -> None:
         start = time.perf_counter()
         with torch.inference_mode():
             case = Case(engine, item)
-            cases.append({"alone": case.measure("alone"), "prefix": case.measure("prefix"), "full": case.reference()})
+            measured = {where: case.measure(where, default_only=args.default_only) for where in ("alone", "prefix")}
+            cases.append({**measured, "full": case.reference()})
         print(f"question {index + 1}/{len(todo)}: {time.perf_counter() - start:.0f} s", flush=True)
         result = {
             "machine": machine(),
@@ -258,7 +266,8 @@ def main() -> None:
             "seed": 0,
             "cases": cases,
         }
-        name = "quality" if parts == 1 else f"quality.part{part}"
+        stem = "quality-default" if args.default_only else "quality"
+        name = stem if parts == 1 else f"{stem}.part{part}"
         write_result(name, result if parts > 1 else {**result, "summary": summarise(cases)}, args.out)
     show(summarise(cases))
 
