@@ -95,7 +95,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def quality_default(result: dict[str, Any]) -> str:
-    """The default at four ratios, beside CacheBlend and no repair."""
+    """Show the default at four ratios, beside CacheBlend and no repair."""
     s = result["summary"]
     rows = [
         ["CacheBlend as published, chunks alone, 15%", *_cells(s["alone/cacheblend@0.15"])],
