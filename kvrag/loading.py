@@ -210,8 +210,8 @@ def _load(source: ModelSource) -> LoadedModel:
 def _keep_freed_memory() -> None:
     """Tell glibc to keep freed memory for the next forward instead of returning it to the kernel.
 
-    A repair forward allocates some hundred MB in pieces of a few MB; taken from the kernel anew each time, their page faults cost about a
-    fifth of a stitched request on a CPU. Other allocators are left alone, and so is a process that sets glibc's own variables.
+    A repair forward allocates its buffers in pieces of a few MB; taken from the kernel anew each time, their page faults cost a visible
+    part of a stitched request on a CPU. Other allocators are left alone, and so is a process that sets glibc's own variables.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
