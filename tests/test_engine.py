@@ -346,12 +346,9 @@ def test_a_broken_or_late_store_gives_the_full_prefills_answer(
     _break(engine, monkeypatch, how)
     full = engine.generate(ask(0, 1, 2), mode="full", max_new_tokens=8)
     answer = engine.generate(ask(0, 1, 2), mode="stitch", max_new_tokens=8)
-    if how == "texts":  # what was read before is still known, and the KV itself can be read
-        assert answer.exactness == "repaired"
-    else:
-        assert answer.exactness == "full"
-        assert answer.token_ids == full.token_ids
-        assert answer.fallback_reason
+    assert answer.exactness == "full"
+    assert answer.token_ids == full.token_ids
+    assert answer.fallback_reason
 
 
 def test_damaged_files_give_the_full_prefills_answer(tiny_dir: str, tmp_path: Path) -> None:
