@@ -94,19 +94,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def quality_default(result: dict[str, Any]) -> str:
-    """Show the default at four ratios, beside CacheBlend and no repair."""
-    s = result["summary"]
-    rows = [
-        ["CacheBlend as published, chunks alone, 15%", *_cells(s["alone/cacheblend@0.15"])],
-        ["none", *_cells(s["prefix/none"])],
-    ]
-    rows += [[f"default, {float(r):.0%}", *_cells(s[f"prefix/query+s@{r}"])] for r in ("0.05", "0.10", "0.15", "0.30")]
-    header = ["strategy", "KL, own answer", "KL, first token", "top-1", "KL, gold answer", "loss of gold", "F1"]
-    count = len(result["cases"])
-    return table(header, rows) + f"\nMeans over {count} questions.\n" + source(result, "quality-default.json")
-
-
 def quality_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the quality table."""
     s = result["summary"]
@@ -162,7 +149,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft-short": ("ttft.json", ttft_short),
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),
-    "quality-default": ("quality-default.json", quality_default),
     "memory": ("memory.json", memory),
 }
 
