@@ -40,7 +40,7 @@ def demo(
     framework: Annotated[str, typer.Option(help="langchain, llama-index, or none (the engine alone).")] = "langchain",
     corpus: Annotated[Path | None, typer.Option(help="Folder of texts; default: the examples of the checkout.")] = None,
     question: Annotated[list[str] | None, typer.Option(help="Ask this instead; may be repeated.")] = None,
-    questions: Annotated[int, typer.Option(min=1, help="How many of the corpus's questions to ask.")] = 4,
+    questions: Annotated[int, typer.Option(min=1, help="How many of the corpus's questions to ask.")] = 8,
     top_k: Annotated[int, typer.Option(min=1, help="Chunks per question.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")] = 300,
     kv_dir: Annotated[Path, typer.Option("--kv-dir", help="Where KV is kept between runs.")] = Path(".kvrag-demo"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrag.demo.documents import DocumentChunk
 from kvrag.demo.embeddings import SentenceEmbeddings
-from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of
+from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
 from kvrag.engine import KVRagEngine
 from kvrag.errors import require
 from kvrag.types import PrecomputeReport
@@ -51,7 +51,7 @@ class DirectPipeline:
     def ask(self, question: str, *, max_new_tokens: int) -> Answer:
         """Retrieve chunks and answer from them."""
         _, nearest = self._index.search(self._embeddings.embed([question]), min(self._config.top_k, len(self._chunks)))
-        context = "\n\n".join(self._chunks[position] for position in nearest[0])
+        context = join_chunks([self._chunks[position] for position in nearest[0]])
         prompt = _messages(context, question)
         result = self.engine.generate(prompt, max_new_tokens=max_new_tokens)
         return answer_of(result.text, prompt, asdict(result))

@@ -12,7 +12,7 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from kvrag.demo.documents import DocumentChunk
 from kvrag.demo.embeddings import SentenceEmbeddings
-from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of
+from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
 from kvrag.types import PrecomputeReport
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 
@@ -75,4 +75,4 @@ class LangChainEmbeddings(Embeddings):
 
 
 def _join(documents: list[Document]) -> str:
-    return "\n\n".join(document.page_content for document in documents)
+    return join_chunks([document.page_content for document in documents])

@@ -14,7 +14,7 @@ from llama_index.core.schema import TextNode
 from kvrag import TemplatePrefix
 from kvrag.demo.documents import DocumentChunk
 from kvrag.demo.embeddings import SentenceEmbeddings
-from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of
+from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
 from kvrag.types import PrecomputeReport
 from llama_index.llms.kvrag import KVRagLLM
 from llama_index.vector_stores.kvrag import KVRagVectorStore
@@ -60,7 +60,7 @@ class LlamaIndexPipeline:
 
     def ask(self, question: str, *, max_new_tokens: int) -> Answer:
         """Retrieve chunks and answer from them."""
-        context = "\n\n".join(found.node.get_content() for found in self._retriever.retrieve(question))
+        context = join_chunks([found.node.get_content() for found in self._retriever.retrieve(question)])
         messages = self._template.format_messages(context=context, question=question)
         response = self.llm.chat(messages, max_new_tokens=max_new_tokens)
         prompt = [{"role": message.role.value, "content": message.content or ""} for message in messages]

@@ -12,8 +12,8 @@ from kvrag.demo.documents import DocumentChunk
 from kvrag.engine import KVRagEngine
 from kvrag.types import PrecomputeReport
 
-SYSTEM = "You answer questions about documents. Use only the documents given, and answer in one short sentence."
-HUMAN = "{context}\n\nQuestion: {question}"
+SYSTEM = "Answer the question with words from the documents."
+HUMAN = "{context}\n\n{question}"
 """The chunks stand before the question: what stands before them is the same for every question, and so is their KV."""
 
 STORE = StoreConfig(ram_bytes=0)
@@ -82,6 +82,11 @@ class Pipeline(Protocol):
     def ask(self, question: str, *, max_new_tokens: int) -> Answer:
         """Retrieve chunks and answer from them."""
         ...
+
+
+def join_chunks(nearest_first: Sequence[str]) -> str:
+    """Put the best match last, next to the question: a small model reads best what is near, with reuse and without."""
+    return "\n\n".join(reversed(nearest_first))
 
 
 def answer_of(text: str, prompt: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> Answer:
