@@ -11,7 +11,7 @@ from kvrag.testing.models import TINY, tiny_model
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_unrotate_inverts_rotate_at_any_rows(name: str) -> None:
-    table = CausalLM(tiny_model(name)).rotary(2000)
+    table = CausalLM(tiny_model(name)).rotary(2000)[0]
     rows = torch.tensor([0, 1, 7, 1500, 1999])
     vectors = torch.randn(2, 5, 16)
     there = table.unit_rotate(vectors, rows)
@@ -22,7 +22,7 @@ def test_unrotate_inverts_rotate_at_any_rows(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_rotation_depends_on_the_distance_only(name: str) -> None:
     """A key moved with its query scores the same: what makes moving a chunk possible at all."""
-    table = CausalLM(tiny_model(name)).rotary(3000)
+    table = CausalLM(tiny_model(name)).rotary(3000)[0]
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
     scores = [
         float((table.rotate(q, torch.tensor([at + 37])) * table.rotate(k, torch.tensor([at]))).sum())
@@ -35,7 +35,7 @@ def test_rotation_depends_on_the_distance_only(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_adding_one_turned_vector_equals_the_general_path(name: str, dtype: torch.dtype) -> None:
-    table = CausalLM(tiny_model(name)).rotary(500)
+    table = CausalLM(tiny_model(name)).rotary(500)[0]
     target, vector = torch.randn(2, 40, 16).to(dtype), torch.randn(2, 1, 16)
     expected = (target.float() + table.unit_rotate(vector.expand(-1, 40, -1), slice(300, 340))).to(dtype)
     table.add_unit_rotated(target, vector, table.partner(vector), slice(300, 340))
@@ -43,14 +43,14 @@ def test_adding_one_turned_vector_equals_the_general_path(name: str, dtype: torc
 
 
 def test_yarn_keeps_its_magnitude_once() -> None:
-    table = CausalLM(tiny_model("llama-yarn")).rotary(10)
+    table = CausalLM(tiny_model("llama-yarn")).rotary(10)[0]
     assert table.magnitude > 1.0
     k = torch.randn(2, 3, 16)
     assert torch.allclose(table.rotate(k, slice(4, 7)), table.unit_rotate(k, slice(4, 7)) * table.magnitude, atol=1e-5)
 
 
 def test_low_precision_is_rounded_once() -> None:
-    table = CausalLM(tiny_model()).rotary(3000)
+    table = CausalLM(tiny_model()).rotary(3000)[0]
     k = torch.randn(2, 50, 16).bfloat16()
     exact = table.rotate(k.double().float(), slice(2900, 2950))
     assert torch.equal(table.rotate(k, slice(2900, 2950)), exact.bfloat16())
