@@ -1,9 +1,9 @@
 """The attention op in torch: few query rows at scattered positions, all keys, an exact limit per row.
 
-Row ``i`` sees key ``j`` iff ``lo[i] <= j <= hi[i]``, ``lo`` by the layer's :class:`Reach`. That is not what ``is_causal`` means when there are fewer rows than keys:
-a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused causal call where the rows
-are a whole prompt, blocks of rows with the keys cut at the block's limit, and explicit probabilities where the model needs them
-(soft cap, sinks) or the caller wants them (the probe).
+Row ``i`` sees key ``j`` iff ``lo[i] <= j <= hi[i]``, ``lo`` by the layer's :class:`Reach`. That is not what ``is_causal`` means when
+there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused
+causal call where the rows are a whole prompt, blocks of rows with the keys cut at the block's limit, and explicit probabilities where the
+model needs them (soft cap, sinks) or the caller wants them (the probe).
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class Reach:
         """Return the first key that rows at these positions see, int64, shaped as ``hi``."""
         first = torch.zeros_like(hi) if self.window is None else (hi - self.window + 1).clamp_(min=0)
         return first if self.chunk is None else torch.maximum(first, hi // self.chunk * self.chunk)
+
+    def first(self, row: int) -> int:
+        """Return :meth:`lo` of one row."""
+        by_window = 0 if self.window is None else max(0, row - self.window + 1)
+        return by_window if self.chunk is None else max(by_window, row // self.chunk * self.chunk)
 
     def is_whole(self, num_keys: int) -> bool:
         """Whether no row of a prompt of this length misses a key before it."""
@@ -107,11 +112,9 @@ class RowPlan:
 
 def _cut(hi: torch.Tensor, reach: Reach, groups: int, dtype: torch.dtype) -> Iterator[Block]:
     limits, is_limited = hi.tolist(), reach != EVERYTHING
-    lo = reach.lo(hi)
-    firsts = lo.tolist() if is_limited else [0] * len(limits)  # lo ascends with hi
     for start in range(0, len(limits), BLOCK_ROWS):
         rows = slice(start, min(start + BLOCK_ROWS, len(limits)))
-        first = firsts[start]
+        first = reach.first(limits[start])  # lo ascends with hi
         keys = slice(first, limits[rows.stop - 1] + 1)
         # One row that sees all its keys needs no mask: every decode step.
         if rows.stop - rows.start == 1:
@@ -120,7 +123,7 @@ def _cut(hi: torch.Tensor, reach: Reach, groups: int, dtype: torch.dtype) -> Ite
         j = torch.arange(keys.start, keys.stop, device=hi.device)
         hidden = j > hi[rows, None]
         if is_limited:
-            hidden |= j < lo[rows, None]
+            hidden |= j < reach.lo(hi[rows, None])
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hi.device).masked_fill_(hidden, float("-inf"))
         yield Block(rows, keys, mask.repeat(groups, 1), 0 if is_limited else limits[start] + 1)
 

@@ -91,6 +91,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
         Rows that hold valid KV.
     rows, visible
         Rows that the next forward computes, and the rows that it can see (set by the forward).
+    token_ids
+        Int64 ``(capacity,)`` on the host for a model that may have to compute its rows anew, else ``None``; kept by its forwards.
     before_write
         Called in each layer of the next forward before its fresh rows are written, or ``None``.
     """
@@ -106,6 +108,7 @@ class KVBuffer(Cache):  # type: ignore[misc]
         tells_offsets: bool = False,
     ) -> None:
         self._tells_offsets = tells_offsets
+        self.token_ids: torch.Tensor | None = None
         self.length = 0
         self.visible = 0
         self.rows: Rows = slice(0, 0)

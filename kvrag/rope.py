@@ -115,7 +115,7 @@ class RotaryTable:
         return slice(self.start, self.start + self.width)
 
     def _columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unit tables with a column per turning dimension, read off the model's own rotation where they are not aligned."""
+        """Return unit tables with a column per turning dimension, read off the model's own rotation where they are not aligned."""
         if self.is_aligned:
             return self.unit_cos, self.unit_sin
         if not self._spread:
@@ -151,9 +151,7 @@ class Rotations:
         return self.tables[self.kinds[layer]]
 
 
-def spread(
-    apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosine and sine that each turning dimension meets, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
     ones = torch.ones((1, 1, len(cos), width), dtype=cos.dtype, device=cos.device)
     zeros = torch.zeros_like(cos)[None]

@@ -18,6 +18,9 @@ from kvrag.errors import UnsupportedModelError
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 """What modelling files call a layer's attention."""
 
+STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "temporal_block", "ssm")
+"""What they call parts of a layer that carry a state from token to token."""
+
 SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
 """What they call the last module that shapes keys before they turn; a norm comes after its projection."""
 
@@ -61,23 +64,24 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
         If the model has no list of layers, or some of them have no attention.
     """
     best: list[torch.nn.Module] = []
-    others: set[str] = set()
+    mixers: set[str] = set()
     for stack in decoder_of(model).modules():
         if not isinstance(stack, torch.nn.ModuleList) or len(stack) == 0:
             continue
-        found = [_attention_of(layer) for layer in stack]
-        with_attention = [attention for attention in found if attention is not None]
+        found = {layer: _attention_of(layer) for layer in stack}
+        with_attention = [attention for attention in found.values() if attention is not None]
         if len(with_attention) > len(best):
             best = with_attention
-            others = {_mixer_of(layer) for layer, has in zip(stack, found, strict=True) if has is None}
+            mixers = {name for layer in stack for name in STATEFUL_NAMES if hasattr(layer, name)}
+            mixers |= {type(layer).__name__ for layer, attention in found.items() if attention is None and not mixers}
     if not best:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no decoder layers with attention (looked for {', '.join(ATTENTION_NAMES)}): there are no keys "
             "and values per token to store"
         )
-    if others:
+    if mixers:
         raise UnsupportedModelError(
-            f"{type(model).__name__} mixes attention with layers that have none ({', '.join(sorted(others))}): their state sums up all "
+            f"{type(model).__name__} mixes attention with layers of another kind ({', '.join(sorted(mixers))}): their state sums up all "
             "tokens before, so a chunk's part of it can't be stored and moved"
         )
     return best
@@ -89,11 +93,6 @@ def _attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
         if isinstance(module, torch.nn.Module):
             return module
     return None
-
-
-def _mixer_of(layer: torch.nn.Module) -> str:
-    named = ("mamba", "linear_attn", "conv", "recurrent", "temporal_block", "mixer", "ssm")
-    return next((name for name in named if hasattr(layer, name)), type(layer).__name__)
 
 
 def key_sources(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from kvrag.attention import RowPlan
 from kvrag.cache import KVBuffer, LayerShape
+from kvrag.errors import UnsupportedModelError
 from kvrag.models.layers import attention_modules, decoder_of
 from kvrag.models.probe import LayerTraits, accepted, observe, probe_positions, prove
 from kvrag.models.rotary import Turning
@@ -51,7 +52,7 @@ class CausalLM:
         self._turnings: list[Turning] = []
         self._kinds: list[int] = []
         self._capturing: dict[int, torch.Tensor] | None = None
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._prove_capture()
 
     @property
@@ -65,10 +66,12 @@ class CausalLM:
         return context_window(self.config)
 
     @property
-    def regime_limit(self) -> int | None:
-        """Longest prompt and answer together that reuse holds for, where longer ones turn by other angles (longrope); else ``None``."""
-        limit = regime_limit(self.config)
-        return None if limit is None or limit >= self.context_window else limit
+    def reuse_window(self) -> int:
+        """Largest number of tokens of prompt and answer together that stored KV holds for.
+
+        Less than the context window where longer prompts turn by other angles (longrope): those are computed.
+        """
+        return min(self.context_window, regime_limit(self.config) or self.context_window)
 
     @property
     def shapes(self) -> list[LayerShape]:
@@ -88,9 +91,12 @@ class CausalLM:
     def buffer(self, capacity: int, *, batch: int = 1) -> KVBuffer:
         """Allocate a KV buffer for this model; see :class:`~kvrag.cache.KVBuffer`."""
         tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
-        return KVBuffer(
+        buffer = KVBuffer(
             self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, tells_offsets=tells_offsets
         )
+        if self.reuse_window < self.context_window and batch == 1:
+            buffer.token_ids = torch.zeros(capacity, dtype=torch.int64)
+        return buffer
 
     def rotary(self, num_positions: int) -> Rotations:
         """Return the rotations of positions 0 to ``num_positions - 1`` in every layer, float32."""
@@ -130,6 +136,8 @@ class CausalLM:
             Float32 ``(visible,)``: attention probability per key, summed over layers, heads and the last ``mass_rows`` rows.
         """
         ids = token_ids if token_ids.dim() == 2 else token_ids[None]
+        if buffer.token_ids is not None:
+            ids, rows = self._outgrow(ids, rows, buffer, buffer.token_ids)
         hi = torch.arange(rows.start, rows.stop, device=self.device) if isinstance(rows, slice) else rows
         buffer.rows, buffer.visible = rows, int(hi[-1]) + 1
         plan = RowPlan(hi, buffer.visible)
@@ -142,18 +150,25 @@ class CausalLM:
         buffer.length = max(buffer.length, buffer.visible)
         return out, plan.mass
 
-    def _run(
-        self, ids: torch.Tensor, hi: torch.Tensor, buffer: KVBuffer, plan: RowPlan, logits: int
-    ) -> torch.Tensor:
-        inputs: dict[str, torch.Tensor] = {"position_ids": hi[None].expand(ids.shape[0], -1)}
+    def _outgrow(
+        self, ids: torch.Tensor, rows: Rows, buffer: KVBuffer, known: torch.Tensor
+    ) -> tuple[torch.Tensor, Rows]:
+        """Where an answer outgrows the angles that its prompt has (longrope), compute all rows anew, as transformers does."""
+        known[rows if isinstance(rows, slice) else rows.cpu()] = ids[0].cpu()
+        is_crossing = isinstance(rows, slice) and 0 < buffer.length <= self.reuse_window < rows.stop
+        return (known[None, : rows.stop], slice(0, rows.stop)) if is_crossing else (ids, rows)  # type: ignore[union-attr]
+
+    def _run(self, ids: torch.Tensor, hi: torch.Tensor, buffer: KVBuffer, plan: RowPlan, logits: int) -> torch.Tensor:
+        options: dict[str, Any] = {"position_ids": hi[None].expand(ids.shape[0], -1), "logits_to_keep": logits}
         if self._is_dense:  # ALiBi is made from the mask of padding
-            inputs["attention_mask"] = hi.new_ones((ids.shape[0], plan.num_keys))
+            options["attention_mask"] = hi.new_ones((ids.shape[0], plan.num_keys))
+        names = self._accepted[bool(logits)]
+        options = {name: value for name, value in options.items() if name in names}
         run = self.model if logits else self._base
-        keep = {"logits_to_keep": logits} if logits and self._takes_logits_to_keep else {}
-        call = Call(plan, self._reach)
-        with switched(self.model, DENSE if self._is_dense else ATTENTION, call), self._weighed(plan):
-            out = run(input_ids=ids, past_key_values=buffer, use_cache=True, **accepted(run, inputs), **keep)
-        return out.logits[:, -logits:] if logits else torch.empty(0)
+        name = DENSE if self._is_dense else ATTENTION
+        with switched(self.model, name, Call(plan, self._reach)), self._weighed(plan):
+            out = run(input_ids=ids, past_key_values=buffer, use_cache=True, **options)
+        return cast(torch.Tensor, out.logits[:, -logits:]) if logits else torch.empty(0)
 
     @contextmanager
     def _weighed(self, plan: RowPlan) -> Iterator[None]:
@@ -217,3 +232,16 @@ class CausalLM:
             if trait.turning not in self._turnings:
                 self._turnings.append(trait.turning)
             self._kinds.append(self._turnings.index(trait.turning))
+        self._check_angles(positions)
+
+    def _check_angles(self, positions: torch.Tensor) -> None:
+        """Refuse a model whose angles at a position depend on what comes after it, unless it is known from which length on they do."""
+        if self.reuse_window < self.context_window:
+            return
+        for turning in self._turnings:
+            short, long = turning.tables(positions[:3]), turning.tables(positions)
+            if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
+                raise UnsupportedModelError(
+                    f"the rotary angles of {type(self.model).__name__} ({turning.name}) change with the prompt's length, so stored keys "
+                    "can't be moved exactly"
+                )

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from kvrag.attention import EVERYTHING, Reach, RowPlan
 from kvrag.cache import KVBuffer, LayerShape
-from kvrag.errors import UnsupportedModelError
+from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.models.layers import KeySource, decoder_of, key_sources
+from kvrag.models.masks import read_mask
 from kvrag.models.rotary import STILL, Turning, turnings
-from kvrag.models.support import UNLIMITED
 from kvrag.models.switch import PROBE, Call, MaskFunction, switched
 from kvrag.rope import RotaryTable
 
@@ -90,9 +90,29 @@ def probe_positions(context: int) -> list[int]:
     return sorted({0, 1, 2 + last // 7, 3 + last // 3, 4 + last // 2, last - 2, last - 1, last})
 
 
-@torch.inference_mode()
 def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Observed:
-    """Run the probe's forward and note all that the proof needs; the caller holds the model's lock."""
+    """Run the probe's forward and note all that the proof needs; the caller holds the model's lock.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the forward fails: the model expects something else than tokens, positions and a cache of keys and values.
+    """
+    try:
+        return _observe(model, attentions, positions)
+    except UnsupportedModelError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error}), so "
+            "nothing can be proven about it"
+        ) from error
+
+
+@torch.inference_mode()
+def _observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Observed:
     observed = Observed()
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
     vocab = int(model.config.vocab_size)
@@ -108,16 +128,15 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
             input_ids=((states + 1) % vocab)[None],
             past_key_values=_Recorder(model, observed),
             use_cache=True,
-            **accepted(decoder, inputs),
+            **{name: value for name, value in inputs.items() if name in accepted(decoder)},
         )
     observed.masks = call.noted
     return observed
 
 
-def accepted(module: torch.nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """Return those options that a module's ``forward`` takes by name."""
-    names = inspect.signature(type(module).forward).parameters
-    return {name: value for name, value in options.items() if name in names}
+def accepted(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the options that a module's ``forward`` takes."""
+    return frozenset(inspect.signature(type(module).forward).parameters)
 
 
 @contextmanager
@@ -169,6 +188,10 @@ def prove(
         raise UnsupportedModelError(
             f"{name} adds its absolute position to each token before the first layer (learned or sinusoidal embeddings), so a chunk's KV "
             "fits one position only: reuse is possible there alone, as a prefix"
+        )
+    if any(tensor.dim() != 4 for pair in observed.kv.values() for tensor in pair):
+        raise UnsupportedModelError(
+            f"{name} keeps its keys and values in a shape of its own; kvrag needs (batch, heads, tokens, head dim)"
         )
     if sorted(observed.kv) != list(range(len(attentions))):
         raise UnsupportedModelError(
@@ -262,39 +285,17 @@ def _source_of(
 
 def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, observed: Observed) -> Reach:
     if not observed.masks:  # attention that can't be replaced gets its own mask in every forward
+        if not observed.weights.get(layer):
+            raise UnsupportedModelError(
+                f"layer {layer} of {type(model).__name__} neither asks for an attention function nor returns its attention's weights; "
+                "kvrag can't tell what its rows attend to"
+            )
         return EVERYTHING
     mask = observed.masks.get(id(attention))
-    reach = None if mask is None else read_mask(mask, model, observed.kv[layer][0].device)
+    reach = None if mask is None else read_mask(mask, model.config, observed.kv[layer][0].device)
     if reach is None:
         raise UnsupportedModelError(
             f"layer {layer} of {type(model).__name__} has an attention mask that is neither causal, nor a sliding window, nor in chunks; "
             "kvrag can't apply it to chosen rows"
         )
     return reach
-
-
-def read_mask(mask: MaskFunction, model: PreTrainedModel, device: torch.device) -> Reach | None:
-    """Find the reach that a mask function means, by evaluating it; ``None`` if it is of no kind that a :class:`Reach` can say."""
-    config = model.config
-    window = getattr(config, "max_position_embeddings", None)
-    far = min(int(window) if window else UNLIMITED, UNLIMITED) - 1
-    seen = int(_visible(mask, far, far + 1, device).sum())
-    limits = {getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None), seen}
-    sizes = [int(limit) for limit in limits if isinstance(limit, int) and limit]
-    for reach in (EVERYTHING, *(Reach(window=n) for n in sizes), *(Reach(chunk=n) for n in sizes)):
-        rows = {0, 1, far // 2, far, *(k * n + d for n in sizes for k in (1, 2) for d in (-1, 0, 1))}
-        if all(_agrees(mask, reach, row, device) for row in rows if 0 <= row <= far):
-            return reach
-    return None
-
-
-def _visible(mask: MaskFunction, row: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    keys = torch.arange(num_keys, device=device)
-    return mask(0, 0, torch.tensor([row], device=device), keys).expand(num_keys)
-
-
-def _agrees(mask: MaskFunction, reach: Reach, row: int, device: torch.device) -> bool:
-    num_keys = row + 8  # a few keys of the future, none of which may be seen
-    keys = torch.arange(num_keys, device=device)
-    expected = (keys <= row) & (keys >= int(reach.lo(torch.tensor([row]))))
-    return bool((_visible(mask, row, num_keys, device) == expected).all())

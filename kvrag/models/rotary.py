@@ -129,7 +129,7 @@ def _from_sinusoids(buffer: torch.Tensor) -> MakeTables:
 
 
 def _rotations(attention: torch.nn.Module) -> list[ApplyRotary]:
-    """The rotations that the modelling module defines, behind our signature."""
+    """Return the rotations that the modelling module defines, behind our signature."""
     module = sys.modules[type(attention).__module__]
     functions = [f for n, f in vars(module).items() if "apply_rotary" in n and inspect.isfunction(f)]
     return [adapted for adapted in map(_adapt, functions) if adapted is not None]
@@ -138,9 +138,9 @@ def _rotations(attention: torch.nn.Module) -> list[ApplyRotary]:
 def _adapt(function: Callable[..., Any]) -> ApplyRotary | None:
     parameters = list(inspect.signature(function).parameters)
     if parameters[:4] == ["q", "k", "cos", "sin"]:
-        return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]  # type: ignore[no-any-return]
+        return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
     if parameters == ["tensor", "sin", "cos"]:  # GPT-J: (B, T, H, D), sine first
-        return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)  # type: ignore[no-any-return]
+        return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)
     return None
 
 

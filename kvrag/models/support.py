@@ -40,8 +40,8 @@ def refusal(config: Any) -> str | None:
     """Return why a model of this config is refused, as the rest of a sentence about it, or ``None``."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder: its decoder attends to an encoded input, not to a prompt's own keys and values"
-    if any(getattr(config, name, None) is not None for name in _OTHER_INPUTS):
-        return "takes images or sound beside text, and their tokens attend in both directions; load its text model on its own, as a causal LM"
+    if config.get_text_config() is not config or any(getattr(config, name, None) is not None for name in _OTHER_INPUTS):
+        return "takes images or sound beside text, and those attend in both directions; load its text model on its own, as a causal LM"
     if config.model_type in _BY_NAME:
         return _BY_NAME[config.model_type]
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
@@ -74,7 +74,7 @@ def regime_limit(config: Any) -> int | None:
     Longrope (Phi 3) turns prompts beyond the original context by other angles than shorter ones.
     """
     limits = [
-        int(rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0))
+        int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
         for rope in rope_parameters(config)
         if rope.get("rope_type") == "longrope"
     ]
@@ -102,4 +102,3 @@ def context_window(config: Any) -> int:
 
 UNLIMITED = 2**20
 """Context window of a model whose config names none."""
-

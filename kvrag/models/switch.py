@@ -28,7 +28,15 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _UNDERSTOOD = frozenset(
     # The limits come from the model's own mask function (see probe), the rows from the plan, and dropout is off outside training.
-    ("sliding_window", "position_ids", "cache_position", "dropout", "use_cache", "output_attentions", "output_router_logits")
+    (
+        "sliding_window",
+        "position_ids",
+        "cache_position",
+        "dropout",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+    )
 )
 
 
@@ -105,7 +113,9 @@ def _attention(
 
 def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, object]) -> None:
     """Refuse options that may change the attention: dropping one silently would give a wrong answer."""
-    unknown = [name for name, given in others.items() if name not in _UNDERSTOOD and given is not None and given is not False]
+    unknown = [
+        name for name, given in others.items() if name not in _UNDERSTOOD and given is not None and given is not False
+    ]
     if others.get("is_causal") is False or not getattr(module, "is_causal", True):
         unknown.append("is_causal=False")
     elif "is_causal" in unknown:

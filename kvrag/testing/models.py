@@ -111,7 +111,6 @@ TINY: dict[str, dict[str, Any]] = {
     "arcee": {},
     "apertus": {},
     "exaone4": {"sliding_window": 48, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-    "hunyuan_v1_dense": {},
     "cwm": {"sliding_window": 48, "layer_types": _ALTERNATING},
     "nanochat": {},
     "jais2": {},
@@ -178,7 +177,11 @@ TINY: dict[str, dict[str, Any]] = {
     "persimmon": {"partial_rotary_factor": 0.5},
     "nemotron": {"partial_rotary_factor": 0.5},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
-    "cohere2": {"sliding_window": 48, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "logit_scale": 0.5},
+    "cohere2": {
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "logit_scale": 0.5,
+    },
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "ernie4_5": {},
@@ -192,12 +195,26 @@ TINY: dict[str, dict[str, Any]] = {
     "falcon-alibi": {**_FALCON, "alibi": True},
     "bloom": {},
     "mpt": {},
-    # Compressed keys and values
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
-    "deepseek_v3-yarn": {"model_type": "deepseek_v3", **_MLA, "rope_parameters": _YARN},
 }
 """Name → config options beside the common ones (``None`` leaves a common one out); ``model_type`` defaults to the name."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    # What a chunk's KV can't be moved for: each is refused with its own reason.
+    "gpt2": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "llama-dynamic-ntk": {"model_type": "llama", "rope_parameters": {**_LINEAR, "rope_type": "dynamic"}},
+    "hunyuan_v1_dense": {},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "mamba": {},
+    "rwkv": {"attention_hidden_size": 64, "context_length": 4096},
+    "jamba": {**_LOCAL_EXPERTS, "num_experts": 4, "use_mamba_kernels": False},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "qwen3_next": {**_EXPERTS, "shared_expert_intermediate_size": 32},
+}
+"""Name → config options of models that are refused; :func:`tiny_model` builds them too."""
 
 
 def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -206,13 +223,13 @@ def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch
     Parameters
     ----------
     name
-        A key of :data:`TINY`.
+        A key of :data:`TINY` or :data:`REFUSED`.
     seed
         Seed of the weights. Weights are larger than usual, so that attention is far from uniform and a mistake shows.
     dtype
         Of the weights.
     """
-    own = TINY[name]
+    own = (TINY | REFUSED)[name]
     options = {key: value for key, value in {**_COMMON, **own}.items() if not (key in _COMMON and value is None)}
     model_type = options.pop("model_type", name)
     torch.manual_seed(seed)
