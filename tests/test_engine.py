@@ -468,7 +468,7 @@ def test_an_architecture_that_cant_be_moved_is_refused_with_its_reason(tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, vocab_size=64)
-    with pytest.raises(UnsupportedModelError, match="'gpt2'.*absolute position"):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*absolute position"):
         KVRagEngine.from_pretrained(AutoModelForCausalLM.from_config(config), tokenizer=tokenizer)
 
 
