@@ -272,7 +272,7 @@ def test_longrope_reuses_within_one_regime_and_computes_beyond_it(stored: MakeEn
     assert limit == 3000 < engine.loaded.lm.context_window
     short = ask((1, 0))
     assert engine.prefill(short, mode="stitch").cached_tokens > 0
-    long = [*short, {"role": "user", "content": "\n".join(make_chunks(30, seed=9))}]
+    long = [*short, {"role": "user", "content": "\n".join(make_chunks(24, seed=9))}]
     result = engine.prefill(long, mode="stitch")
     assert result.prompt_tokens > limit
     assert (result.exactness, result.cached_tokens) == ("full", 0)
@@ -283,13 +283,10 @@ def test_an_answer_that_outgrows_longropes_regime_is_plain_transformers_answer(s
     """transformers computes everything anew at the crossing, and so do we."""
     engine = stored("phi3-longrope")
     limit = engine.loaded.lm.reuse_window
-    ids = torch.randint(4, 400, (limit - 3,), generator=torch.Generator().manual_seed(0))
-    text = engine.loaded.encoder.tokenizer.decode(ids)
-    size = engine.prefill(text, mode="full").prompt_tokens
-    text = text[: len(text) * (limit - 20) // size]
-    answer = engine.generate(
-        text, mode="stitch", max_new_tokens=limit - engine.prefill(text, mode="full").prompt_tokens + 8
-    )
+    words = make_chunks(1, words=1200, seed=3)[0]
+    start = words[:5850]
+    size = engine.prefill(start, mode="full").prompt_tokens
+    answer = engine.generate(start, mode="stitch", max_new_tokens=limit - size + 8)
     assert answer.prompt_tokens < limit < answer.prompt_tokens + len(answer.token_ids)
     assert answer.token_ids == plain_answer(engine, answer.prompt_ids, len(answer.token_ids))
 
