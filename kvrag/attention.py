@@ -1,9 +1,9 @@
 """The attention op in torch: few query rows at scattered positions, all keys, an exact limit per row.
 
-Row ``i`` sees key ``j`` iff ``hi[i] - window < j <= hi[i]``. That is not what ``is_causal`` means when there are fewer rows than keys:
-a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused causal call where the rows
-are a whole prompt, blocks of rows with the keys cut at the block's limit, and explicit probabilities where the model needs them
-(soft cap, sinks) or the caller wants them (the probe).
+Row ``i`` sees key ``j`` iff ``lo[i] <= j <= hi[i]``, ``lo`` by the layer's :class:`Reach`. That is not what ``is_causal`` means when
+there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused
+causal call where the rows are a whole prompt, blocks of rows with the keys cut at the block's limit, and explicit probabilities where the
+model needs them (soft cap, sinks) or the caller wants them (the probe).
 """
 
 from __future__ import annotations
@@ -20,6 +20,40 @@ BLOCK_ROWS = 64
 
 MAX_CACHED_MASK = 2**24
 """Mask elements of one forward that are kept for all its layers; larger ones are made anew in each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a layer's rows see: ``lo[i]``, the first key of row ``i``.
+
+    Parameters
+    ----------
+    window
+        Sliding window: the last ``window`` keys, the row's own included. ``None``: no limit.
+    chunk
+        Chunked attention (Llama 4): the keys from the last multiple of ``chunk`` on. ``None``: no limit.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def lo(self, hi: torch.Tensor) -> torch.Tensor:
+        """Return the first key that rows at these positions see, int64, shaped as ``hi``."""
+        first = torch.zeros_like(hi) if self.window is None else (hi - self.window + 1).clamp_(min=0)
+        return first if self.chunk is None else torch.maximum(first, hi // self.chunk * self.chunk)
+
+    def first(self, row: int) -> int:
+        """Return :meth:`lo` of one row."""
+        by_window = 0 if self.window is None else max(0, row - self.window + 1)
+        return by_window if self.chunk is None else max(by_window, row // self.chunk * self.chunk)
+
+    def is_whole(self, num_keys: int) -> bool:
+        """Whether no row of a prompt of this length misses a key before it."""
+        return all(limit is None or limit >= num_keys for limit in (self.window, self.chunk))
+
+
+EVERYTHING = Reach()
+"""No limit but causality."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +90,19 @@ class RowPlan:
     num_keys: int
     mass: torch.Tensor | None = None
     mass_rows: int = 0
-    _blocks: dict[tuple[int | None, int, torch.dtype], list[Block]] = field(default_factory=dict)
+    _blocks: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
     _is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._is_whole = len(self.hi) == self.num_keys
 
-    def is_plain_causal(self, window: int | None) -> bool:
+    def is_plain_causal(self, reach: Reach) -> bool:
         """Whether the rows are the whole prompt and no window cuts it."""
-        return self._is_whole and (window is None or window >= self.num_keys)
+        return self._is_whole and reach.is_whole(self.num_keys)
 
-    def blocks(self, window: int | None, groups: int, dtype: torch.dtype) -> Iterable[Block]:
-        """Return the blocks for a layer with this window and so many heads per key head; made once unless they are large."""
-        kind = (window, groups, dtype)
+    def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
+        """Return the blocks for a layer with this reach and so many heads per key head; made once unless they are large."""
+        kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
         if kind not in self._blocks:
             if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
                 return _cut(self.hi, *kind)
@@ -76,22 +110,22 @@ class RowPlan:
         return self._blocks[kind]
 
 
-def _cut(hi: torch.Tensor, window: int | None, groups: int, dtype: torch.dtype) -> Iterator[Block]:
-    limits = hi.tolist()
+def _cut(hi: torch.Tensor, reach: Reach, groups: int, dtype: torch.dtype) -> Iterator[Block]:
+    limits, is_limited = hi.tolist(), reach != EVERYTHING
     for start in range(0, len(limits), BLOCK_ROWS):
         rows = slice(start, min(start + BLOCK_ROWS, len(limits)))
-        first = 0 if window is None else max(0, limits[start] - window + 1)
+        first = reach.first(limits[start])  # lo ascends with hi
         keys = slice(first, limits[rows.stop - 1] + 1)
-        j = torch.arange(keys.start, keys.stop, device=hi.device)
-        hidden = j > hi[rows, None]
-        if window is not None:
-            hidden |= j <= hi[rows, None] - window
         # One row that sees all its keys needs no mask: every decode step.
         if rows.stop - rows.start == 1:
-            yield Block(rows, keys, None, len(j))
+            yield Block(rows, keys, None, keys.stop - first)
             continue
+        j = torch.arange(keys.start, keys.stop, device=hi.device)
+        hidden = j > hi[rows, None]
+        if is_limited:
+            hidden |= j < reach.lo(hi[rows, None])
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hi.device).masked_fill_(hidden, float("-inf"))
-        yield Block(rows, keys, mask.repeat(groups, 1), limits[start] + 1 - first if window is None else 0)
+        yield Block(rows, keys, mask.repeat(groups, 1), 0 if is_limited else limits[start] + 1)
 
 
 def ragged_attention(
@@ -101,7 +135,7 @@ def ragged_attention(
     plan: RowPlan,
     *,
     scale: float,
-    window: int | None = None,
+    reach: Reach = EVERYTHING,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -117,8 +151,8 @@ def ragged_attention(
         The rows' limits.
     scale
         Factor of the scores.
-    window
-        Sliding window: a row sees its last ``window`` keys, itself included.
+    reach
+        How far back the layer's rows see.
     softcap
         Scores become ``softcap · tanh(scores / softcap)`` (Gemma 2).
     sinks
@@ -130,12 +164,12 @@ def ragged_attention(
         ``(B, H, R, D_v)`` in the dtype of ``query``.
     """
     needs_scores = softcap is not None or sinks is not None
-    if plan.mass is None and not needs_scores and plan.is_plain_causal(window):
+    if plan.mass is None and not needs_scores and plan.is_plain_causal(reach):
         is_grouped = query.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=is_grouped)
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     collected_from = query.shape[2] - plan.mass_rows
-    for block in plan.blocks(window, query.shape[1] // keys.shape[1], query.dtype):
+    for block in plan.blocks(reach, query.shape[1] // keys.shape[1], query.dtype):
         q, k, v = query[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
         if needs_scores or (plan.mass is not None and block.rows.stop > collected_from):
             probabilities = _probabilities(q, k, block, scale, softcap, sinks)

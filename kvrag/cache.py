@@ -57,9 +57,9 @@ class _BufferLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the visible length and offset 0: a row's index is its position."""
         return self._owner.visible, 0
 
-    def get_seq_length(self) -> int:
-        """Return the number of valid rows."""
-        return self._owner.length
+    def get_seq_length(self) -> int | torch.Tensor:
+        """Return the number of valid rows; or, for a model that tells positions by it, how many stand before the fresh rows."""
+        return self._owner.offset
 
     def get_max_length(self) -> int:
         """Return the capacity."""
@@ -79,6 +79,9 @@ class KVBuffer(Cache):  # type: ignore[misc]
         Rows: prompt plus room for the answer.
     batch
         Batch size ``B``; 1 for a prompt.
+    tells_offsets
+        Whether a layer takes the positions of its fresh rows from the cache's length (Llama 4 scales queries by them): then the length
+        that it is told is such that counting on from it gives the rows' own positions, scattered or not.
     dtype, device
         Of the tensors. Rows are uninitialised until written; no row is visible to attention before it is written.
 
@@ -88,6 +91,8 @@ class KVBuffer(Cache):  # type: ignore[misc]
         Rows that hold valid KV.
     rows, visible
         Rows that the next forward computes, and the rows that it can see (set by the forward).
+    token_ids
+        Int64 ``(capacity,)`` on the host for a model that may have to compute its rows anew, else ``None``; kept by its forwards.
     before_write
         Called in each layer of the next forward before its fresh rows are written, or ``None``.
     """
@@ -100,7 +105,10 @@ class KVBuffer(Cache):  # type: ignore[misc]
         dtype: torch.dtype,
         device: torch.device,
         batch: int = 1,
+        tells_offsets: bool = False,
     ) -> None:
+        self._tells_offsets = tells_offsets
+        self.token_ids: torch.Tensor | None = None
         self.length = 0
         self.visible = 0
         self.rows: Rows = slice(0, 0)
@@ -112,6 +120,15 @@ class KVBuffer(Cache):  # type: ignore[misc]
             values = torch.empty((batch, shape.num_heads, capacity, shape.value_dim), dtype=dtype, device=device)
             layers.append(_BufferLayer(self, index, keys, values))
         super().__init__(layers=layers)
+
+    @property
+    def offset(self) -> int | torch.Tensor:
+        """What the layers are told of the cache's length."""
+        if not self._tells_offsets:
+            return self.length
+        if isinstance(self.rows, slice):
+            return int(self.rows.start)
+        return self.rows - torch.arange(len(self.rows), device=self.rows.device)
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return the keys of a layer, ``(B, H_kv, capacity, D)``, rotated."""

@@ -130,7 +130,7 @@ def precompute_texts(
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     jobs = _jobs(loaded, items, ids_digest(prefix_ids), namespace)
-    room = loaded.lm.context_window - len(prefix_ids)
+    room = loaded.lm.reuse_window - len(prefix_ids)
     run = _Run(loaded, store, tuple(prefix_ids), namespace)
     todo: list[Job] = []
     for job in jobs:
@@ -139,7 +139,9 @@ def precompute_texts(
             logger.info("chunk %s has %d tokens and stays live text", job.label, length)
             run.skipped += 1
         elif length >= room:
-            run.fail(job, f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the context window")
+            run.fail(
+                job, f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the window that reuse holds for"
+            )
         elif run.link(job):
             run.skipped += 1
         else:

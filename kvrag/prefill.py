@@ -95,6 +95,13 @@ def prefill(
     clock
         Collects milliseconds per stage.
     """
+    total = len(plan.token_ids) + max_new_tokens
+    too_long = None
+    if mode != "full" and total > model.reuse_window:
+        mode, too_long = (
+            "full",
+            f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}",
+        )
     wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
     loaded: dict[ChunkIdentity, ChunkKV | None] = {}
     if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
@@ -121,7 +128,7 @@ def prefill(
         num_live=layout.num_live,
         exactness=exactness,
         loaded_bytes=num_bytes,
-        fallback_reason=reason,
+        fallback_reason=too_long or reason,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
     )
 

@@ -13,7 +13,7 @@ import torch
 from kvrag.cache import KVBuffer
 from kvrag.layout import Layout, Segment, rows_of
 from kvrag.models import CausalLM, StopForward
-from kvrag.rope import RotaryTable
+from kvrag.rope import Rotations
 
 SHIFT_SKIP = 4
 """Head rows of a chunk that don't count towards its mean change: as former attention sinks they change in a way of their own."""
@@ -105,7 +105,7 @@ class ResidualShift:
     picked: torch.Tensor
     at: torch.Tensor
     average: torch.Tensor
-    rotary: RotaryTable
+    rotary: Rotations
 
     def __call__(
         self,
@@ -118,18 +118,19 @@ class ResidualShift:
         """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
         if layer == 0:  # keys and values of layer 0 depend on the token alone: nothing to learn there
             return
+        table = self.rotary[layer]
         change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
-        mean_keys = self.average @ self.rotary.unit_unrotate(change, self.at) * self.strength
+        mean_keys = self.average @ table.unit_unrotate(change, self.at) * self.strength
         mean_values = self.average @ (fresh_values[0, :, self.picked].float() - values[0, :, self.at].float())
         mean_values *= self.strength
-        partners = self.rotary.partner(mean_keys)
+        partners = table.partner(mean_keys)
         for index, chunk in enumerate(self.chunks):
             span, one = slice(chunk.start, chunk.stop), slice(index, index + 1)
-            self.rotary.add_unit_rotated(keys[0, :, span], mean_keys[:, one], partners[:, one], span)
+            table.add_unit_rotated(keys[0, :, span], mean_keys[:, one], partners[:, one], span)
             values[0, :, span] += mean_values[:, one]
 
 
-def residual_shift(layout: Layout, rows: torch.Tensor, strength: float, rotary: RotaryTable) -> ResidualShift | None:
+def residual_shift(layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations) -> ResidualShift | None:
     """Plan the residual shift for a forward over ``rows``; ``None`` where there is nothing to shift or to learn from."""
     chunks, picked = [], []
     for chunk in layout.stale if strength > 0 else ():
@@ -155,7 +156,7 @@ def repair(
     selected: torch.Tensor,
     *,
     shift: float,
-    rotary: RotaryTable | None,
+    rotary: Rotations | None,
 ) -> torch.Tensor:
     """Recompute the selected rows and all live rows in one forward.
 

@@ -7,13 +7,13 @@ with the model's (RoFormer, arXiv 2104.09864).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(keys (1, H, T, D), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
+"""``(keys (1, H, T, W), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
 
 Rows = slice | torch.Tensor
 """Rows of a prompt: a slice, or an int64 index tensor."""
@@ -21,33 +21,51 @@ Rows = slice | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """Rotations of the positions 0 to ``N - 1`` of one prompt.
+    """Rotations of the positions 0 to ``N - 1`` of one prompt, for layers of one kind.
 
     Parameters
     ----------
     cos, sin
         Float32 tables ``(N, R)`` as the model's rotary module gives them, ``magnitude`` included.
     apply
-        The model's own rotation.
+        The model's own rotation of the ``width`` dimensions that turn.
     magnitude
         Factor in ``cos`` and ``sin`` (YaRN and longrope scale the keys as well as turning them).
+    width
+        How many dimensions turn, from ``start`` on; the others pass as they are. 0: none, a layer without positions.
+    start
+        First dimension that turns.
+    is_aligned
+        Whether column ``d`` of the table belongs to dimension ``start + d``. It does not where ``apply`` spreads half a table over
+        pairs (GLM, GPT-J) or over halves (GPT-OSS).
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     apply: ApplyRotary
     magnitude: float = 1.0
+    width: int = -1
+    start: int = 0
+    is_aligned: bool = True
     unit_cos: torch.Tensor = field(init=False)
     unit_sin: torch.Tensor = field(init=False)
+    _spread: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         is_unit = self.magnitude == 1.0
         object.__setattr__(self, "unit_cos", self.cos if is_unit else self.cos / self.magnitude)
         object.__setattr__(self, "unit_sin", self.sin if is_unit else self.sin / self.magnitude)
+        if self.width < 0:
+            object.__setattr__(self, "width", self.cos.shape[-1])
 
     def rotate(self, keys: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Turn position-free keys ``(H, T, D)`` to the positions ``rows`` as the model does; float32 inside, cast back once."""
         return self._turn(keys, self.cos[rows], self.sin[rows])
+
+    def unrotate(self, keys: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Invert :meth:`rotate`: the position-free keys of ``(H, T, D)``, for models that give only turned ones."""
+        square = self.magnitude * self.magnitude
+        return self._turn(keys, self.cos[rows] / square, -self.sin[rows] / square)
 
     def unit_rotate(self, vectors: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Turn ``(H, T, D)`` without the magnitude: for differences of keys, which carry it already."""
@@ -58,9 +76,12 @@ class RotaryTable:
         return self._turn(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
     def partner(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return ``J(vectors)``, ``(H, C, R)`` for ``(H, C, D)``: what the sines multiply, the same at every row."""
+        """Return ``J(vectors)``, ``(H, C, width)`` for ``(H, C, D)``: what the sines multiply, the same at every row."""
+        turning = vectors[..., self._turning]
+        if not self.width:
+            return turning
         zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
-        return self.apply(vectors[None], zero[None], one[None])[0, ..., : self.cos.shape[-1]]
+        return self.apply(turning[None], zero[None], one[None])[0]
 
     def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, partner: torch.Tensor, rows: Rows) -> None:
         """Add one vector, turned to each of the rows, to ``target`` in place.
@@ -76,15 +97,63 @@ class RotaryTable:
         rows
             ``T`` positions.
         """
-        width = self.cos.shape[-1]
-        turning = target[..., :width]
-        if target.dtype == torch.float32:
-            turning.addcmul_(self.unit_cos[rows], vector[..., :width])
-            turning.addcmul_(self.unit_sin[rows], partner)
-        else:  # one rounding, not two
-            turning += self.unit_cos[rows] * vector[..., :width] + self.unit_sin[rows] * partner
-        if width < target.shape[-1]:  # dimensions that don't turn (partial rotary)
-            target[..., width:] += vector[..., width:]
+        turns = self._turning
+        turning = target[..., turns]
+        if self.width:
+            cos, sin = self._columns()
+            if target.dtype == torch.float32:
+                turning.addcmul_(cos[rows], vector[..., turns])
+                turning.addcmul_(sin[rows], partner)
+            else:  # one rounding, not two
+                turning += cos[rows] * vector[..., turns] + sin[rows] * partner
+        for still in (slice(0, turns.start), slice(turns.stop, target.shape[-1])):  # they don't turn (partial rotary)
+            if still.start < still.stop:
+                target[..., still] += vector[..., still]
+
+    @property
+    def _turning(self) -> slice:
+        return slice(self.start, self.start + self.width)
+
+    def _columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return unit tables with a column per turning dimension, read off the model's own rotation where they are not aligned."""
+        if self.is_aligned:
+            return self.unit_cos, self.unit_sin
+        if not self._spread:
+            self._spread.append(spread(self.apply, self.unit_cos, self.unit_sin, self.width))
+        return self._spread[0]
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return self.apply(keys.float()[None], cos[None], sin[None])[0].to(keys.dtype)
+        if not self.width:
+            return keys
+        if self.width == keys.shape[-1]:
+            return self.apply(keys.float()[None], cos[None], sin[None])[0].to(keys.dtype)
+        turned = self.apply(keys[..., self._turning].float()[None], cos[None], sin[None])[0].to(keys.dtype)
+        return torch.cat([keys[..., : self.start], turned, keys[..., self.start + self.width :]], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotations:
+    """The rotations of one prompt's positions in every layer: one table per kind of layer.
+
+    Parameters
+    ----------
+    tables
+        One per kind (Gemma 3 turns its local layers otherwise than its global ones; some layers of SmolLM 3 don't turn at all).
+    kinds
+        For each layer the index of its table.
+    """
+
+    tables: Sequence[RotaryTable]
+    kinds: Sequence[int]
+
+    def __getitem__(self, layer: int) -> RotaryTable:
+        """Return the table of a layer."""
+        return self.tables[self.kinds[layer]]
+
+
+def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosine and sine that each turning dimension meets, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
+    ones = torch.ones((1, 1, len(cos), width), dtype=cos.dtype, device=cos.device)
+    zeros = torch.zeros_like(cos)[None]
+    signs = apply(ones[:, :, :1], zeros[:, :1], torch.ones_like(cos[None, :1]))  # J(1): +1 or -1
+    return apply(ones, cos[None], zeros)[0, 0], (apply(ones, zeros, sin[None]) * signs)[0, 0]

@@ -8,12 +8,12 @@ import torch
 
 from kvrag.cache import KVBuffer
 from kvrag.layout import Layout
-from kvrag.rope import RotaryTable
+from kvrag.rope import Rotations
 from kvrag.types import ChunkKV
 
 
 @torch.inference_mode()
-def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: RotaryTable) -> None:
+def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
     """Copy the KV of every reused segment into the buffer; keys are turned from position-free to their rows.
 
     Parameters
@@ -32,6 +32,6 @@ def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rot
         for index, layer in enumerate(kvs[segment.source].layers):
             all_keys, all_values = buffer.keys(index), buffer.values(index)
             keys = layer.keys[:, : segment.num_rows].to(all_keys.device, all_keys.dtype, non_blocking=True)
-            all_keys[0, :, rows] = rotary.rotate(keys, rows)
+            all_keys[0, :, rows] = rotary[index].rotate(keys, rows)
             all_values[0, :, rows] = layer.values[:, : segment.num_rows]
     buffer.length = layout.num_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.attention import BLOCK_ROWS, RowPlan, ragged_attention
+from kvrag.attention import BLOCK_ROWS, EVERYTHING, Reach, RowPlan, ragged_attention
 
 
 def reference(
@@ -15,6 +15,7 @@ def reference(
     hi: torch.Tensor,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,6 +29,8 @@ def reference(
     visible = j <= hi[:, None]
     if window is not None:
         visible &= j > hi[:, None] - window
+    if chunk is not None:
+        visible &= j // chunk == hi[:, None] // chunk
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         extra = sinks.double().reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
@@ -52,15 +55,15 @@ def random_case(
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("window", [None, 1, 17, 1000])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (1, None), (17, None), (1000, None), (None, 23), (17, 40)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 50), (7, 64), (BLOCK_ROWS + 3, 400), (300, 300)])
 def test_rows_see_exactly_their_keys(
-    rows: int, keys: int, heads: int, kv_heads: int, window: int | None, softcap: float | None
+    rows: int, keys: int, heads: int, kv_heads: int, window: int | None, chunk: int | None, softcap: float | None
 ) -> None:
     q, k, v, hi = random_case(heads, kv_heads, rows, keys, batch=2)
-    out = ragged_attention(q, k, v, RowPlan(hi, keys), scale=0.3, window=window, softcap=softcap)
-    expected, _ = reference(q, k, v, hi, 0.3, window, softcap)
+    out = ragged_attention(q, k, v, RowPlan(hi, keys), scale=0.3, reach=Reach(window, chunk), softcap=softcap)
+    expected, _ = reference(q, k, v, hi, 0.3, window, chunk, softcap)
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
 
@@ -87,9 +90,10 @@ def test_fast_paths_equal_the_general_path() -> None:
     """One fused causal call where the rows are the whole prompt; blocks otherwise."""
     q, k, v, _ = random_case(6, 2, 200, 200)
     whole = RowPlan(torch.arange(200), 200)
-    assert whole.is_plain_causal(None)
-    assert whole.is_plain_causal(200)
-    assert not whole.is_plain_causal(199)
+    assert whole.is_plain_causal(EVERYTHING)
+    assert whole.is_plain_causal(Reach(200))
+    assert not whole.is_plain_causal(Reach(chunk=64))
+    assert not whole.is_plain_causal(Reach(199))
     general = RowPlan(torch.arange(200), 200, mass=torch.zeros(200), mass_rows=200)
     a, b = (ragged_attention(q, k, v, plan, scale=0.25) for plan in (whole, general))
     assert torch.allclose(a, b, atol=1e-5)
@@ -107,10 +111,10 @@ def test_large_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_cut_keys_at_their_last_limit() -> None:
     plan = RowPlan(torch.arange(0, 4000, 10), 3991)
-    blocks = list(plan.blocks(None, 1, torch.float32))
+    blocks = list(plan.blocks(EVERYTHING, 1, torch.float32))
     assert [b.keys.stop for b in blocks[:2]] == [BLOCK_ROWS * 10 - 9, BLOCK_ROWS * 20 - 9]
     assert blocks[-1].keys.stop == 3991
     assert blocks[1].sure == BLOCK_ROWS * 10 + 1
-    assert list(plan.blocks(100, 1, torch.float32))[1].keys.start == BLOCK_ROWS * 10 - 99
-    assert next(iter(plan.blocks(None, 1, torch.float32))) is blocks[0]
-    assert next(iter(plan.blocks(None, 3, torch.float32))).mask.shape[0] == 3 * BLOCK_ROWS  # type: ignore[union-attr]
+    assert list(plan.blocks(Reach(100), 1, torch.float32))[1].keys.start == BLOCK_ROWS * 10 - 99
+    assert next(iter(plan.blocks(EVERYTHING, 1, torch.float32))) is blocks[0]
+    assert next(iter(plan.blocks(EVERYTHING, 3, torch.float32))).mask.shape[0] == 3 * BLOCK_ROWS  # type: ignore[union-attr]

@@ -24,40 +24,197 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.5, 2.0, 4.0, 8.0],
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FALCON = {
+    "model_type": "falcon",
+    "head_dim": None,
+    "new_decoder_architecture": False,
+    "multi_query": True,
+    "alibi": False,
+}
+_MLA = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
 TINY: dict[str, dict[str, Any]] = {
+    # Llama and its near relatives
     "llama": {},
+    "llama-linear": {"model_type": "llama", "rope_parameters": _LINEAR},
     "llama-llama3-rope": {
         "model_type": "llama",
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
+        "rope_parameters": {**_LLAMA3, "rope_theta": 10000.0, "original_max_position_embeddings": 512},
     },
-    "llama-yarn": {
-        "model_type": "llama",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 1024,
-        },
+    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
+    "mistral": {"sliding_window": 48},
+    "ministral": {"sliding_window": 48, "layer_types": _ALTERNATING},
+    "ministral3": {
+        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5, "max_position_embeddings": 4096},
     },
     "qwen2": {},
+    "qwen2-linear": {"model_type": "qwen2", "rope_parameters": _LINEAR},
+    "qwen2-yarn": {"model_type": "qwen2", "rope_parameters": _YARN},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 48,
+        "max_window_layers": 2,
+    },
     "qwen3": {},
-    "mistral": {"sliding_window": 48},
+    "gemma": {},
     "gemma2": {
         "sliding_window": 48,
         "attn_logit_softcapping": 20.0,
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 16,
     },
+    "gemma3_text": {
+        "sliding_window": 48,
+        "layer_types": _ALTERNATING,
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        },
+    },
+    "vaultgemma": {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16},
+    "olmo": {"clip_qkv": 0.5},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 48, "layer_types": _ALTERNATING},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "starcoder2": {"sliding_window": 48},
+    "seed_oss": {},
+    "arcee": {},
+    "apertus": {},
+    "exaone4": {"sliding_window": 48, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "cwm": {"sliding_window": 48, "layer_types": _ALTERNATING},
+    "nanochat": {},
+    "jais2": {},
+    "bitnet": {},
+    # Experts
+    "mixtral": {**_LOCAL_EXPERTS, "sliding_window": 48},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True,
+        "sliding_window": 48,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe": _EXPERTS,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": _LOCAL_EXPERTS,
+    "phimoe": {**_LOCAL_EXPERTS, "sliding_window": None},
+    "gpt_oss": {
+        **_LOCAL_EXPERTS,
+        "sliding_window": 48,
+        "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+    "llama4_text": {
+        **_LOCAL_EXPERTS,
+        "intermediate_size_mlp": 96,
+        "attention_chunk_size": 64,
+        "no_rope_layers": [1, 1, 1, 0],
+        "floor_scale": 256,
+        "attn_scale": 0.5,
+        "attn_temperature_tuning": True,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    # Keys that turn in part, in pairs of neighbours, or come out of a fused projection
+    "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
     "phi3": {"sliding_window": None, "partial_rotary_factor": 0.5},
+    "phi3-longrope": {
+        "model_type": "phi3",
+        "sliding_window": None,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 3000,
+        "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 3000},
+    },
+    "gpt_neox": {"rotary_pct": 0.25, "num_key_value_heads": None},
+    "stablelm": {"partial_rotary_factor": 0.25, "qk_layernorm": True},
+    "persimmon": {"partial_rotary_factor": 0.5},
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": {
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "logit_scale": 0.5,
+    },
+    "glm": {"partial_rotary_factor": 0.5},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "ernie4_5": {},
+    "helium": {},
+    # Attention that takes a mask and nothing else
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+    "falcon": _FALCON,
+    "falcon-new": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-multi-head": {**_FALCON, "multi_query": False},
+    "falcon-alibi": {**_FALCON, "alibi": True},
+    "bloom": {},
+    "mpt": {},
 }
-"""Name → config options beside the common ones; ``model_type`` defaults to the name."""
+"""Name → config options beside the common ones (``None`` leaves a common one out); ``model_type`` defaults to the name."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    # What a chunk's KV can't be moved for: each is refused with its own reason.
+    "gpt2": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "llama-dynamic-ntk": {"model_type": "llama", "rope_parameters": {**_LINEAR, "rope_type": "dynamic"}},
+    "hunyuan_v1_dense": {},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "mamba": {},
+    "rwkv": {"attention_hidden_size": 64, "context_length": 4096},
+    "jamba": {**_LOCAL_EXPERTS, "num_experts": 4, "use_mamba_kernels": False},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "qwen3_next": {**_EXPERTS, "shared_expert_intermediate_size": 32},
+}
+"""Name → config options of models that are refused; :func:`tiny_model` builds them too."""
 
 
 def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -66,13 +223,14 @@ def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch
     Parameters
     ----------
     name
-        A key of :data:`TINY`.
+        A key of :data:`TINY` or :data:`REFUSED`.
     seed
         Seed of the weights. Weights are larger than usual, so that attention is far from uniform and a mistake shows.
     dtype
         Of the weights.
     """
-    options = {**_COMMON, **TINY[name]}
+    own = (TINY | REFUSED)[name]
+    options = {key: value for key, value in {**_COMMON, **own}.items() if not (key in _COMMON and value is None)}
     model_type = options.pop("model_type", name)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **options)
@@ -81,6 +239,11 @@ def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.15)
+        for parameter in model.parameters():
+            if parameter.dim() == 3:  # experts
+                parameter.normal_(std=0.15)
+            elif parameter.dim() == 1:  # norms and biases: ones and zeros would hide what they do
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval()
 
 

@@ -1,0 +1,148 @@
+"""Where a decoder keeps its attention, and where position-free keys can be taken from it.
+
+A key source is a submodule of the attention whose output holds the keys before they turn (key norm, key projection, fused projection)
+and the layout of that output. All plausible pairs are candidates; :mod:`.probe` finds out which one gives the layer's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrag.errors import UnsupportedModelError
+
+ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
+"""What modelling files call a layer's attention."""
+
+STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "temporal_block", "ssm")
+"""What they call parts of a layer that carry a state from token to token."""
+
+SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
+"""What they call the last module that shapes keys before they turn; a norm comes after its projection."""
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+"""``output of a submodule -> keys (B, T, H, D)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySource:
+    """Position-free keys: the output of the attention's submodule ``name``, read by ``layout``."""
+
+    name: str
+    layout: Layout
+
+    def attach(
+        self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]
+    ) -> torch.utils.hooks.RemovableHandle:
+        """Note the keys of every forward of this attention module in ``captured``."""
+
+        def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
+            captured[layer] = self.layout(output)
+
+        return attention.get_submodule(self.name).register_forward_hook(keep)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model without its head."""
+    base = model.base_model
+    if base is not model:
+        return base
+    # Llama 4's prefix names a part that its text model lacks
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+
+
+def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the attention module of every decoder layer, in order.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model has no list of layers, or some of them have no attention.
+    """
+    best: list[torch.nn.Module] = []
+    mixers: set[str] = set()
+    for stack in decoder_of(model).modules():
+        if not isinstance(stack, torch.nn.ModuleList) or len(stack) == 0:
+            continue
+        found = {layer: _attention_of(layer) for layer in stack}
+        with_attention = [attention for attention in found.values() if attention is not None]
+        if len(with_attention) > len(best):
+            best = with_attention
+            mixers = {name for layer in stack for name in STATEFUL_NAMES if hasattr(layer, name)}
+            mixers |= {type(layer).__name__ for layer, attention in found.items() if attention is None and not mixers}
+    if not best:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no decoder layers with attention (looked for {', '.join(ATTENTION_NAMES)}): there are no keys "
+            "and values per token to store"
+        )
+    if mixers:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} mixes attention with layers of another kind ({', '.join(sorted(mixers))}): their state sums up all "
+            "tokens before, so a chunk's part of it can't be stored and moved"
+        )
+    return best
+
+
+def _attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+    for name in ATTENTION_NAMES:
+        module = getattr(layer, name, None)
+        if isinstance(module, torch.nn.Module):
+            return module
+    return None
+
+
+def key_sources(
+    attention: torch.nn.Module, outputs: dict[str, torch.Tensor], heads: int, dim: int, groups: int
+) -> Iterator[tuple[KeySource, torch.Tensor]]:
+    """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
+
+    Parameters
+    ----------
+    attention
+        The attention module.
+    outputs
+        Outputs of its submodules in one forward, by name.
+    heads, dim
+        Of the keys as they reach the cache.
+    groups
+        Key heads before they are repeated, as the config gives them; the same as ``heads`` in most models.
+    """
+    if getattr(attention, "clip_qkv", None) or getattr(getattr(attention, "config", None), "clip_qkv", None):
+        return  # clipping comes after the projection and shows only on large keys: read the keys at the cache
+    for name in SOURCE_NAMES:
+        output = outputs.get(name)
+        if output is None:
+            continue
+        for layout in _layouts(output, heads, dim, groups):
+            yield KeySource(name, layout), layout(output)
+
+
+def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterator[Layout]:
+    if output.dim() == 4:
+        if output.shape[2:] == (heads, dim):
+            yield lambda out: out
+        if (output.shape[1], output.shape[3]) == (heads, dim):
+            yield lambda out: out.transpose(1, 2)
+        return
+    size = output.shape[-1]
+    total = size // dim
+    if output.dim() != 3 or size % dim:
+        return
+    if total == heads:
+        yield lambda out: out.reshape(*out.shape[:2], heads, dim)
+        return
+    first = total - 2 * heads  # queries, then keys, then values
+    if first >= heads:
+        yield lambda out: out[..., first * dim : (first + heads) * dim].reshape(*out.shape[:2], heads, dim)
+    for count in {groups, heads}:
+        if total % count == 0 and heads % count == 0:  # each group's queries, key and value side by side
+            yield partial(_grouped, groups=count, repeats=heads // count, dim=dim)
+
+
+def _grouped(output: torch.Tensor, *, groups: int, repeats: int, dim: int) -> torch.Tensor:
+    keys = output.reshape(*output.shape[:2], groups, -1, dim)[..., -2, :]
+    return keys.repeat_interleave(repeats, dim=2) if repeats > 1 else keys

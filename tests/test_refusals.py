@@ -1,0 +1,173 @@
+"""What can't be moved is refused, with the true reason: by the config where it shows, else by what one forward shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import kvrag.models.support as support
+from kvrag.attention import EVERYTHING, Reach
+from kvrag.errors import UnsupportedModelError
+from kvrag.models import CausalLM, check_supported
+from kvrag.models.masks import read_mask
+from kvrag.testing.models import REFUSED, TINY, tiny_model
+
+REASONS = {
+    "gpt2": "absolute position.*one position only",
+    "opt": "absolute position.*one position only",
+    "llama-dynamic-ntk": "'dynamic'.*changes its angles with the prompt's length",
+    "hunyuan_v1_dense": "depend on their position.*normalisation after the rotation",
+    "deepseek_v2": "keeps values that depend on their position",
+    "deepseek_v3": "keeps values that depend on their position",
+    "mamba": "running state",
+    "rwkv": "running state instead of keys and values",
+    "jamba": "mixes attention with layers that keep a running state",
+    "bamba": "mixes attention with layers that keep a running state",
+    "falcon_h1": "mixes attention with layers of another kind .mamba.",
+    "lfm2": "running state.*conv",
+    "qwen3_next": "running state.*linear_attention",
+}
+
+
+def test_every_refused_row_has_its_reason() -> None:
+    assert set(REASONS) == set(REFUSED)
+    assert not set(REFUSED) & set(TINY)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refusal_gives_the_true_reason(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=REASONS[name]):
+        CausalLM(tiny_model(name))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_has_no_name_on_the_list_is_refused_all_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names only save reading the weights: structure and the probe find out by themselves."""
+    monkeypatch.setattr(support, "_BY_NAME", {})
+    with pytest.raises(UnsupportedModelError):
+        CausalLM(tiny_model(name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_the_probe_finds_absolute_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_BY_NAME", {})
+    with pytest.raises(UnsupportedModelError, match="before the first layer"):
+        CausalLM(tiny_model(name))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        *(("t5", "encoder-decoder"), ("bart", "encoder-decoder")),
+        *(("llava", "images or sound"), ("qwen2_vl", "images or sound"), ("gemma3", "images or sound")),
+        *(("recurrent_gemma", "running state"), ("mamba2", "running state")),
+    ],
+)
+def test_a_config_is_enough_where_it_shows(model_type: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported(AutoConfig.for_model(model_type))
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_no_accepted_config_is_refused(name: str) -> None:
+    check_supported(tiny_model(name).config)
+
+
+def test_weights_on_several_devices_are_refused() -> None:
+    model = tiny_model()
+    model.lm_head.to("meta")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
+    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
+        CausalLM(model)
+
+
+class _Attention(torch.nn.Module):
+    """Put in place of a module: what it returns is changed after it."""
+
+    def __init__(self, inner: torch.nn.Module, change: Any) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.change(self.inner(*args, **kwargs))
+
+
+def test_keys_that_mix_neighbours_are_refused() -> None:
+    """A convolution over the tokens before: each row's keys depend on more than its own hidden state."""
+    model = tiny_model()
+    attention = model.model.layers[2].self_attn
+    attention.k_proj = _Attention(attention.k_proj, lambda keys: keys + 0.3 * keys.roll(1, dims=1))
+    with pytest.raises(UnsupportedModelError, match="keys of layer 2"):
+        CausalLM(model)
+
+
+def test_values_that_mix_neighbours_are_refused() -> None:
+    model = tiny_model()
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = _Attention(attention.v_proj, lambda values: values + 0.3 * values.roll(1, dims=1))
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*values that depend"):
+        CausalLM(model)
+
+
+def test_angles_that_depend_on_the_length_are_refused_whatever_their_name() -> None:
+    model = tiny_model()
+    rotary = model.model.rotary_emb
+    plain = rotary.forward
+    rotary.forward = lambda x, position_ids: plain(x, position_ids * (1.0 + position_ids.max() / 1e4))
+    with pytest.raises(UnsupportedModelError, match="change with the prompt's length"):
+        CausalLM(model)
+
+
+@pytest.mark.parametrize("option", [{"position_bias": torch.zeros(1)}, {"is_causal": False}])
+def test_an_option_of_attention_that_is_not_understood_is_refused(option: dict[str, Any]) -> None:
+    """Dropping it silently could be a wrong answer."""
+    model = tiny_model()
+    attention = model.model.layers[0].self_attn
+    plain = attention.forward
+    attention.forward = lambda *args, **kwargs: plain(*args, **kwargs, **option)
+    with pytest.raises(UnsupportedModelError, match=next(iter(option))):
+        CausalLM(model)
+
+
+def test_a_model_whose_forward_fails_is_refused() -> None:
+    model = tiny_model()
+    model.model.layers[0].self_attn.forward = lambda *_, **__: 1 / 0
+    with pytest.raises(UnsupportedModelError, match="ZeroDivisionError"):
+        CausalLM(model)
+
+
+def _config(**options: Any) -> Any:
+    config = tiny_model().config
+    for name, value in options.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("options", "visible", "reach"),
+    [
+        ({}, lambda q, k: k <= q, EVERYTHING),
+        (
+            {"sliding_window": 50},
+            lambda q, k: k <= q,
+            EVERYTHING,
+        ),  # a window in the config that the model doesn't apply
+        ({}, lambda q, k: (k <= q) & (k > q - 50), Reach(window=50)),  # one that it applies without saying so
+        ({"attention_chunk_size": 64}, lambda q, k: (k <= q) & (k // 64 == q // 64), Reach(chunk=64)),
+        ({}, lambda q, k: k >= 0, None),  # sees the future
+        ({}, lambda q, k: (k <= q) & (k % 2 == q % 2), None),  # strided
+        ({"sliding_window": 50}, lambda q, k: (k <= q) & ((k > q - 50) | (k < 4)), None),  # a window with first tokens
+    ],
+)
+def test_a_mask_is_read_from_its_function_or_refused(options: Any, visible: Any, reach: Reach | None) -> None:
+    found = read_mask(lambda _b, _h, q, k: visible(q, k), _config(**options), torch.device("cpu"))
+    assert found == reach
+
+
+def test_a_mask_that_is_not_understood_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.models.probe.read_mask", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="mask that is neither causal"):
+        CausalLM(tiny_model())
