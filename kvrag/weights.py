@@ -157,7 +157,7 @@ class _Remembered:
         try:
             _write(json.dumps({"version": 1, "files": kept}))
         except OSError as error:
-            logger.debug("digests of weights can't be remembered in %s: %s", cache_dir(), error)
+            logger.debug("digests of weights can't be remembered: %s", error)
 
 
 def _stamp(file: Path) -> list[int]:
