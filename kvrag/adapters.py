@@ -25,6 +25,9 @@ BASE_CHILDREN = ("base_layer", "original_module", "token_adapter")
 _STATE = ("training", "merged_adapters", "kwargs")
 """Attributes of an adapter's layer that say nothing about one adapter, or are looked at by themselves."""
 
+PLAIN = (bool, int, float, str, tuple, list, type(None))
+"""Types of settings whose repr says what they are; that of other objects may hold an address."""
+
 
 def unwrap(model: Any) -> Any:
     """Return the transformers model inside a ``PeftModel``, whose layers hold the adapters; anything else as it is.
@@ -55,13 +58,19 @@ def check_adapters(model: Any) -> None:
             )
 
 
+_is_layer_type: dict[type, bool] = {}
+"""Answers for each class of module seen: a model has thousands of modules of a few classes."""
+
+
 def is_adapter_layer(module: torch.nn.Module) -> bool:
     """Whether a module is a layer of peft that wraps one of the model's."""
-    peft = sys.modules.get("peft")
+    peft, kind = sys.modules.get("peft"), type(module)
     if peft is None:
         return False
-    layers: tuple[type, ...] = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
-    return isinstance(module, layers)
+    if kind not in _is_layer_type:
+        layers = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
+        _is_layer_type[kind] = issubclass(kind, layers)
+    return _is_layer_type[kind]
 
 
 def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -104,13 +113,13 @@ def adapters_digest(model: torch.nn.Module) -> str:
 
 
 def settings_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:
-    """Yield everything that a layer keeps under an adapter's name, tensors and modules included."""
-    for kept in (vars(layer), layer._modules):
-        for name, value in kept.items():
-            if name.startswith("_") or name in (*_STATE, *BASE_CHILDREN):
-                continue
-            if hasattr(value, "keys") and adapter in value.keys():  # noqa: SIM118 - ModuleDict and BufferDict are no mappings
-                yield name, value[adapter]
+    """Yield everything that a layer keeps under an adapter's name: plain values, tensors and modules."""
+    for name, value in vars(layer).items():
+        if type(value) is dict and adapter in value and not name.startswith("_") and name not in _STATE:
+            yield name, value[adapter]
+    for name, value in layer._modules.items():
+        if name not in BASE_CHILDREN and hasattr(value, "__contains__") and adapter in value:
+            yield name, value[adapter]
 
 
 def _content(layer: Any, adapter: str) -> bytes:
@@ -134,5 +143,4 @@ def _content(layer: Any, adapter: str) -> bytes:
 
 def _spelling(value: Any) -> bytes:
     """Plain values by their repr; objects by their type, because their repr may hold an address."""
-    is_plain = value is None or isinstance(value, (bool, int, float, str, tuple, list))
-    return (repr(value) if is_plain else type(value).__qualname__).encode()
+    return (repr(value) if isinstance(value, PLAIN) else type(value).__qualname__).encode()

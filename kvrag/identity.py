@@ -18,6 +18,7 @@ import torch
 
 from kvrag.adapters import (
     BASE_CHILDREN,
+    PLAIN,
     adapters_digest,
     check_adapters,
     is_adapter_layer,
@@ -27,7 +28,7 @@ from kvrag.adapters import (
 )
 from kvrag.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
 from kvrag.fingerprint import ModelIdentity
-from kvrag.tensors import content_digest, leaves, sample, version
+from kvrag.tensors import content_digest, is_packed, leaves, sample, version
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,10 @@ def _moving_buffers(model: torch.nn.Module) -> set[str]:
     return found
 
 
+_Look = tuple[list[torch.Tensor], tuple[object, ...], bytes]
+"""Tensors, notes on what is done with them, and a sample of their values."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Marks:
     """What the tensors of a model looked like: the objects, and the counts and values that change with them."""
@@ -130,11 +135,10 @@ class LiveIdentity:
         self._model = model
         self._lock = threading.Lock()
         self._moving = _moving_buffers(model)
-        self._origin = self._identity = identity
+        self._identity, self._fingerprint = identity, identity.fingerprint
         base, adapters = self._look()
-        self._first = self._base = _marks(*base)
-        self._adapters = _marks(*adapters)
-        self._fingerprint = identity.fingerprint
+        self._weights = [(_marks(*base), identity.weights)]
+        self._adapters = [(_marks(*adapters), identity.adapters)]
 
     @property
     def fingerprint(self) -> str:
@@ -147,18 +151,17 @@ class LiveIdentity:
         """
         with self._lock, torch.no_grad():
             base, adapters = self._look()
-            same_base, same_adapters = self._base.same_as(*base), self._adapters.same_as(*adapters)
-            if same_base and same_adapters:
-                return self._fingerprint
-            check_adapters(self._model)
-            weights = self._identity.weights
-            if not same_base:
-                is_origin = self._first.same_as(*base)
-                weights = self._origin.weights if is_origin else weights_digest(self._model)
-            self._identity = replace(self._identity, weights=weights, adapters=adapters_digest(self._model))
-            self._fingerprint = self._identity.fingerprint
-            self._base, self._adapters = _marks(*base), _marks(*adapters)
-            logger.info("the model's weights or adapters changed; its fingerprint is %s now", self._fingerprint)
+            weights, content = _recall(self._weights, base), _recall(self._adapters, adapters)
+            if weights is None or content is None:
+                check_adapters(self._model)
+            if weights is None:
+                weights = _remember(self._weights, base, weights_digest(self._model))
+            if content is None:
+                content = _remember(self._adapters, adapters, adapters_digest(self._model))
+            if (weights, content) != (self._identity.weights, self._identity.adapters):
+                self._identity = replace(self._identity, weights=weights, adapters=content)
+                self._fingerprint = self._identity.fingerprint
+                logger.info("the model's weights or adapters changed; its fingerprint is %s now", self._fingerprint)
             return self._fingerprint
 
     def with_extra_keys(self, extra_keys: Mapping[str, str]) -> LiveIdentity:
@@ -167,51 +170,66 @@ class LiveIdentity:
             _ = self.fingerprint  # bring it up to date
             return LiveIdentity(self._model, replace(self._identity, extra_keys=dict(extra_keys)))
 
-    def _look(self) -> tuple[tuple[list[torch.Tensor], tuple[object, ...], bytes], ...]:
+    def _look(self) -> tuple[_Look, _Look]:
         """Return tensors, notes and sampled values of the weights, and of the adapters."""
-        tensors: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        notes: tuple[list[object], list[object]] = ([], [])
-        for name, module, in_adapter in _walk(self._model):
-            is_layer = is_adapter_layer(module)
-            side = int(in_adapter or is_layer)
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and not (self._moving and f"{name}.{key}" in self._moving):
-                    tensors[side].append(tensor)
-            if is_layer:
-                notes[1].append(_note(module))
-        found = []
-        for own, noted in zip(tensors, notes, strict=True):
-            plain = [leaf for tensor in own for _, leaf in leaves(tensor)]
-            noted += [(version(leaf), leaf.data_ptr()) for leaf in plain]
-            found.append((own, tuple(noted), sample(plain)))
-        return tuple(found)
+        weights, adapters = _Seen(), _Seen()
+        stack: list[tuple[str, torch.nn.Module, _Seen]] = [("", self._model, weights)]
+        while stack:
+            name, module, side = stack.pop()
+            inside = side
+            if is_adapter_layer(module):
+                inside = adapters
+                adapters.notes.append(_note(module))
+            for own in (module._parameters, module._buffers):
+                if own:
+                    tensors = own.items() if self._moving else ((None, tensor) for tensor in own.values())
+                    inside.tensors += [t for key, t in tensors if t is not None and f"{name}.{key}" not in self._moving]
+            for key, child in module._modules.items():
+                if child is not None:
+                    place = f"{name}.{key}" if self._moving and name else key
+                    stack.append((place, child, side if key in BASE_CHILDREN else inside))
+        return weights.look(), adapters.look()
+
+
+class _Seen:
+    """Tensors of one side, weights or adapters, and notes on what is done with them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.notes: list[object] = []
+
+    def look(self) -> _Look:
+        """Return the tensors, what is noted and counted, and a sample of their values."""
+        plain: list[torch.Tensor] = []
+        for tensor in self.tensors:
+            plain += [leaf for _, leaf in leaves(tensor)] if is_packed(tensor) else [tensor]
+        counts = [(version(leaf), leaf.data_ptr()) for leaf in plain]
+        return self.tensors, (*self.notes, *counts), sample(plain)
+
+
+_NUM_REMEMBERED = 8
+"""States of a model whose digests are kept, so that switching adapters to and fro hashes each of them once."""
+
+
+def _recall(known: list[tuple[_Marks, str]], seen: _Look) -> str | None:
+    return next((digest for marks, digest in reversed(known) if marks.same_as(*seen)), None)
+
+
+def _remember(known: list[tuple[_Marks, str]], seen: _Look, digest: str) -> str:
+    """Keep a digest in place of the oldest but the first, which is the model as it was loaded."""
+    while len(known) >= _NUM_REMEMBERED:
+        del known[1]
+    known.append((_marks(*seen), digest))
+    return digest
 
 
 def _marks(tensors: list[torch.Tensor], notes: tuple[object, ...], values: bytes) -> _Marks:
     return _Marks(tuple(weakref.ref(tensor) for tensor in tensors), notes, values)
 
 
-def _walk(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """Yield every module, its name, and whether an adapter brought it."""
-    stack: list[tuple[str, torch.nn.Module, bool]] = [("", model, False)]
-    while stack:
-        name, module, in_adapter = stack.pop()
-        yield name, module, in_adapter
-        is_layer = is_adapter_layer(module)
-        for key, child in module._modules.items():
-            if child is not None:
-                stack.append(
-                    (f"{name}.{key}" if name else key, child, in_adapter or (is_layer and key not in BASE_CHILDREN))
-                )
-
-
 def _note(layer: Any) -> object:
     """Note what a layer does with its adapters, tensors left out."""
     names, note = state_of(layer)
-    plain = [
-        (adapter, key, repr(value))
-        for adapter in names
-        for key, value in settings_of(layer, adapter)
-        if isinstance(value, (bool, int, float, str, tuple, list))
-    ]
-    return names, note, tuple(layer.merged_adapters), tuple(plain)
+    found = ((key, value) for name in names for key, value in settings_of(layer, name) if isinstance(value, PLAIN))
+    plain = [(key, repr(value) if isinstance(value, list) else value) for key, value in found]
+    return names, note, tuple(layer.merged_adapters), plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import threading
@@ -15,7 +16,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvrag.adapters import check_adapters
-from kvrag.errors import ConfigError, ModelError, UnsupportedModelError, require
+from kvrag.describe import quantisation_text
+from kvrag.errors import ConfigError, KVRagError, ModelError, UnsupportedModelError, is_out_of_memory, require
 from kvrag.identity import LiveIdentity, describe, weights_digest
 from kvrag.models import CausalLM, check_supported
 from kvrag.prompt import PromptEncoder
@@ -137,13 +139,29 @@ def _load(source: ModelSource) -> LoadedModel:
     given = source.model if isinstance(source.model, PreTrainedModel) else None
     model = _load_weights(source) if given is None else given
     tokenizer = _load_tokenizer(source)
-    lm = CausalLM(model)
+    lm = _prepare(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
     # Identified after a first forward: quantised layers may pack their weights anew in it, and adapters unmerge.
     weights = (_origin(source, model) if given is None else None) or weights_digest(model)
     identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=getattr(lm, "rope_regime", "")))
     return LoadedModel(lm, PromptEncoder(tokenizer), identity)
+
+
+def _prepare(model: PreTrainedModel) -> CausalLM:
+    """Run the model for the first time; quantised layers are often written for some devices and sizes only, and fail in it."""
+    try:
+        return CausalLM(model)
+    except KVRagError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
+        method = json.loads(quantisation_text(model.config) or "{}").get("quant_method")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}{f' quantised by {method}' if method else ''} fails in its first forward on {model.device.type} "
+            f"({type(error).__name__}: {str(error)[:200]}); check that it runs without kvrag there, or load it without quantisation"
+        ) from error
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:

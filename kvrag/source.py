@@ -56,7 +56,7 @@ class ModelSource:
     def key(self) -> tuple[object, ...]:
         """What identifies the loaded weights in this process; extra keys tell KV apart, not weights."""
         device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
-        options = tuple(sorted((name, repr(value)) for name, value in self.hf_kwargs.items()))
+        options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
         return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options)
 
     @property
@@ -73,6 +73,12 @@ def _spelling(thing: Any) -> object:
         path = os.fspath(thing)
         return os.path.realpath(path) if os.path.exists(path) else path
     return None if thing is None else id(thing)
+
+
+def _option(value: Any) -> str:
+    """Spell an option of ``from_pretrained``: config objects by what they hold, which their repr may leave out."""
+    to_dict = getattr(value, "to_dict", None)
+    return f"{type(value).__name__}{to_dict()!r}" if callable(to_dict) else repr(value)
 
 
 def resolve_device(source: ModelSource) -> torch.device:

@@ -190,6 +190,25 @@ def test_a_switch_between_requests_is_followed(tokenizer: Any) -> None:
     engine.close()
 
 
+def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvrag.identity
+
+    model = with_adapter(seed=1, name="a")
+    add(model, "b", seed=2)
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    first, calls = engine.loaded.fingerprint, []
+    for name in ("adapters_digest", "weights_digest"):
+        real = getattr(kvrag.identity, name)
+        monkeypatch.setattr(kvrag.identity, name, lambda m, real=real, name=name: (calls.append(name), real(m))[1])
+    seen = []
+    for name in ("b", "a", "b", "a"):
+        model.set_adapter(name)
+        seen.append(engine.loaded.fingerprint)
+    assert seen == [seen[0], first, seen[0], first]
+    assert seen[0] != first
+    assert calls == ["adapters_digest"]
+
+
 def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer: Any, tmp_path: Path) -> None:
     for seed in (1, 2):
         with_adapter(seed=seed, name="default").save_pretrained(tmp_path / str(seed))

@@ -110,6 +110,23 @@ def test_what_is_taken_back_has_its_content_for_identity(tokenizer: Any, digests
     assert len(digests) == 1
 
 
+def test_what_is_remembered_is_bounded_and_keeps_the_origin(tokenizer: Any, digests: list[str]) -> None:
+    model = tiny_model()
+    identity = watched(model, tokenizer)
+    origin, kept = identity.fingerprint, model.lm_head
+    heads = [torch.nn.Linear(64, 400, bias=False) for _ in range(20)]
+    for head in heads:
+        model.lm_head = head
+        assert identity.fingerprint != origin
+    assert len(identity._weights) == kvrag.identity._NUM_REMEMBERED
+    assert len(digests) == 20
+    model.lm_head = heads[-2]
+    assert identity.fingerprint != origin
+    model.lm_head = kept
+    assert identity.fingerprint == origin
+    assert len(digests) == 20, "recent states and the first are not hashed again"
+
+
 def test_memory_that_is_used_again_is_not_mistaken(tokenizer: Any) -> None:
     """A freed tensor's address is soon another's: addresses alone would say that nothing changed."""
     model = tiny_model()
