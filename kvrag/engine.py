@@ -18,9 +18,10 @@ from kvrag.errors import ConfigError, InputError
 from kvrag.explain import explain_plan
 from kvrag.fingerprint import namespace_digest
 from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
-from kvrag.loading import LoadedModel, ModelSource, check_source, load
+from kvrag.loading import LoadedModel, check_source, load
 from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
+from kvrag.source import ModelSource
 from kvrag.stats import EngineStats
 from kvrag.store import open_store
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream

@@ -129,9 +129,10 @@ def precompute_texts(
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
-    jobs = _jobs(loaded, items, ids_digest(prefix_ids), namespace)
+    model = loaded.fingerprint
+    jobs = _jobs(loaded, items, model, ids_digest(prefix_ids), namespace)
     room = loaded.lm.reuse_window - len(prefix_ids)
-    run = _Run(loaded, store, tuple(prefix_ids), namespace)
+    run = _Run(loaded, store, model, tuple(prefix_ids), namespace)
     todo: list[Job] = []
     for job in jobs:
         length = len(job.identity.token_ids)
@@ -155,7 +156,9 @@ def precompute_texts(
     return PrecomputeReport(run.stored, run.skipped, run.failed, run.stored_bytes, time.perf_counter() - start)
 
 
-def _jobs(loaded: LoadedModel, items: Sequence[tuple[str | None, str]], prefix: str, namespace: str) -> list[Job]:
+def _jobs(
+    loaded: LoadedModel, items: Sequence[tuple[str | None, str]], model: str, prefix: str, namespace: str
+) -> list[Job]:
     """Merge equal texts: one job per text, with all ids that name it."""
     names: dict[str, list[str | None]] = {}
     for name, text in items:
@@ -164,7 +167,7 @@ def _jobs(loaded: LoadedModel, items: Sequence[tuple[str | None, str]], prefix: 
         Job(
             tuple(dict.fromkeys(ids)),
             text_entry(text),
-            ChunkIdentity(loaded.fingerprint, namespace, prefix, loaded.encoder.chunk_ids(text)),
+            ChunkIdentity(model, namespace, prefix, loaded.encoder.chunk_ids(text)),
         )
         for text, ids in names.items()
     ]
@@ -178,8 +181,10 @@ def _batches(jobs: list[Job], size: int) -> Iterator[list[Job]]:
 class _Run:
     """State of one precompute: the prefix's buffer and the report in the making."""
 
-    def __init__(self, loaded: LoadedModel, store: KVStore, prefix_ids: tuple[int, ...], namespace: str) -> None:
-        self._loaded, self._store = loaded, store
+    def __init__(
+        self, loaded: LoadedModel, store: KVStore, model: str, prefix_ids: tuple[int, ...], namespace: str
+    ) -> None:
+        self._loaded, self._store, self._model = loaded, store, model
         self._prefix_ids, self._namespace = prefix_ids, namespace
         self._prefix: KVBuffer | None = None
         self.stored = self.skipped = self.stored_bytes = 0
@@ -198,6 +203,10 @@ class _Run:
     def store_batch(self, jobs: list[Job]) -> None:
         """Encode and store some chunks; what fails is reported, and the rest goes on."""
         kvs, reason = self._encode(jobs)
+        if self._loaded.fingerprint != self._model:  # after the forward: its KV may be of another adapter than its key
+            for job in jobs:
+                self.fail(job, "the model's adapters or weights changed while it was computed; precompute again")
+            return
         for job, kv in zip(jobs, kvs, strict=False):
             self._put(job, kv)
         if kvs:
@@ -238,8 +247,8 @@ class _Run:
         """Run the prefix once per precompute, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix is None:
             self._prefix, kv = encode_prefix(self._loaded.lm, self._prefix_ids)
-            identity = ChunkIdentity(self._loaded.fingerprint, self._namespace, ids_digest(()), self._prefix_ids)
-            if kv is not None:
+            identity = ChunkIdentity(self._model, self._namespace, ids_digest(()), self._prefix_ids)
+            if kv is not None and self._loaded.fingerprint == self._model:
                 try:
                     self.stored_bytes += self._store.put(identity, kv, text=None)
                 except StoreError as error:

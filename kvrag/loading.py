@@ -3,94 +3,50 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
-import logging
 import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvrag.errors import ConfigError, KVRagError, ModelError, require
-from kvrag.fingerprint import digest
+from kvrag.adapters import check_adapters
+from kvrag.describe import quantisation_text
+from kvrag.errors import ConfigError, KVRagError, ModelError, UnsupportedModelError, is_out_of_memory, require
+from kvrag.identity import LiveIdentity, describe, weights_digest
 from kvrag.models import CausalLM, check_supported
 from kvrag.prompt import PromptEncoder
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "use_cache", "_attn_implementation")
-"""Config entries that don't change KV."""
-
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "adapter_config.json")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Which model to load, and how.
-
-    Parameters
-    ----------
-    model
-        Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel``.
-    tokenizer
-        Tokenizer, its id or directory; ``None`` takes the model's own.
-    revision
-        Hub revision.
-    dtype
-        ``"auto"``: float32 on CPU (bfloat16 matmuls are up to 95 times slower on CPUs without native support), the checkpoint's dtype
-        elsewhere. Or a ``torch.dtype`` or its name.
-    device
-        ``None``: CUDA if there is one, else CPU.
-    hf_kwargs
-        Passed on to ``from_pretrained``.
-    """
-
-    model: str | os.PathLike[str] | PreTrainedModel
-    tokenizer: Any = None
-    revision: str | None = None
-    dtype: str | torch.dtype = "auto"
-    device: str | torch.device | None = None
-    hf_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What identifies the loaded model in this process."""
-        device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
-        options = tuple(sorted((name, repr(value)) for name, value in self.hf_kwargs.items()))
-        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options)
-
-    @property
-    def name(self) -> str:
-        """A short name for messages and results."""
-        if isinstance(self.model, PreTrainedModel):
-            return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
-        return os.fspath(self.model)
-
-
-def _spelling(thing: Any) -> object:
-    """One name for one thing: files by their real path, objects by identity."""
-    if isinstance(thing, (str, os.PathLike)):
-        path = os.fspath(thing)
-        return os.path.realpath(path) if os.path.exists(path) else path
-    return None if thing is None else id(thing)
+from kvrag.source import (
+    ModelSource,
+    base_directory,
+    directory,
+    gguf_options,
+    hub_options,
+    resolve_device,
+    resolve_dtype,
+    trying,
+)
+from kvrag.weights import source_identity
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LoadedModel:
-    """A model ready for use: forwards, prompts, and the fingerprint that every key of its KV holds."""
+    """A model ready for use: forwards, prompts, and its identity. ``shares`` is the loaded model whose weights these are, if another."""
 
     lm: CausalLM
     encoder: PromptEncoder
-    fingerprint: str
+    identity: LiveIdentity
+    shares: LoadedModel | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What every key of its KV holds, looked up anew each time: adapters may have been switched, or weights changed in place."""
+        return self.identity.fingerprint
 
 
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
@@ -101,7 +57,7 @@ _load_lock = threading.Lock()
 def load(source: ModelSource) -> LoadedModel:
     """Load a model, or return the one that this process has loaded from the same source and still uses.
 
-    A model that was handed in is looked at anew each time: its weights may have changed since.
+    A model that was handed in is looked at anew each time.
 
     Raises
     ------
@@ -111,12 +67,15 @@ def load(source: ModelSource) -> LoadedModel:
         If the dtype or the device does not exist here.
     """
     if isinstance(source.model, PreTrainedModel):
-        return _load(source)
-    with _load_lock:
-        found = _loaded.get(source.key)
-        if found is None:
-            found = _loaded[source.key] = _load(source)
+        found = _load(source)
+    else:
+        with _load_lock:
+            kept = _loaded.get(source.key)
+            found = _load(source) if kept is None else kept
+            _loaded[source.key] = found
+    if not source.extra_keys:
         return found
+    return replace(found, identity=found.identity.with_extra_keys(source.extra_keys), shares=found)
 
 
 def check_source(source: ModelSource) -> None:
@@ -129,14 +88,20 @@ def check_source(source: ModelSource) -> None:
     """
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
         raise ConfigError(
-            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file or a loaded PreTrainedModel"
+            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "
+            "PeftModel"
         )
+    for name, value in source.extra_keys.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(f"extra_keys holds {name!r}: {value!r}; names and values must be strings")
     resolve_device(source)
     resolve_dtype(source)
     if isinstance(source.model, PreTrainedModel):
         if source.tokenizer is None:
             raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
         check_supported(source.model.config)
+        check_placement(source.model)
+        check_adapters(source.model)
         return
     path = Path(os.fspath(source.model))
     if path.suffix == ".gguf":
@@ -145,65 +110,82 @@ def check_source(source: ModelSource) -> None:
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", purpose="reading GGUF files")
         return  # parsing a GGUF header takes seconds: its architecture is checked when it is loaded
-    check_supported(_trying(source, lambda: AutoConfig.from_pretrained(source.model, **_hub_options(source))))
+    if base_directory(source) != os.fspath(source.model):
+        require("peft", extra="adapters", purpose="loading adapters")
+    check_supported(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))
 
 
-def resolve_device(source: ModelSource) -> torch.device:
-    """Return the device to load to."""
-    if isinstance(source.model, PreTrainedModel):
-        return torch.device(source.model.device)
-    if source.device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(source.device)
-        if device.type != "cuda":
-            torch.empty(1, device=device).cpu()  # a device that torch knows may still not be here
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"device is {source.device!r}, which torch can't use here; use 'cpu' or 'cuda'") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was requested, but torch finds no CUDA device here; pass device='cpu'")
-    return device
+def check_placement(model: PreTrainedModel) -> None:
+    """Raise :class:`UnsupportedModelError` unless all of a model's weights are on one device: KV is kept in one buffer there.
 
-
-def resolve_dtype(source: ModelSource) -> str | torch.dtype:
-    """Return the dtype to load in: a ``torch.dtype`` or ``"auto"``."""
-    if source.dtype == "auto":
-        return torch.float32 if resolve_device(source).type == "cpu" else "auto"
-    dtype = getattr(torch, source.dtype, None) if isinstance(source.dtype, str) else source.dtype
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"dtype is {source.dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
-    return dtype
+    Parameters
+    ----------
+    model
+        Loaded, with or without a ``device_map``.
+    """
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    if len(places) > 1 or "disk" in places or len(devices) > 1 or "meta" in devices or is_sharded:
+        where = ", ".join(sorted(places or devices))
+        raise UnsupportedModelError(
+            f"the weights of {type(model).__name__} are spread over several places ({where}), and kvrag keeps KV on one device; load the "
+            'whole model onto one with device="cuda" or device_map={"": 0}, in a smaller dtype or quantised if it does not fit'
+        )
 
 
 def _load(source: ModelSource) -> LoadedModel:
     check_source(source)
-    if isinstance(source.model, PreTrainedModel):
-        model, weights = source.model, _tensor_digest(source.model)
-    else:
-        options = _hub_options(source) | _gguf_options(source)
-        where = _directory(source)
-        dtype = resolve_dtype(source)
-        model = _trying(
-            source,
-            lambda: AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **{**options, **source.hf_kwargs}),
-        )
-        check_supported(model.config)
-        if "device_map" not in source.hf_kwargs:
-            model = model.to(resolve_device(source))
-        weights = _weights_identity(source, model)
-    tokenizer = source.tokenizer
-    if tokenizer is None or isinstance(tokenizer, (str, os.PathLike)):
-        home = _directory(source) if tokenizer is None else os.fspath(tokenizer)
-        options = (
-            (_hub_options(source) | _gguf_options(source))
-            if tokenizer is None
-            else _hub_options(source, revision=False)
-        )
-        tokenizer = _trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
-    lm = CausalLM(model)
+    given = source.model if isinstance(source.model, PreTrainedModel) else None
+    model = _load_weights(source) if given is None else given
+    tokenizer = _load_tokenizer(source)
+    lm = _prepare(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
-    return LoadedModel(lm, PromptEncoder(tokenizer), model_fingerprint(lm, tokenizer, weights))
+    # Identified after a first forward: quantised layers may pack their weights anew in it, and adapters unmerge.
+    weights = (_origin(source, model) if given is None else None) or weights_digest(model)
+    identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=getattr(lm, "rope_regime", "")))
+    return LoadedModel(lm, PromptEncoder(tokenizer), identity)
+
+
+def _prepare(model: PreTrainedModel) -> CausalLM:
+    """Run the model for the first time; quantised layers are often written for some devices and sizes only, and fail in it."""
+    try:
+        return CausalLM(model)
+    except KVRagError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
+        method = json.loads(quantisation_text(model.config) or "{}").get("quant_method")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}{f' quantised by {method}' if method else ''} fails in its first forward on {model.device.type} "
+            f"({type(error).__name__}: {str(error)[:200]}); check that it runs without kvrag there, or load it without quantisation"
+        ) from error
+
+
+def _load_weights(source: ModelSource) -> PreTrainedModel:
+    options = {"dtype": resolve_dtype(source), **hub_options(source), **gguf_options(source), **source.hf_kwargs}
+    model = trying(source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options))
+    check_supported(model.config)
+    check_placement(model)
+    check_adapters(model)
+    device = resolve_device(source)
+    if "device_map" in source.hf_kwargs or model.device == device:
+        return model
+    return trying(source, lambda: model.to(device))
+
+
+def _load_tokenizer(source: ModelSource) -> Any:
+    if source.tokenizer is not None and not isinstance(source.tokenizer, (str, os.PathLike)):
+        return source.tokenizer
+    if source.tokenizer is not None:
+        home, options = os.fspath(source.tokenizer), hub_options(source, revision=False)
+    else:
+        home, options = directory(source), hub_options(source) | gguf_options(source)
+        if not os.path.exists(os.path.join(home, "tokenizer_config.json")):
+            home = base_directory(source)
+    return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
 
 
 @cache
@@ -222,98 +204,12 @@ def _keep_freed_memory() -> None:
     mallopt(mmap_threshold, 2**25)
 
 
-def _directory(source: ModelSource) -> str:
-    path = os.fspath(source.model)
-    return os.path.dirname(path) or "." if path.endswith(".gguf") else path
-
-
-def _gguf_options(source: ModelSource) -> dict[str, Any]:
-    path = os.fspath(source.model)
-    return {"gguf_file": os.path.basename(path)} if path.endswith(".gguf") else {}
-
-
-_HUB_OPTIONS = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
-"""Options of ``from_pretrained`` that say where to look, for config and tokenizer as well as for weights."""
-
-
-def _hub_options(source: ModelSource, *, revision: bool = True) -> dict[str, Any]:
-    options = {name: source.hf_kwargs[name] for name in _HUB_OPTIONS if name in source.hf_kwargs}
-    return options if source.revision is None or not revision else {**options, "revision": source.revision}
-
-
-def _trying(source: ModelSource, action: Callable[[], T]) -> T:
-    """Run a transformers call and turn its faults into ours."""
-    try:
-        return action()
-    except KVRagError:
-        raise
-    except TypeError as error:
-        raise ConfigError(f"transformers refuses an option for {source.name!r}: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(
-            f"could not load {source.name!r}: it is neither a usable local directory nor a model of the hub that can be reached, or its "
-            f"files are damaged; check the name and the connection ({type(error).__name__}: {str(error)[:300]})"
-        ) from error
-
-
-def model_fingerprint(lm: CausalLM, tokenizer: Any, weights: str) -> str:
-    """Return the digest of everything about a model that changes KV: weights, config, RoPE, dtype, tokenizer.
-
-    Parameters
-    ----------
-    lm, tokenizer
-        The loaded pair.
-    weights
-        Identity of the weights: a hub commit or a content hash.
-    """
-    config = {k: v for k, v in lm.model.config.to_dict().items() if k not in _VOLATILE}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return digest(
-        "model",
-        {
-            "weights": weights.encode(),
-            "config": json.dumps(config, sort_keys=True, default=str).encode(),
-            "dtype": str(lm.dtype).encode(),
-            "tokenizer": hashlib.sha256(vocabulary.encode()).digest(),
-        },
-    )
-
-
-def _weights_identity(source: ModelSource, model: PreTrainedModel) -> str:
-    """Return the hub commit, or the content hash of the local weight files."""
+def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
+    """Say where the weights are from; ``None`` where that does not tell what they are."""
+    path, base = os.fspath(source.model), base_directory(source)
     commit = getattr(model.config, "_commit_hash", None)
-    path = Path(os.fspath(source.model))
-    if path.is_file():
-        return _files_digest([path])
-    if path.is_dir():
-        folder = path / source.hf_kwargs.get("subfolder", "")
-        files = sorted({f for pattern in _WEIGHT_FILES for f in folder.glob(pattern)})
-        return _files_digest(files) if files else _tensor_digest(model)
-    return f"commit:{commit}" if commit else _tensor_digest(model)
-
-
-def _files_digest(files: Iterable[Path]) -> str:
-    total = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            total.update(hashlib.file_digest(stream, "sha256").digest())
-    return f"files:{total.hexdigest()}"
-
-
-def _tensor_digest(model: PreTrainedModel) -> str:
-    """Hash the weights of a model in memory: its name says nothing about what was done to it since."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        total.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return f"tensors:{total.hexdigest()}"
+    if getattr(model, "peft_config", None):
+        biases = {getattr(config, "bias", "none") for config in model.peft_config.values()}
+        if biases != {"none"} or not os.path.exists(path):  # an adapter's biases replace the model's own
+            return None
+    return source_identity(base if base != directory(source) else path, commit=commit, options=source.hf_kwargs)

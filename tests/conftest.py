@@ -21,6 +21,14 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what kvrag remembers for the user out of the user's own directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVRAG_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return tiny_tokenizer()

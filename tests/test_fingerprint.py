@@ -2,45 +2,110 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvrag.fingerprint import canonical, chunk_key, content_key, digest, ids_digest, namespace_digest
-from kvrag.loading import ModelSource, load, model_fingerprint, resolve_dtype
+import kvrag.fingerprint
+from kvrag.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
+from kvrag.fingerprint import (
+    ModelIdentity,
+    canonical,
+    chunk_key,
+    content_key,
+    digest,
+    ids_digest,
+    namespace_digest,
+)
+from kvrag.identity import describe, weights_digest
+from kvrag.loading import load
+from kvrag.source import ModelSource, resolve_dtype
+from kvrag.store import DiskStore, KVStore, MemoryStore, TieredStore
+from kvrag.testing.chunks import make_kv, same_bits
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
-from kvrag.types import ChunkIdentity
+from kvrag.types import ChunkIdentity, ChunkKV, LayerKV
 
 IDENTITY = ChunkIdentity("model", namespace_digest("default"), ids_digest([1, 2]), (3, 4, 5))
 
-
-def test_keys_are_those_of_format_1() -> None:
-    """A change here is a change of the store format: raise FORMAT_VERSION."""
-    assert chunk_key(IDENTITY) == "9c9c17c8bb090f738c06fcca4040bd44e0e4d3595b707ebeddf7955742e66d72"
-    assert content_key(IDENTITY) == "c6da08c140c41d7f949e0fc9624c5d670f41e2010fc97523a779ecfab120478e"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": "other"},
-        {"namespace": namespace_digest("x")},
-        {"prefix": ids_digest([])},
-        {"token_ids": (3, 4)},
-        {"token_ids": (5, 4, 3)},
-    ],
-    ids=["model", "namespace", "prefix", "length", "order"],
+MODEL = ModelIdentity(
+    weights="commit:abc",
+    config='{"hidden_size":64}',
+    tokenizer="t",
+    rope='{"rope_theta":10000.0}',
+    regime="",
+    attention="[]",
+    dtype="torch.float32",
+    quantisation="",
+    adapters="",
+    extra_keys={"team": "search"},
 )
-def test_every_field_participates(change: dict[str, Any]) -> None:
-    assert chunk_key(replace(IDENTITY, **change)) != chunk_key(IDENTITY)
+
+# Golden values. A change of any literal below is a change of the format: raise FORMAT_VERSION and say so in docs/format.md.
+
+
+def test_canonical_bytes_are_those_of_format_2() -> None:
+    assert canonical({"b": b"\x01\x02", "a": b""}) == (
+        b"\x01\x00\x00\x00a\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00b\x02\x00\x00\x00\x00\x00\x00\x00\x01\x02"
+    )
+    assert canonical({}) == b""
+
+
+def test_keys_are_those_of_format_2() -> None:
+    assert kvrag.fingerprint.FORMAT_VERSION == 2
+    assert chunk_key(IDENTITY) == "d145724c2a88b3efb2207253e533795df945ce285fb4aeae05ea89f8829cef54"
+    assert content_key(IDENTITY) == "0fd3f87145bf8d2a18fb6ddeb68eaf54040aa55e109f26611dc2b73ea1a65331"
+
+
+def test_digests_are_those_of_format_2() -> None:
+    assert namespace_digest("default") == "sha256:bd5433b00839c017987b578f3cfbb96ed3e2b7bbe61cd89fe972472a3ddaf37e"
+    assert ids_digest([1, 2]) == "sha256:1856490bd01b5f24dfcc127de8d11e5a68767221edb66fe5a66efbe08c30c9e4"
+    assert MODEL.fingerprint == "sha256:5452d698265c4c2dc4241743523ab39f120e7c298a3450024d43dae88519550e"
+
+
+def test_digests_name_their_hash_and_keys_are_bare() -> None:
+    for found in (MODEL.fingerprint, namespace_digest("x"), ids_digest([])):
+        assert found.startswith("sha256:")
+        assert len(found) == len("sha256:") + 64
+    assert len(chunk_key(IDENTITY)) == 64
+
+
+# -- fields of a chunk's identity ------------------------------------------------------------------------------------------
+
+
+def test_model_participates() -> None:
+    assert chunk_key(replace(IDENTITY, model="other")) != chunk_key(IDENTITY)
+
+
+def test_namespace_participates() -> None:
+    assert chunk_key(replace(IDENTITY, namespace=namespace_digest("x"))) != chunk_key(IDENTITY)
+
+
+def test_prefix_participates() -> None:
+    assert chunk_key(replace(IDENTITY, prefix=ids_digest([]))) != chunk_key(IDENTITY)
+
+
+@pytest.mark.parametrize("ids", [(3, 4), (5, 4, 3), (3, 4, 6)], ids=["length", "order", "value"])
+def test_token_ids_participate(ids: tuple[int, ...]) -> None:
+    assert chunk_key(replace(IDENTITY, token_ids=ids)) != chunk_key(IDENTITY)
+
+
+def test_format_version_participates(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (chunk_key(IDENTITY), MODEL.fingerprint, ids_digest([1]))
+    monkeypatch.setattr(kvrag.fingerprint, "FORMAT_VERSION", 99)
+    after = (chunk_key(IDENTITY), MODEL.fingerprint, ids_digest([1]))
+    assert all(old != new for old, new in zip(before, after, strict=True))
 
 
 def test_the_content_key_leaves_out_the_prefix_alone() -> None:
     assert content_key(replace(IDENTITY, prefix="other")) == content_key(IDENTITY)
-    assert content_key(replace(IDENTITY, model="other")) != content_key(IDENTITY)
+    for change in ({"model": "other"}, {"namespace": "other"}, {"token_ids": (3,)}):
+        assert content_key(replace(IDENTITY, **change)) != content_key(IDENTITY)  # type: ignore[arg-type]
 
 
 def test_no_field_can_imitate_another() -> None:
@@ -50,27 +115,257 @@ def test_no_field_can_imitate_another() -> None:
     assert digest("x", {"a": b""}) != digest("y", {"a": b""})
 
 
-def test_the_models_fingerprint_changes_with_what_changes_kv(tokenizer: Any) -> None:
-    def of(model: Any, tok: Any = tokenizer) -> str:
-        return load(ModelSource(model, tok)).fingerprint
+# -- fields of a model's identity ------------------------------------------------------------------------------------------
 
-    base = of(tiny_model())
-    assert of(tiny_model()) == base
-    other_rope = tiny_model()
-    other_rope.config.rope_parameters = {**other_rope.config.rope_parameters, "rope_theta": 5e5}
-    variants = [
-        of(tiny_model(seed=1)),
-        of(tiny_model(dtype=torch.float16)),
-        of(tiny_model("qwen2")),
-        of(other_rope),
-    ]
+
+def participates(**change: Any) -> bool:
+    return replace(MODEL, **change).fingerprint != MODEL.fingerprint
+
+
+def test_weights_participates() -> None:
+    assert participates(weights="commit:abd")
+
+
+def test_config_participates() -> None:
+    assert participates(config='{"hidden_size":65}')
+
+
+def test_tokenizer_participates() -> None:
+    assert participates(tokenizer="u")
+
+
+def test_rope_participates() -> None:
+    assert participates(rope='{"rope_theta":500000.0}')
+
+
+def test_regime_participates() -> None:
+    assert participates(regime="long")
+
+
+def test_attention_participates() -> None:
+    assert participates(attention='["sliding"]')
+
+
+def test_dtype_participates() -> None:
+    assert participates(dtype="torch.bfloat16")
+
+
+def test_quantisation_participates() -> None:
+    assert participates(quantisation='{"bits":4}')
+
+
+def test_adapters_participates() -> None:
+    assert participates(adapters="sha256:1")
+
+
+def test_extra_keys_participates() -> None:
+    assert participates(extra_keys={})
+    assert participates(extra_keys={"team": "sales"})
+    assert participates(extra_keys={"group": "search"})
+    assert participates(extra_keys={"team": "search", "x": ""})
+
+
+def test_every_field_of_a_models_identity_has_its_test() -> None:
+    missing = [name for name in ModelIdentity.__dataclass_fields__ if f"test_{name}_participates" not in globals()]
+    assert missing == []
+
+
+# -- what is read off a loaded model ---------------------------------------------------------------------------------------
+
+
+def fingerprint_of(model: Any, tokenizer: Any) -> str:
+    return load(ModelSource(model, tokenizer)).fingerprint
+
+
+def test_the_same_model_twice_is_the_same(tokenizer: Any) -> None:
+    assert fingerprint_of(tiny_model(), tokenizer) == fingerprint_of(tiny_model(), tiny_tokenizer())
+
+
+def test_weights_dtype_and_architecture_tell_models_apart(tokenizer: Any) -> None:
+    models = [tiny_model(), tiny_model(seed=1), tiny_model(dtype=torch.float16), tiny_model("qwen2")]
+    assert len({fingerprint_of(model, tokenizer) for model in models}) == 4
+
+
+def test_one_changed_weight_is_noticed() -> None:
+    model = tiny_model()
+    before = weights_digest(model)
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-3
+    assert weights_digest(model) != before
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_noticed() -> None:
+    model = tiny_model()
+    before = weights_digest(model)
+    model.model.rotary_emb.inv_freq[3] *= 2
+    assert weights_digest(model) != before
+
+
+def test_rope_parameters_are_read_from_the_config() -> None:
+    config = tiny_model().config
+    before = rope_text(config)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 5e5}
+    assert "500000.0" in rope_text(config) != before
+
+
+@pytest.mark.parametrize("attribute", ["scaling", "sliding_window"])
+def test_attention_settings_are_read_from_the_layers(attribute: str) -> None:
+    model = tiny_model("mistral")
+    before = attention_text(model)
+    setattr(model.model.layers[1].self_attn, attribute, 3)
+    assert attention_text(model) != before
+    assert attention_text(model.train()) == attention_text(model.eval())
+
+
+def test_the_config_counts_but_for_what_changes_no_kv() -> None:
+    config = tiny_model().config
+    before = config_text(config)
+    config._name_or_path, config.use_cache, config.dtype = "elsewhere", False, torch.float16
+    assert config_text(config) == before
+    config.rms_norm_eps = 1e-3
+    assert config_text(config) != before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "gptq", "bits": 4, "group_size": 64}),
+        ({"quant_method": "awq", "bits": 4}, {"quant_method": "gptq", "bits": 4}),
+        ({"quant_method": "fp8"}, None),
+    ],
+)
+def test_quantisation_is_read_from_the_config(one: Any, other: Any) -> None:
+    config = tiny_model().config
+    config.quantization_config = one
+    first = quantisation_text(config)
+    config.quantization_config = other
+    assert first
+    assert quantisation_text(config) != first
+
+
+def test_quantisation_is_read_from_its_class_too() -> None:
+    from transformers import GPTQConfig
+
+    config = tiny_model().config
+    texts = []
+    for bits in (4, 8):
+        config.quantization_config = GPTQConfig(bits=bits)
+        texts.append(quantisation_text(config))
+    assert len(set(texts)) == 2
+    assert json.loads(texts[0])["bits"] == 4
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------------
+
+
+def add_word(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["harbourmaster"])
+
+
+def lower_case(tokenizer: Any) -> None:
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+def drop_merge(tokenizer: Any) -> None:
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["merges"].pop()
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+
+
+def other_eos(tokenizer: Any) -> None:
+    tokenizer.eos_token = "<pad>"
+
+
+@pytest.mark.parametrize("change", [add_word, lower_case, drop_merge, other_eos])
+def test_tokenizer_content_counts(change: Callable[[Any], None]) -> None:
+    tokenizer = tiny_tokenizer()
+    before = tokenizer_digest(tokenizer)
+    change(tokenizer)
+    assert tokenizer_digest(tokenizer) != before
+
+
+def test_how_a_tokenizer_was_called_last_does_not_count() -> None:
+    tokenizer = tiny_tokenizer()
+    before = tokenizer_digest(tokenizer)
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
+    assert json.loads(tokenizer.backend_tokenizer.to_str())["truncation"] is not None
+    assert tokenizer_digest(tokenizer) == before
+
+
+class SlowTokenizer:
+    """A tokenizer without a backend: a vocabulary, and files beside it."""
+
+    bos_token_id, eos_token_id = 1, 2
+    added_tokens_decoder: dict[int, str] = {}  # noqa: RUF012
+
+    def __init__(self, merges: str = "a b", words: tuple[str, ...] = ("a", "b")) -> None:
+        self.merges, self.words = merges, words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+    def save_vocabulary(self, folder: str) -> None:
+        (Path(folder) / "merges.txt").write_text(self.merges)
+
+
+def test_a_slow_tokenizer_counts_with_vocabulary_and_files() -> None:
+    variants = [SlowTokenizer(), SlowTokenizer(merges="b a"), SlowTokenizer(words=("a", "c"))]
+    assert len({tokenizer_digest(tokenizer) for tokenizer in variants}) == 3
+    assert tokenizer_digest(SlowTokenizer()) == tokenizer_digest(SlowTokenizer())
+
+
+def test_the_tokenizer_is_part_of_a_loaded_models_fingerprint() -> None:
     more_words = tiny_tokenizer()
-    more_words.add_tokens(["harbourmaster"])
-    variants.append(of(tiny_model(), more_words))
-    assert len({base, *variants}) == 6
+    add_word(more_words)
+    assert fingerprint_of(tiny_model(), more_words) != fingerprint_of(tiny_model(), tiny_tokenizer())
 
 
-def test_local_weights_are_known_by_content(tmp_path: Any) -> None:
+# -- the rest of the way from a source to its fingerprint --------------------------------------------------------------------
+
+
+def test_each_description_reaches_the_identity(tokenizer: Any) -> None:
+    model = tiny_model("gemma2")
+    found = describe(model, tokenizer, "commit:1", regime="short", extra_keys={"a": "b"})
+    assert found == ModelIdentity(
+        weights="commit:1",
+        config=config_text(model.config),
+        tokenizer=tokenizer_digest(tokenizer),
+        rope=rope_text(model.config),
+        regime="short",
+        attention=attention_text(model),
+        dtype="torch.float32",
+        quantisation="",
+        adapters="",
+        extra_keys={"a": "b"},
+    )
+    assert "sliding_window" in found.attention
+
+
+def test_extra_keys_tell_kv_apart_but_share_the_weights(tiny_dir: str) -> None:
+    plain = load(ModelSource(tiny_dir))
+    keyed = load(ModelSource(tiny_dir, extra_keys={"team": "search"}))
+    again = load(ModelSource(tiny_dir, extra_keys={"team": "search"}))
+    assert keyed.lm is plain.lm
+    assert keyed.fingerprint == again.fingerprint != plain.fingerprint
+
+
+def test_extra_keys_keep_shared_weights_loaded(tiny_dir: str) -> None:
+    keyed = load(ModelSource(tiny_dir, revision="kept", extra_keys={"a": "b"}))
+    assert load(ModelSource(tiny_dir, revision="kept")).lm is keyed.lm
+
+
+def test_extra_keys_must_be_strings(tiny_dir: str) -> None:
+    from kvrag import ConfigError
+
+    with pytest.raises(ConfigError, match="extra_keys"):
+        load(ModelSource(tiny_dir, extra_keys={"a": 1}))  # type: ignore[dict-item]
+
+
+def test_local_weights_are_known_by_content_not_by_path(tmp_path: Path) -> None:
     one = load(ModelSource(save_tiny_model(tmp_path / "a"))).fingerprint
     same = load(ModelSource(save_tiny_model(tmp_path / "b"))).fingerprint
     other = load(ModelSource(save_tiny_model(tmp_path / "c", seed=5))).fingerprint
@@ -83,6 +378,58 @@ def test_dtype_names_are_understood(tiny_dir: str) -> None:
     assert resolve_dtype(ModelSource(tiny_dir, device="cpu")) is torch.float32
 
 
-def test_the_fingerprint_of_weights_participates(tokenizer: Any) -> None:
-    lm = load(ModelSource(tiny_model(seed=9), tokenizer)).lm
-    assert model_fingerprint(lm, tokenizer, "commit:a") != model_fingerprint(lm, tokenizer, "commit:b")
+# -- a collision of digests --------------------------------------------------------------------------------------------------
+
+TIERS: dict[str, Callable[[Path], KVStore]] = {
+    "memory": lambda _: MemoryStore(2**22),
+    "disk": DiskStore,
+    "tiered": lambda path: TieredStore(MemoryStore(2**22), DiskStore(path)),
+    "tiered, memory full": lambda path: TieredStore(MemoryStore(1), DiskStore(path)),
+}
+
+
+@pytest.fixture
+def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key is the same one: as if SHA-256 gave the same digest for different chunks."""
+    monkeypatch.setattr(kvrag.fingerprint, "key_digest", lambda domain, fields: "0" * 64)
+
+
+def constant_kv(value: float) -> ChunkKV:
+    return ChunkKV((LayerKV(torch.full((2, 3, 4), value), torch.full((2, 3, 2), value)),))
+
+
+@pytest.mark.usefixtures("colliding")
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_collision_of_digests_is_caught_by_the_stored_identity(tier: str, tmp_path: Path) -> None:
+    mine = ChunkIdentity("model", "namespace", "prefix", (1, 2, 3))
+    others = [
+        replace(mine, token_ids=(1, 2, 4)),
+        replace(mine, model="other"),
+        replace(mine, namespace="other"),
+        replace(mine, prefix="other"),
+    ]
+    store = TIERS[tier](tmp_path / "store")
+    kv = make_kv(mine)
+    for other in others:
+        assert chunk_key(other) == chunk_key(mine), "the hook did not reach the keys"
+        assert store.put(mine, kv, text=None) > 0
+        assert same_bits(store.get(mine), kv)
+        assert store.get(other) is None
+        assert store.get_many([other], timeout_s=30.0) == [None]
+        store.delete([chunk_key(mine)])
+    store.close()
+
+
+@pytest.mark.usefixtures("colliding")
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_chunk_whose_key_is_taken_is_not_lost_silently(tier: str, tmp_path: Path) -> None:
+    """Storing it may fail or replace the other one, but nothing is ever read back as what it is not."""
+    first, second = (ChunkIdentity("model", "namespace", "prefix", ids) for ids in ((1, 2, 3), (7, 8, 9)))
+    store = TIERS[tier](tmp_path / "store")
+    kvs = {first: constant_kv(1.0), second: constant_kv(2.0)}
+    for identity, kv in kvs.items():
+        store.put(identity, kv, text=None)
+    for identity, kv in kvs.items():
+        found = store.get(identity)
+        assert found is None or same_bits(found, kv)
+    store.close()

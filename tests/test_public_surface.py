@@ -18,9 +18,9 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
-    {"config", "deadline", "rope", "fingerprint", "stats"},
-    {"attention", "cache", "spans", "layout", "prompt"},
-    {"models", "prefix", "streams", "selection", "store"},
+    {"config", "deadline", "rope", "fingerprint", "stats", "tensors"},
+    {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
+    {"identity", "models", "prefix", "streams", "selection", "source", "store"},
     {"precompute", "stitch", "repair", "decode", "plan", "loading"},
     {"index_time", "prefill", "explain", "verify"},
     {"answer"},

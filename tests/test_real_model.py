@@ -109,3 +109,15 @@ def test_auto_reuses_and_answers(engine: KVRagEngine, prompts: list[Any]) -> Non
     assert result.exactness == "repaired"
     assert result.kv_reuse_ratio > 0.6
     assert result.text
+
+
+def test_the_gguf_model_is_known_by_its_file(engine: KVRagEngine) -> None:
+    from kvrag.fingerprint import digest
+    from kvrag.weights import files_digest
+
+    file = _model_file()
+    assert file is not None
+    origin = files_digest([Path(file)])
+    identity = engine.loaded.identity._identity
+    assert identity.weights == digest("weights", {"origin": origin.encode(), "options": b"{}"})
+    assert engine.loaded.fingerprint == identity.fingerprint, "requests change nothing"

@@ -132,7 +132,8 @@ def _measured(speeds: Speeds, model: str, kv_dir: Path, dtype: str, device: str 
             disk = disk_bandwidth(kv_dir)[1]
     if prefill is None:
         with progress(f"loading {model} and prefilling ..."):
-            from kvrag.loading import ModelSource, load
+            from kvrag.loading import load
+            from kvrag.source import ModelSource
 
             prefill = prefill_tokens_per_s(load(ModelSource(model, dtype=dtype, device=device)).lm.model)
     return Speeds(prefill, disk)

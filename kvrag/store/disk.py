@@ -2,7 +2,7 @@
 
 ::
 
-    root/format.json                         {"format": "kvrag", "version": 1}
+    root/format.json                         {"format": "kvrag", "version": 2}
     root/objects/<key[:2]>/<key>.safetensors the chunks
     root/index/                              rows about them
     root/tmp/                                files being written

@@ -247,6 +247,9 @@ def check_format(root: Path, version: int) -> None:
             f"the store {root} has format {known} and this kvrag reads up to {version}; "
             "upgrade kvrag or choose another directory"
         )
+    if known < version:  # an older kvrag must not write into it any more
+        log.warning("the store %s has format %s; its chunks are computed again in format %s", root, known, version)
+        return _write_format(path, version)
     return None
 
 

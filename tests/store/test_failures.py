@@ -166,6 +166,14 @@ def test_a_newer_format_is_refused(disk, root):
         DiskStore(root)
 
 
+def test_a_store_of_an_older_format_is_taken_over(root, caplog):
+    DiskStore(root).close()
+    (root / "format.json").write_text(json.dumps({"format": "kvrag", "version": FORMAT_VERSION - 1}))
+    DiskStore(root).close()
+    assert json.loads((root / "format.json").read_text())["version"] == FORMAT_VERSION
+    assert "computed again" in caplog.text
+
+
 @pytest.mark.parametrize("content", ['{"format": "other", "version": 1}', "[1]", '{"format": "kvrag", "version": "1"}'])
 def test_a_foreign_directory_is_refused(tmp_path, content):
     (tmp_path / "format.json").write_text(content)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import kvrag
 from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
 from kvrag.config import build, check_mode, unknown_option
-from kvrag.loading import ModelSource
+from kvrag.source import ModelSource
 from kvrag.types import Mode
 from langchain_kvrag._convert import engine_prefix
 

@@ -1,0 +1,296 @@
+"""Where weights come from: hashed by content, remembered by path, size, times and inode, never believed when in doubt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvrag.weights
+from kvrag.loading import load
+from kvrag.source import ModelSource
+from kvrag.testing.models import save_tiny_model, tiny_model
+from kvrag.weights import CACHE_VARIABLE, cache_dir, files_digest, source_identity
+
+SIZE = 2**20 + 5
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of its own."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "file-digests.json"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose content is read."""
+    seen: list[str] = []
+    real = kvrag.weights.hashlib.file_digest
+
+    def counting(stream: Any, name: str) -> Any:
+        seen.append(Path(stream.name).name)
+        return real(stream, name)
+
+    monkeypatch.setattr(kvrag.weights.hashlib, "file_digest", counting)
+    return seen
+
+
+def make_file(path: Path, fill: bytes = b"a", *, age_s: int = 3600) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(fill * SIZE)
+    settle(path, age_s)
+    return path
+
+
+def settle(path: Path, age_s: int = 3600) -> None:
+    """Give a file a time in the past; its inode's time can't be set, so the tests look away from the race."""
+    then = time.time_ns() - age_s * 10**9
+    os.utime(path, ns=(then, then))
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.weights, "_RACE_NS", -(10**12))
+
+
+def test_a_large_file_is_hashed_once(tmp_path: Path, reads: list[str]) -> None:
+    file = make_file(tmp_path / "m" / "model.safetensors")
+    first = files_digest([file])
+    assert files_digest([file]) == first
+    assert reads == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("change", ["content", "size", "mtime", "inode"])
+def test_a_changed_file_is_hashed_again(change: str, tmp_path: Path, reads: list[str]) -> None:
+    file = make_file(tmp_path / "m" / "model.safetensors")
+    before, status = files_digest([file]), file.stat()
+    if change == "content":  # same size, and the time set back: only the inode's own time tells
+        file.write_bytes(b"b" * SIZE)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    elif change == "size":
+        file.write_bytes(b"a" * (SIZE + 1))
+    elif change == "mtime":
+        settle(file, age_s=7200)
+    else:
+        make_file(tmp_path / "other", b"c")
+        os.replace(tmp_path / "other", file)
+    after = files_digest([file])
+    assert len(reads) == 2
+    assert (after == before) is (change == "mtime")
+
+
+def test_what_changes_while_it_is_read_is_not_remembered(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_file(tmp_path / "model.safetensors")
+    real = kvrag.weights.hashlib.file_digest
+
+    def touched(stream: Any, name: str) -> Any:
+        os.utime(file)
+        return real(stream, name)
+
+    monkeypatch.setattr(kvrag.weights.hashlib, "file_digest", touched)
+    files_digest([file])
+    assert not cache.exists()
+
+
+def test_what_was_changed_a_moment_ago_is_not_remembered(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second change within one tick of the clock would leave no trace."""
+    monkeypatch.setattr(kvrag.weights, "_RACE_NS", 2 * 10**9)
+    files_digest([make_file(tmp_path / "model.safetensors", age_s=0)])
+    assert not cache.exists()
+
+
+def test_small_files_are_not_remembered(tmp_path: Path, cache: Path) -> None:
+    small = tmp_path / "small.safetensors"
+    small.write_bytes(b"x")
+    files_digest([small])
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "\x00\xff",
+        "[" * 100_000,
+        '{"version": 2, "files": {}}',
+        '{"version": 1, "files": []}',
+        '{"version": 1, "files": {"PATH": 7}}',
+        '{"version": 1, "files": {"PATH": [STAMP, 7]}}',
+        '{"version": 1, "files": {"PATH": [STAMP, "not a digest"]}}',
+        '{"version": 1, "files": {"PATH": ["STAMP", "' + "0" * 64 + '"]}}',
+    ],
+)
+def test_a_damaged_cache_is_computed_again(content: str, tmp_path: Path, cache: Path, reads: list[str]) -> None:
+    file = make_file(tmp_path / "model.safetensors")
+    expected = files_digest([file])
+    ((path, (stamp, _)),) = json.loads(cache.read_text())["files"].items()
+    cache.write_text(content.replace("PATH", path).replace("STAMP", json.dumps(stamp)))
+    assert files_digest([file]) == expected
+    assert len(reads) == 2
+    assert files_digest([file]) == expected
+    assert len(reads) == 2, "and remembered"
+
+
+def test_the_cache_is_private_and_whole(tmp_path: Path, cache: Path) -> None:
+    files_digest([make_file(tmp_path / "model.safetensors")])
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o600
+    assert stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+
+
+def test_what_others_remembered_stays(tmp_path: Path, cache: Path) -> None:
+    files = [make_file(tmp_path / f"{i}.safetensors", bytes([i])) for i in range(8)]
+    for file in files[:2]:
+        files_digest([file])
+    assert len(json.loads(cache.read_text())["files"]) == 2
+    threads = [threading.Thread(target=files_digest, args=([file],)) for file in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert json.loads(cache.read_text())["version"] == 1, "never half written"
+
+
+def test_the_cache_does_not_grow_without_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.weights, "_MAX_ENTRIES", 3)
+    for i in range(5):
+        files_digest([make_file(tmp_path / f"{i}.safetensors")])
+    kept = [Path(path).stem for path in json.loads(cache.read_text())["files"]]
+    assert kept == ["2", "3", "4"]
+
+
+def test_without_a_place_for_the_cache_files_are_hashed_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv(CACHE_VARIABLE, str(blocked / "cache"))
+    file = make_file(tmp_path / "model.safetensors")
+    assert files_digest([file]) == files_digest([file])
+    assert len(reads) == 2
+
+
+def test_the_cache_follows_the_users_conventions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "kvrag"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_dir() == Path.home() / ".cache" / "kvrag"
+
+
+def test_no_home_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(kvrag.weights.Path, "home", homeless)
+    assert files_digest([make_file(tmp_path / "model.safetensors")]).startswith("files:")
+
+
+def test_the_time_of_hashing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = make_file(tmp_path / "model.safetensors")
+    with caplog.at_level(logging.INFO, logger="kvrag.weights"):
+        files_digest([file])
+        files_digest([file])
+    assert [record.levelname for record in caplog.records] == ["INFO"], "said once: the second time nothing is hashed"
+    assert "hashed 1.0 of 1.0 MB" in caplog.text
+    assert " s" in caplog.text
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------------
+
+
+def of(path: Path | str, commit: str | None = None, **options: Any) -> str | None:
+    return source_identity(str(path), commit=commit, options=options)
+
+
+def test_path_and_names_of_files_do_not_count(tmp_path: Path) -> None:
+    make_file(tmp_path / "a" / "model.safetensors")
+    make_file(tmp_path / "b" / "deeper" / "weights.safetensors")
+    assert of(tmp_path / "a") == of(tmp_path / "b" / "deeper")
+    make_file(tmp_path / "c" / "model.safetensors", b"c")
+    assert of(tmp_path / "c") != of(tmp_path / "a")
+
+
+def test_every_shard_and_how_they_go_together_count(tmp_path: Path) -> None:
+    def shards(name: str, *fills: bytes, index: str = "{}") -> str | None:
+        for i, fill in enumerate(fills):
+            make_file(tmp_path / name / f"model-{i}.safetensors", fill)
+        (tmp_path / name / "model.safetensors.index.json").write_text(index)
+        return of(tmp_path / name)
+
+    found = [
+        shards("a", b"1", b"2"),
+        shards("b", b"1", b"3"),
+        shards("c", b"1"),
+        shards("d", b"1", b"2", index='{"weight_map": {}}'),
+    ]
+    assert len(set(found)) == 4
+
+
+def test_the_same_weights_in_other_shards_are_another_model(tmp_path: Path) -> None:
+    """Files are hashed, not what is in them: reading every tensor of every format by itself would buy little."""
+    from kvrag.testing.tokenizers import tiny_tokenizer
+
+    prints = []
+    for name, size in (("whole", "1GB"), ("split", "200KB")):
+        tiny_model().save_pretrained(tmp_path / name, max_shard_size=size)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+        prints.append(load(ModelSource(tmp_path / name)).fingerprint)
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1
+    assert prints[0] != prints[1]
+
+
+def test_a_hub_model_is_known_by_its_commit_and_what_is_taken_from_it() -> None:
+    found = [
+        of("org/model", "c1"),
+        of("org/model", "c2"),
+        of("org/model", "c1", subfolder="a"),
+        of("org/model", "c1", variant="fp16"),
+        of("org/model", "c1", use_safetensors=False),
+    ]
+    assert len(set(found)) == 5
+    assert of("other-name/model", "c1", token="secret", device_map="cpu", subfolder=None) == found[0]
+
+
+def test_what_is_not_known_well_enough_is_hashed_in_memory(tmp_path: Path) -> None:
+    assert of("org/model") is None
+    assert of("org/model", "c1", state_dict=object()) is None
+    assert of("org/model", "c1", state_dict={"w": torch.zeros(1)}) is None
+    (tmp_path / "empty").mkdir()
+    assert of(tmp_path / "empty") is None
+
+
+def test_subfolders_hold_different_models(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        save_tiny_model(tmp_path / name, seed=seed)
+    prints = [load(ModelSource(tmp_path, hf_kwargs={"subfolder": name})).fingerprint for name in ("a", "b")]
+    assert prints[0] != prints[1]
+
+
+def test_a_model_whose_origin_tells_too_little_is_hashed_in_memory(
+    tiny_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kvrag.loading
+
+    known = load(ModelSource(tiny_dir, revision="x")).fingerprint
+    monkeypatch.setattr(kvrag.loading, "source_identity", lambda *_, **__: None)
+    found = load(ModelSource(tiny_dir, revision="y")).fingerprint
+    assert found != known
+    assert found == load(ModelSource(tiny_dir, revision="z")).fingerprint
