@@ -18,7 +18,7 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
-    {"config", "deadline", "rope", "fingerprint", "stats"},
+    {"config", "deadline", "rope", "fingerprint", "stats", "tokens"},
     {"attention", "cache", "spans", "layout", "prompt"},
     {"models", "prefix", "streams", "selection", "store"},
     {"precompute", "stitch", "repair", "decode", "plan", "loading"},
