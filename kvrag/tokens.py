@@ -28,8 +28,9 @@ from kvrag.errors import ConfigError, InputError, ModelError
 ANCHORS = ("\n", ".", "|", "0")
 """Texts to tokenise a continuation behind, tried in this order: the first whose own ids stay as they are is taken."""
 
-RESYNC_TOKENS = 8
-"""Equal tokens in a row after which two tokenisations of one text count as together again."""
+RESYNC_TOKENS = 3
+"""Equal tokens in a row after which two tokenisations of one text count as together again; what is between two nearer differences
+counts as changed."""
 
 MAX_RUN = 256
 """Tokens, of both tokenisations together, within which they must come together again; else all that follows counts as changed."""

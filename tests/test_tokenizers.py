@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from texts import make_chunks
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -17,7 +18,7 @@ from kvrag.prompt import Piece, PromptEncoder, cut
 from kvrag.spans import SpanIndex, text_entry
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE, sentencepiece_parts, tiny_sentencepiece_tokenizer, tiny_tokenizer
-from kvrag.tokens import control_tokens
+from kvrag.tokens import SeamCount, control_tokens, count_seams
 
 CHUNKS = [
     "The archive opens at nine and closes at five, and a reader asks for a box.",
@@ -198,8 +199,8 @@ def test_control_text_in_a_chunk_stays_text(kind: str, encoder: PromptEncoder) -
         assert not {*control.values()} & {*ids}, text
         if kind in LOSSLESS and "prefix space" not in kind:
             assert encoder.tokenizer.decode(list(ids)).strip() == text.strip()
-    live = encoder.live_ids("a<s>b</s>")
-    assert {control["<s>"], control["</s>"]} <= {*live} if "</s>" in control else control["<s>"] in live
+    for text, token in control.items():
+        assert token in encoder.live_ids(f"a {text} b")
 
 
 def test_tokens_that_the_template_writes_are_control_tokens_and_others_are_not() -> None:
@@ -275,9 +276,9 @@ def test_chunks_behind_line_breaks_have_the_whole_texts_ids(kind: str, encoders:
         assert ids == encoder.live_ids("".join(segments[: n + 1]), at_start=True)
 
 
-def test_joined_segments_decode_to_the_prompt(kind: str, encoder: PromptEncoder) -> None:
-    if kind not in LOSSLESS:
-        pytest.skip("this vocabulary does not hold every character")
+@pytest.mark.parametrize("kind", LOSSLESS)
+def test_joined_segments_decode_to_the_prompt(kind: str, encoders: dict[str, PromptEncoder]) -> None:
+    encoder = encoders[kind]
     segments = ["Read: ", CHUNKS[2].strip(), " ", CHUNKS[0], "\n\n  ", CHUNKS[1], "\n\n", "1. What?"]
     ids = encoder.live_ids(segments[0], at_start=True)
     for text in segments[1:]:
@@ -360,7 +361,7 @@ def test_a_tokenizer_that_cannot_keep_control_text_as_text_is_refused() -> None:
                 raise ValueError("`split_special_tokens` is not supported")
             return super().__call__(*args, **options)
 
-    with pytest.raises(ModelError, match="Common can't keep control-token text.*not supported"):
+    with pytest.raises(ModelError, match=r"Common can't keep control-token text.*not supported"):
         PromptEncoder(Common())
 
 
@@ -373,3 +374,54 @@ def test_text_that_utf8_cannot_hold_is_named(encoder: PromptEncoder) -> None:
 def test_the_tiny_tokenizers_fit_the_tiny_models() -> None:
     assert len(tiny_tokenizer()) <= VOCAB_SIZE
     assert len(tiny_sentencepiece_tokenizer()) == VOCAB_SIZE
+
+
+# -- how often segment-wise ids differ from the whole text's --------------------------------------------------------------
+
+
+def test_seams_are_counted_and_differences_elsewhere_are_not() -> None:
+    same = count_seams([[1, 2], [3], [4, 5]], [1, 2, 3, 4, 5])
+    assert same == SeamCount(seams=2, changed_seams=0, tokens=5, changed_tokens=0)
+    merged = count_seams([[1, 2], [3], [4, 5]], [1, 23, 4, 5])
+    assert merged == SeamCount(2, 1, 5, 2)
+    both = count_seams([[1, 2], [3], [4, 5]], [1, 234, 5])
+    assert both == SeamCount(2, 2, 5, 3)
+    beside = count_seams([[1, 2], [3, 4]], [1, 2, 9, 4])  # the first token behind the seam is another one
+    assert beside == SeamCount(1, 1, 4, 1)
+    more = count_seams([[1, 2], [3, 4]], [1, 2, 9, 3, 4])
+    assert more == SeamCount(1, 1, 4, 0)
+    inside = count_seams([[1, 2, 3, 4, 5], [6, 7]], [1, 2, 9, 4, 5, 6, 7])
+    assert inside == SeamCount(1, 0, 7, 0)
+    at_the_end = count_seams([[1, 2], [3]], [1, 23])
+    assert at_the_end == SeamCount(1, 1, 3, 2)
+    assert count_seams([[], [1], []], [1]) == SeamCount(0, 0, 1, 0)
+    assert merged + both == SeamCount(4, 3, 10, 5)
+    apart = count_seams([[0] * 300, [1] * 300], [2] * 600)  # they never come together again
+    assert apart == SeamCount(1, 1, 600, 600)
+
+
+def test_merges_across_a_seam_are_counted(encoders: dict[str, PromptEncoder]) -> None:
+    def count(kind: str, texts: list[str]) -> SeamCount:
+        encoder = encoders[kind]
+        segments = [encoder.live_ids(text, at_start=n == 0) for n, text in enumerate(texts)]
+        return count_seams(segments, encoder.live_ids("".join(texts), at_start=True))
+
+    spaced, broken = ([f"Read{a}", "the archive at nine", b, "the keeper"] for a, b in ((" ", " "), ("\n", "\n\n")))
+    assert count("byte-level", broken).changed_seams == 0
+    assert count("byte-level", spaced).changed_seams == 2  # " the" is one token
+    for kind in WITH_DUMMY_PREFIX - {"Unigram"}:
+        assert count(kind, broken).changed_seams == 0
+        assert count(kind, spaced).changed_seams == 2
+
+
+def test_verify_reports_the_seams(engine: KVRagEngine) -> None:
+    first, second = (f"{CONTROL} {chunk}" for chunk in make_chunks(2))
+    engine.precompute([first, second])
+    prompts = [[{"role": "user", "content": f"{first}{glue}{second}"}] for glue in ("\n\n", " ")]
+    broken, spaced = (engine.verify([p], repair=RepairConfig("all"), max_new_tokens=2) for p in prompts)
+    assert (broken.seams, broken.changed_seams, broken.changed_tokens) == (4, 0, 0)
+    assert broken.prompt_tokens == engine.prefill(prompts[0], mode="full").prompt_tokens
+    assert (spaced.seams, spaced.changed_seams, spaced.changed_tokens) == (4, 1, 2)
+    assert spaced.passed
+    both = engine.verify(prompts, repair=RepairConfig("all"), max_new_tokens=1)
+    assert (both.seams, both.changed_seams) == (8, 1)
