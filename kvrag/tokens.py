@@ -91,7 +91,7 @@ class SegmentTokenizer:
         control = control_tokens(tokenizer)
         self._control_ids = frozenset(control.values())
         texts = sorted(control, key=len, reverse=True)
-        self._control_text = re.compile(f"({'|'.join(map(re.escape, texts))})", re.IGNORECASE) if texts else None
+        self._control_text = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
         self.chunk_ids = lru_cache(maxsize=4096)(self._chunk_ids)
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:

@@ -222,8 +222,9 @@ def test_unknown_characters_and_ordinary_characters_named_special_are_ordinary_t
     tokenizer.pad_token = "!"
     assert "!" not in control_tokens(tokenizer)
     assert PromptEncoder(tokenizer).chunk_ids("a!") == PromptEncoder(tiny_tokenizer()).chunk_ids("a!")
-    slow = PromptEncoder(Characters())
-    assert slow.chunk_ids("a\u2603")[1] == slow.tokenizer.unk_token_id
+    unknown = PromptEncoder(unigram()).chunk_ids(f"\u2603 {CHUNKS[0]}")
+    assert 0 in unknown
+    assert len(unknown) < len(CHUNKS[0])  # it is not spelled out
 
 
 def test_control_text_that_only_the_normaliser_makes_stays_text(encoders: dict[str, PromptEncoder]) -> None:
@@ -274,6 +275,16 @@ def test_chunks_behind_line_breaks_have_the_whole_texts_ids(kind: str, encoders:
     for n, text in enumerate(segments[1:], start=1):
         ids += encoder.chunk_ids(text) if text in CHUNKS else encoder.live_ids(text)
         assert ids == encoder.live_ids("".join(segments[: n + 1]), at_start=True)
+
+
+def test_a_continuation_that_merges_with_an_anchor_is_put_behind_another() -> None:
+    tokenizer = tiny_sentencepiece_tokenizer()
+    tokenizer.add_tokens([AddedToken("\n\n", special=False, normalized=False)])
+    two = tokenizer.convert_tokens_to_ids("\n\n")
+    encoder = PromptEncoder(tokenizer)
+    assert encoder.live_ids("\n\n") == [two]
+    assert encoder.live_ids("a\n\nb", at_start=True)[-2] == two
+    assert encoder.live_ids("\n\n\nThe") == [two, *encoder.live_ids("\nThe")]
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
