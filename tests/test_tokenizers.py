@@ -278,7 +278,7 @@ def test_chunks_behind_line_breaks_have_the_whole_texts_ids(kind: str, encoders:
 
 
 def test_a_continuation_that_merges_with_an_anchor_is_put_behind_another() -> None:
-    tokenizer = tiny_sentencepiece_tokenizer()
+    tokenizer = tiny_sentencepiece_tokenizer("first")
     tokenizer.add_tokens([AddedToken("\n\n", special=False, normalized=False)])
     two = tokenizer.convert_tokens_to_ids("\n\n")
     encoder = PromptEncoder(tokenizer)
