@@ -144,12 +144,14 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its content as one string; refuse what would otherwise be dropped."""
     if not isinstance(message, Mapping):
         raise InputError(f"a chat message is {_describe(message)}; pass a dict with 'role' and 'content'")
-    if not isinstance(message.get("role"), str) or "content" not in message:
-        raise InputError(f"a chat message has the keys {sorted(message)}; it needs 'role' (a string) and 'content'")
+    if "role" not in message or "content" not in message:
+        raise InputError(f"a chat message has the keys {list(message)}; it needs 'role' and 'content'")
+    if not isinstance(message["role"], str):
+        raise InputError(f"the role of a chat message is {message['role']!r}; pass a string such as 'user'")
     content = message["content"]
     if isinstance(content, str) or content is None:
         return {**message, "content": content or ""}
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InputError(f"the content of a {message['role']} message is {_describe(content)}; pass a string")
     return {**message, "content": "".join(_part_text(part) for part in content)}
 
@@ -158,7 +160,7 @@ def _part_text(part: object) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Chunk):
-        return part.text
+        return check_chunk_text(part.text)
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -166,6 +168,8 @@ def _part_text(part: object) -> str:
 
 
 def _describe(value: object) -> str:
-    if isinstance(value, (str, bytes, Sequence)) and not value:
+    if isinstance(value, Sequence) and not value:
         return f"an empty {type(value).__name__}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
     return f"of type {type(value).__name__}"

@@ -188,11 +188,11 @@ class SeamCount:
     seams
         Places where two segments meet.
     changed_seams
-        Those where the whole text has other ids.
+        Those next to tokens that the whole text's ids don't have. A separator that is another token alone counts both of its seams.
     tokens
         Segment-wise tokens of the prompt.
     changed_tokens
-        Those among them, next to changed seams, that the whole text's ids don't have.
+        Those tokens.
     """
 
     seams: int = 0

