@@ -144,12 +144,33 @@ def memory(result: dict[str, Any]) -> str:
     )
 
 
+def seams(result: dict[str, Any]) -> str:
+    """Where segment-wise ids differ from the whole text's, by separator."""
+    rows = []
+    for name, row in result["separators"].items():
+        tokens = f"{row['changed_tokens']} of {row['tokens']} ({row['changed_tokens'] / row['tokens']:.2%})"
+        cells = ["–", "–", "–"]
+        if "cases" in row:
+            cells = [
+                f"{row['kl_gold']:.3f}",
+                f"{row['kl_first']:.3f}",
+                f"{row['loss_whole']:.2f} → {row['loss_joined']:.2f}",
+            ]
+        text = json.dumps(row["separator"])
+        rows.append([f"{name}, `{text}`", f"{row['changed_seams']} of {row['seams']}", tokens, *cells])
+    header = ["between chunks", "seams changed", "tokens changed", "KL, gold answer", "KL, first token", "loss of gold"]
+    measured = max(len(row.get("cases", ())) for row in result["separators"].values())
+    note = f"\nCounts over {result['prompts']} prompts, KL and loss over {measured}.\n"
+    return table(header, rows) + note + source(result, "seams.json")
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-short": ("ttft.json", ttft_short),
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),
     "memory": ("memory.json", memory),
+    "seams": ("seams.json", seams),
 }
 
 

@@ -141,12 +141,18 @@ class TextStream:
         return shown if self.is_stopped else shown + rest
 
     def _new_text(self, *, is_last: bool) -> str:
-        """Text of tokens not read yet. Decoding a few tokens before them keeps spaces and joined characters right."""
+        """Text of tokens not read yet. Decoding a few tokens before them keeps spaces and joined characters right.
+
+        Those before them must have text: behind nothing but tokens that are left out, a SentencePiece decoder would take the first
+        word's space for a dummy prefix and drop it.
+        """
         before = self._decode(self._ids[self._context : self._read])
         now = self._decode(self._ids[self._context :])
         if now.endswith(_INCOMPLETE) and not is_last:
             return ""
-        self._context, self._read = self._read, len(self._ids)
+        if len(now) > len(before):
+            self._context = self._read
+        self._read = len(self._ids)
         return now[len(before) :]
 
     def _release(self, text: str) -> str:

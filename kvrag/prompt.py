@@ -1,19 +1,16 @@
-"""From what the user passes to token ids: rendering, cutting at chunks, and tokenising piece by piece.
+"""From what the user passes to pieces of text: rendering and cutting at chunks.
 
-The concatenation of the pieces' ids *is* the prompt: a chunk has the same ids at index time and in every prompt. Joined text could
-tokenise differently across a seam; what is compared with a full prefill is always the same ids.
+The concatenation of the pieces' ids *is* the prompt (:mod:`kvrag.tokens`); what is compared with a full prefill is always the same ids.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 from kvrag.errors import InputError
+from kvrag.tokens import SegmentTokenizer, check_encodable
 from kvrag.types import Chunk, Span
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk]
@@ -29,32 +26,14 @@ class Piece:
     is_given: bool = False
 
 
-_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-_locks_guard = threading.Lock()
-
-
-def _lock_of(tokenizer: Any) -> threading.Lock:
-    """Return the one lock of a tokenizer, however many engines use it."""
-    with _locks_guard:
-        return _locks.setdefault(tokenizer, threading.Lock())
-
-
-class PromptEncoder:
-    """Renders and tokenises prompts for one tokenizer.
+class PromptEncoder(SegmentTokenizer):
+    """Renders prompts, and tokenises them segment by segment.
 
     Parameters
     ----------
     tokenizer
-        A transformers tokenizer.
+        A transformers tokenizer; errors as for :class:`~kvrag.tokens.SegmentTokenizer`.
     """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        first = tokenizer("")["input_ids"]
-        self.bos_ids: list[int] = [i for i in first[:1] if i == tokenizer.bos_token_id]
-        self.chunk_ids = lru_cache(maxsize=4096)(self._chunk_ids)
-        # A fast tokenizer keeps "are control tokens text?" as a state of its own, set by each call.
-        self._lock = _lock_of(tokenizer)
 
     def pieces(self, prompt: Prompt) -> list[Piece]:
         """Render a prompt to pieces; chunks are known only where they were given explicitly.
@@ -76,7 +55,7 @@ class PromptEncoder:
                 "or a list of strings and kvrag.Chunk"
             )
         for piece in pieces:
-            _check_encodable(piece.text)
+            check_encodable(piece.text)
         if not any(piece.text.strip() for piece in pieces):
             raise InputError("the prompt is empty; pass some text, messages or segments")
         return pieces
@@ -102,24 +81,6 @@ class PromptEncoder:
         except Exception as error:  # jinja's errors share no useful base class
             roles = [message["role"] for message in plain]
             raise InputError(f"the model's chat template refuses messages with roles {roles}: {error}") from error
-
-    def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
-        """Tokenise live text: control tokens are recognised; at the start of a prompt BOS stands exactly once, if the model has one."""
-        with self._lock:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        if at_start and self.bos_ids and ids[:1] != self.bos_ids:
-            return [*self.bos_ids, *ids]
-        return ids
-
-    def _chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise chunk text: no special tokens are added, and control-token text stays text."""
-        with self._lock:
-            encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return tuple(encoded["input_ids"])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Turn ids into text, control tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def cut(pieces: Iterable[Piece], spans_of: Mapping[int, Sequence[Span]]) -> list[Piece]:
@@ -169,21 +130,11 @@ def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
         yield Piece(after)
 
 
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the text holds {text[error.start]!r} at character {error.start}, which UTF-8 can't encode; decode its source with "
-            "errors='replace'"
-        ) from error
-
-
 def check_chunk_text(text: object) -> str:
     """Return the text of a chunk, or raise :class:`InputError` if it is not a string or holds nothing but white space."""
     if not isinstance(text, str):
         raise InputError(f"a chunk's text is {_describe(text)}; it must be a string")
-    _check_encodable(text)
+    check_encodable(text)
     if not text.strip():
         raise InputError("a chunk's text is empty or white space only; leave it out")
     return text
@@ -193,12 +144,14 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message with its content as one string; refuse what would otherwise be dropped."""
     if not isinstance(message, Mapping):
         raise InputError(f"a chat message is {_describe(message)}; pass a dict with 'role' and 'content'")
-    if not isinstance(message.get("role"), str) or "content" not in message:
-        raise InputError(f"a chat message has the keys {sorted(message)}; it needs 'role' (a string) and 'content'")
+    if "role" not in message or "content" not in message:
+        raise InputError(f"a chat message has the keys {list(message)}; it needs 'role' and 'content'")
+    if not isinstance(message["role"], str):
+        raise InputError(f"the role of a chat message is {message['role']!r}; pass a string such as 'user'")
     content = message["content"]
     if isinstance(content, str) or content is None:
         return {**message, "content": content or ""}
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InputError(f"the content of a {message['role']} message is {_describe(content)}; pass a string")
     return {**message, "content": "".join(_part_text(part) for part in content)}
 
@@ -207,7 +160,7 @@ def _part_text(part: object) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Chunk):
-        return part.text
+        return check_chunk_text(part.text)
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -215,6 +168,8 @@ def _part_text(part: object) -> str:
 
 
 def _describe(value: object) -> str:
-    if isinstance(value, (str, bytes, Sequence)) and not value:
+    if isinstance(value, Sequence) and not value:
         return f"an empty {type(value).__name__}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
     return f"of type {type(value).__name__}"

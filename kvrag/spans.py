@@ -10,10 +10,9 @@ What is missed is computed live, so every bound in here costs time and never cor
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,52 +68,6 @@ def text_entry(text: str) -> TextEntry | None:
     return TextEntry(digest=digest, head=head, tail=tail, num_chars=len(text))
 
 
-def choose(spans: Iterable[Span]) -> list[Span]:
-    """Keep spans that don't overlap: the longest first, of equally long ones the leftmost.
-
-    Returns
-    -------
-    list of Span
-        The spans kept, sorted by start. Empty spans are dropped.
-    """
-    kept: list[Span] = []
-    starts: list[int] = []
-    for span in sorted(spans, key=lambda s: (s.start - s.stop, s.start)):
-        # Kept spans don't overlap, so only the last one that starts before our stop can reach into us.
-        place = bisect_left(starts, span.stop)
-        if span.start < span.stop and (place == 0 or kept[place - 1].stop <= span.start):
-            starts.insert(place, span.start)
-            kept.insert(place, span)
-    return kept
-
-
-def locate(text: str, needles: Sequence[str]) -> list[Span]:
-    """Find given texts in a prompt, whatever their length, by the rule of :func:`choose`.
-
-    Parameters
-    ----------
-    text
-        The prompt.
-    needles
-        Texts to find; white space at their ends is left out, and empty ones are skipped.
-
-    Raises
-    ------
-    InputError
-        If a needle can't be encoded as UTF-8.
-    """
-    wanted = sorted({needle.strip() for needle in needles} - {""}, key=len, reverse=True)
-    digests = {needle: _digest(needle) for needle in wanted}
-    spans: list[Span] = []
-    for _, group in groupby(wanted, key=len):
-        same_length = list(group)
-        edges = sorted(edge for span in spans for edge in (span.start, span.stop))  # touching spans: an empty gap
-        bounds = [0, *edges, len(text)]
-        for low, high in zip(bounds[::2], bounds[1::2], strict=True):
-            spans += [Span(at, at + len(n), digests[n]) for at, n in _leftmost(text, same_length, low, high)]
-    return sorted(spans, key=lambda span: span.start)
-
-
 class SpanIndex:
     """The registered chunk texts, and the scanner that finds them in a prompt.
 
@@ -166,8 +119,8 @@ class SpanIndex:
         Returns
         -------
         list of Span
-            Spans that don't overlap, by the rule of :func:`choose`, sorted by start; the digest of each was computed
-            from ``text[start:stop]``.
+            Spans that don't overlap, sorted by start: of those that would, the longest, of equally long ones the leftmost. The digest
+            of each was computed from ``text[start:stop]``.
         """
         if len(text) < ANCHOR_CHARS or not self._entries:
             return []
@@ -238,7 +191,7 @@ class _Table:
 def _verified(
     text: str, starts: Integers, lengths: Integers, known: Collection[str], without: Collection[str]
 ) -> list[Span]:
-    """Apply the rule of :func:`choose` to candidates, hashing only those that it would keep."""
+    """Keep the longest candidates, then the leftmost, that don't overlap, hashing only those that would be kept."""
     order = np.lexsort((starts, -lengths))
     starts, lengths = starts[order], lengths[order]
     taken = np.zeros(len(text), dtype=np.bool_)
@@ -279,14 +232,6 @@ def _digest(text: str) -> str:
             f"the chunk text {text[:40]!r} holds {text[error.start]!r} at character {error.start}, "
             "which UTF-8 can't encode; decode the document with errors='replace' before indexing it"
         ) from error
-
-
-def _leftmost(text: str, needles: Sequence[str], low: int, high: int) -> Iterator[tuple[int, str]]:
-    """Yield where equally long needles stand in ``text[low:high]``, from left to right, without overlap."""
-    while found := [(at, needle) for needle in needles if (at := text.find(needle, low, high)) >= 0]:
-        at, needle = min(found)
-        yield at, needle
-        low = at + len(needle)
 
 
 def _code_points(text: str) -> Hashes:

@@ -323,6 +323,10 @@ class VerifyReport:
 
     ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats; ``top1_agreement`` and ``greedy_agreement`` are fractions of
     prompts with the same first token and with the same greedy answer; ``passed`` compares them with the thresholds given.
+
+    Both sides run the same ids: those of the prompt's segments, joined. ``seams`` counts where segments meet, and ``changed_seams`` where
+    the prompt's text, tokenised at once, has other ids there; ``changed_tokens`` of ``prompt_tokens`` are concerned
+    (:func:`kvrag.tokens.count_seams`). They are information, and ``passed`` leaves them out.
     """
 
     passed: bool
@@ -330,3 +334,7 @@ class VerifyReport:
     top1_agreement: float
     greedy_agreement: float
     rows: list[VerifyRow]
+    seams: int = 0
+    changed_seams: int = 0
+    prompt_tokens: int = 0
+    changed_tokens: int = 0

@@ -10,14 +10,21 @@ import torch
 
 from kvrag.config import RepairConfig
 from kvrag.errors import InputError
+from kvrag.loading import LoadedModel
 from kvrag.prompt import Prompt
-from kvrag.types import GenerationResult, Mode, PrefillResult, VerifyReport, VerifyRow
+from kvrag.tokens import SeamCount, SegmentTokenizer, count_seams
+from kvrag.types import ExplainedSpan, Explanation, GenerationResult, Mode, PrefillResult, VerifyReport, VerifyRow
 
 logger = logging.getLogger(__name__)
 
 
 class Answers(Protocol):
     """The part of an engine that verification needs."""
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model and its tokenizer."""
+        ...
 
     def prefill(
         self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None, namespace: str | None
@@ -29,6 +36,10 @@ class Answers(Protocol):
         self, prompt: Prompt, *, mode: Mode, repair: RepairConfig | None, namespace: str | None, max_new_tokens: int
     ) -> GenerationResult:
         """Answer a prompt."""
+        ...
+
+    def explain(self, prompt: Prompt, *, namespace: str | None) -> Explanation:
+        """Tell a prompt's spans."""
         ...
 
 
@@ -66,7 +77,7 @@ def verify_prompts(
     """
     if isinstance(prompts, str) or not prompts:
         raise InputError("verify needs a list of at least one prompt")
-    rows = []
+    rows, seams = [], SeamCount()
     for prompt in prompts:
         reused = engine.prefill(prompt, mode=mode, repair=repair, namespace=namespace)
         full = engine.prefill(prompt, mode="full", repair=repair, namespace=namespace)
@@ -83,6 +94,8 @@ def verify_prompts(
                 kv_reuse_ratio=reused.kv_reuse_ratio,
             )
         )
+        spans = engine.explain(prompt, namespace=namespace).spans
+        seams += seams_of(spans, full.prompt_ids, engine.loaded.encoder)
     mean_kl = sum(row.kl for row in rows) / len(rows)
     top1 = sum(row.top1 for row in rows) / len(rows)
     greedy = sum(row.greedy for row in rows) / len(rows)
@@ -90,4 +103,22 @@ def verify_prompts(
     if not is_reused:
         logger.warning("nothing was reused in any prompt, so there was nothing to verify; see explain() for the reason")
     passed = is_reused and mean_kl <= max_mean_kl and top1 >= min_top1
-    return VerifyReport(passed, mean_kl, top1, greedy, rows)
+    return VerifyReport(
+        passed, mean_kl, top1, greedy, rows, seams.seams, seams.changed_seams, seams.tokens, seams.changed_tokens
+    )
+
+
+def seams_of(spans: Sequence[ExplainedSpan], token_ids: Sequence[int], tokenizer: SegmentTokenizer) -> SeamCount:
+    """Count where a prompt's ids differ from those of its text, tokenised at once.
+
+    Parameters
+    ----------
+    spans
+        Of the prompt, with their texts.
+    token_ids
+        Of the prompt.
+    tokenizer
+        Tokenises the whole text.
+    """
+    whole = tokenizer.live_ids("".join(span.text for span in spans), at_start=True)
+    return count_seams([token_ids[span.start : span.stop] for span in spans], whole)

@@ -76,6 +76,28 @@ def test_content_that_would_be_dropped_is_refused(content: Any, encoder: PromptE
         encoder.render([{"role": "user", "content": content}])
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "of type NoneType"),
+        (b"text", "of type bytes"),
+        ({"role": "user", "content": "x"}, "of type dict"),
+        ([{"role": "user", "content": "x"}, "y"], "a list of dict and str"),
+        (["a", 3], "a list of int and str"),
+        ([], "is empty"),
+        (" \n", "is empty"),
+        ([{"content": "x", 3: 4}], r"the keys \['content', 3\]"),
+        ([{"role": 3, "content": "x"}], "role of a chat message is 3"),
+        ([{"role": "user", "content": b"x"}], "user message is of type bytes"),
+        ([{"role": "user", "content": [Chunk(3)]}], "a chunk's text is of type int"),  # type: ignore[arg-type]
+        ([{"role": "user", "content": "\ud800"}], "UTF-8"),
+    ],
+)
+def test_what_is_no_prompt_is_named(prompt: Any, message: str, encoder: PromptEncoder) -> None:
+    with pytest.raises(InputError, match=message):
+        encoder.pieces(prompt)
+
+
 def test_empty_content_is_an_empty_message(encoder: PromptEncoder) -> None:
     assert encoder.render([{"role": "assistant", "content": None}]).startswith("<|im_start|>assistant\n<|im_end|>")
 

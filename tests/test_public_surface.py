@@ -18,7 +18,7 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
-    {"config", "deadline", "rope", "fingerprint", "stats", "tensors"},
+    {"config", "deadline", "rope", "fingerprint", "stats", "tensors", "tokens"},
     {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "prefix", "streams", "selection", "source", "store"},
     {"precompute", "stitch", "repair", "decode", "plan", "loading"},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrag import spans
 from kvrag.errors import InputError
 from kvrag.fingerprint import text_digest
-from kvrag.spans import ANCHOR_CHARS, SpanIndex, choose, locate, text_entry
+from kvrag.spans import ANCHOR_CHARS, SpanIndex, text_entry
 from kvrag.types import Span
 
 LOREM = "The reading room opens at nine; maps are brought up from the store twice a day, at ten and at two."
@@ -97,8 +97,6 @@ def test_the_shortest_texts_that_have_an_entry_are_found(size):
 def test_a_lone_surrogate_is_refused_with_a_sentence_that_names_it(text):
     with pytest.raises(InputError, match=r"\\ud[8f].* UTF-8 can't encode; decode"):
         text_entry(text)
-    with pytest.raises(InputError, match="UTF-8"):
-        locate("prompt", [text])
 
 
 def test_a_lone_surrogate_in_the_prompt_hides_nothing_else():
@@ -243,23 +241,6 @@ def test_what_the_bounds_cut_off_is_missed_and_never_wrong(monkeypatch):
         assert len(piece) < 200
 
 
-def test_choose_keeps_the_longest_then_the_leftmost():
-    a, b, c, d = (Span(0, 10, "a"), Span(5, 20, "b"), Span(20, 30, "c"), Span(25, 35, "d"))
-    assert choose([d, c, b, a]) == [b, c]
-    assert choose([a, c, Span(10, 10, "empty")]) == [a, c]
-    assert choose([]) == []
-
-
-def test_locate_finds_short_and_long_needles_by_the_same_rule():
-    prompt = f"tiny {LOREM} tiny"
-    assert locate(prompt, [" tiny\n", LOREM, LOREM[4:20], "", "absent"]) == [
-        Span(0, 4, text_digest("tiny")),
-        Span(5, 5 + len(LOREM), text_digest(LOREM)),
-        Span(len(prompt) - 4, len(prompt), text_digest("tiny")),
-    ]
-    assert locate("", ["x"]) == []
-
-
 runs = st.lists(st.tuples(st.sampled_from("ab é🙂\n"), st.integers(1, 40)), min_size=1, max_size=4)
 chunk_texts = st.one_of(
     runs.map(lambda parts: "".join(char * count for char, count in parts)),
@@ -284,12 +265,3 @@ def cases(draw) -> tuple[list[str], str]:
 def test_scan_agrees_with_a_naive_search(case):
     texts, prompt = case
     assert index_of(*texts).scan(prompt) == naive(prompt, texts)
-
-
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_locate_agrees_with_choosing_among_all_places(case):
-    texts, prompt = case
-    needles = {text.strip() for text in texts} - {""}
-    places = [(i, i + len(n)) for n in needles for i in range(len(prompt)) if prompt.startswith(n, i)]
-    assert locate(prompt, texts) == choose(Span(a, b, text_digest(prompt[a:b])) for a, b in places)

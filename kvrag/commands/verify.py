@@ -75,6 +75,8 @@ def _print(report: VerifyReport, max_kl: float, min_top1: float) -> None:
         "mean KL": f"{report.mean_kl:.4f} nats (at most {max_kl:g})",
         "same first token": f"{report.top1_agreement:.0%} (at least {min_top1:.0%})",
         "same greedy answer": f"{report.greedy_agreement:.0%}",
+        "other ids than the whole text": f"{report.changed_tokens} of {report.prompt_tokens} tokens, "
+        f"at {report.changed_seams} of {report.seams} seams",
         "result": "passed" if report.passed else "FAILED",
     }
     out = console()

@@ -1,0 +1,262 @@
+"""Text to token ids, segment by segment, and how often that shows.
+
+A chunk must have the same ids in every prompt, so it is tokenised alone, and a prompt's ids are the concatenation of its segments' ids.
+Three things make "alone" differ from "inside a prompt", whatever the tokenizer, and are put right here:
+
+* a *dummy prefix*: SentencePiece writes a space before the first word of a text. A segment that continues a prompt gets none: it is
+  tokenised behind an anchor whose ids are taken off again, as transformers does for chats.
+* *control tokens*: the text ``<|im_end|>`` inside a document stays text. ``split_special_tokens`` does that for tokens marked special;
+  those that the chat template writes without being marked, and those that a vocabulary holds as ordinary pieces, are spelled out.
+* *BOS* stands once, at the start of the prompt, whether the tokenizer or the template writes it.
+
+What is left are merges across a seam, such as ``.`` and a line break; :func:`count_seams` counts them.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+from kvrag.errors import ConfigError, InputError, ModelError
+
+ANCHORS = ("\n", ".", "|", "0")
+"""Texts to tokenise a continuation behind, tried in this order: the first whose own ids stay as they are is taken."""
+
+RESYNC_TOKENS = 3
+"""Equal tokens in a row after which two tokenisations of one text count as together again; what is between two nearer differences
+counts as changed."""
+
+MAX_RUN = 256
+"""Tokens, of both tokenisations together, within which they must come together again; else all that follows counts as changed."""
+
+_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_locks_guard = threading.Lock()
+
+
+def _lock_of(tokenizer: Any) -> threading.Lock:
+    """Return the one lock of a tokenizer, however many engines use it."""
+    with _locks_guard:
+        return _locks.setdefault(tokenizer, threading.Lock())
+
+
+class SegmentTokenizer:
+    """Tokenises the segments of a prompt one by one, so that their ids can be joined.
+
+    Parameters
+    ----------
+    tokenizer
+        A transformers tokenizer, fast or slow.
+
+    Attributes
+    ----------
+    bos_ids
+        What the tokenizer puts before a text: BOS, nothing, or what a model has instead (GLM: two tokens).
+    has_dummy_prefix
+        Whether the tokenizer writes a space before the first word of a text.
+
+    Raises
+    ------
+    ConfigError
+        If it is no transformers tokenizer.
+    ModelError
+        If it can't keep control-token text as text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "all_special_ids"):
+            raise ConfigError(
+                f"tokenizer is of type {type(tokenizer).__name__}; pass a transformers tokenizer, for example "
+                "AutoTokenizer.from_pretrained(...) or PreTrainedTokenizerFast(tokenizer_object=...)"
+            )
+        self.tokenizer = tokenizer
+        # A fast tokenizer keeps "are control tokens text?" as a state of its own, set by each call.
+        self._lock = _lock_of(tokenizer)
+        try:
+            alone = self._encode("a", as_text=True)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ModelError(
+                f"the tokenizer {type(tokenizer).__name__} can't keep control-token text inside a document as text "
+                f"(split_special_tokens: {error}); load the model's fast tokenizer with AutoTokenizer.from_pretrained(...)"
+            ) from error
+        with self._lock:
+            self.bos_ids: list[int] = _before(alone, list(tokenizer("a")["input_ids"]))
+        newline = self._encode("\n", as_text=True)
+        self.has_dummy_prefix = self._encode("\na", as_text=True) != newline + alone
+        control = control_tokens(tokenizer)
+        self._control_ids = frozenset(control.values())
+        texts = sorted(control, key=len, reverse=True)
+        self._control_text = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self.chunk_ids = lru_cache(maxsize=4096)(self._chunk_ids)
+
+    def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
+        """Tokenise live text: control tokens are recognised.
+
+        Parameters
+        ----------
+        text
+            May be empty.
+        at_start
+            Whether the prompt starts here: then BOS stands first, exactly once, and a dummy prefix is left where the tokenizer puts it.
+
+        Raises
+        ------
+        InputError
+            If the text can't be encoded as UTF-8.
+        """
+        check_encodable(text)
+        if not at_start:
+            return self._continued(text, as_text=False)
+        ids = self._encode(text, as_text=False)
+        return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn ids into text, control tokens left out."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _chunk_ids(self, text: str) -> tuple[int, ...]:
+        """Tokenise chunk text: the same ids at index time and in every prompt, and control-token text stays text."""
+        check_encodable(text)
+        ids = self._continued(text, as_text=True)
+        if not self._control_ids.isdisjoint(ids) and self._control_text is not None:
+            parts = self._control_text.split(text)  # odd ones are control-token text
+            ids = self._joined(c for n, part in enumerate(parts) for c in (part if n % 2 else [part]))
+            if not self._control_ids.isdisjoint(ids):  # a spelling that only the tokenizer's normaliser makes one
+                ids = self._joined(text)
+        return tuple(ids)
+
+    def _joined(self, parts: Iterable[str]) -> list[int]:
+        return [i for part in parts for i in self._continued(part, as_text=True)]
+
+    def _continued(self, text: str, *, as_text: bool) -> list[int]:
+        """Tokenise text that something stands before: without a dummy prefix."""
+        if self.has_dummy_prefix and text:
+            for anchor in ANCHORS:
+                head, both = self._encode(anchor, as_text=as_text), self._encode(anchor + text, as_text=as_text)
+                if head and both[: len(head)] == head:
+                    return both[len(head) :]
+        return self._encode(text, as_text=as_text)
+
+    def _encode(self, text: str, *, as_text: bool) -> list[int]:
+        if not text:
+            return []
+        with self._lock:
+            return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=as_text)["input_ids"])
+
+
+def control_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the tokens that must not come from a document's text, as text → id.
+
+    They are the tokens marked special and the added ones that the chat template writes; ``<unk>``, white space and single characters,
+    which some tokenizers list among them, are ordinary text.
+    """
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    added = tokenizer.added_tokens_decoder
+    found = {str(t.content): int(i) for i, t in added.items() if t.special or t.content in template}
+    found |= dict(zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True))
+    return {text: i for text, i in found.items() if i != tokenizer.unk_token_id and len(text.strip()) > 1}
+
+
+def check_encodable(text: str) -> None:
+    """Raise :class:`InputError` if the text holds what UTF-8 can't encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text holds {text[error.start]!r} at character {error.start}, which UTF-8 can't encode; decode its source with "
+            "errors='replace'"
+        ) from error
+
+
+def _before(ids: list[int], all_ids: list[int]) -> list[int]:
+    """Return what stands before ``ids`` in ``all_ids``; nothing if they are not in there."""
+    starts = range(len(all_ids) - len(ids) + 1)
+    return next((all_ids[:at] for at in starts if ids and all_ids[at : at + len(ids)] == ids), [])
+
+
+@dataclass(frozen=True, slots=True)
+class SeamCount:
+    """How a prompt's segment-wise ids differ from those of its whole text.
+
+    Parameters
+    ----------
+    seams
+        Places where two segments meet.
+    changed_seams
+        Those next to tokens that the whole text's ids don't have. A separator that is another token alone counts both of its seams.
+    tokens
+        Segment-wise tokens of the prompt.
+    changed_tokens
+        Those tokens.
+    """
+
+    seams: int = 0
+    changed_seams: int = 0
+    tokens: int = 0
+    changed_tokens: int = 0
+
+    def __add__(self, other: SeamCount) -> SeamCount:
+        return SeamCount(
+            self.seams + other.seams,
+            self.changed_seams + other.changed_seams,
+            self.tokens + other.tokens,
+            self.changed_tokens + other.changed_tokens,
+        )
+
+
+def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> SeamCount:
+    """Compare segment-wise ids with those of the whole text.
+
+    Parameters
+    ----------
+    segments
+        Ids of each segment of one prompt, in order.
+    whole
+        Ids of the prompt's text, tokenised at once.
+
+    Returns
+    -------
+    SeamCount
+        A difference that touches no seam, such as control-token text that stays text inside a chunk, is not counted.
+    """
+    segments = [ids for ids in segments if ids]
+    ours = [i for ids in segments for i in ids]
+    seams = list(accumulate(map(len, segments)))[:-1]
+    changed: set[int] = set()
+    changed_tokens = 0
+    for start, stop in _differences(ours, list(whole)):
+        across = [s for s in seams if start < s < stop] or [s for s in seams if s in (start, stop)]
+        changed.update(across)
+        changed_tokens += stop - start if across else 0
+    return SeamCount(len(seams), len(changed), len(ours), changed_tokens)
+
+
+def _differences(ours: list[int], whole: list[int]) -> list[tuple[int, int]]:
+    """Return the runs ``(start, stop)`` of ``ours`` that ``whole`` has otherwise."""
+    runs: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(ours) and j < len(whole):
+        if ours[i] == whole[j]:
+            i, j = i + 1, j + 1
+            continue
+        skipped, skipped_whole = _resync(ours, i, whole, j)
+        runs.append((i, i + skipped))
+        i, j = i + skipped, j + skipped_whole
+    if i < len(ours) or j < len(whole):
+        runs.append((i, len(ours)))
+    return runs
+
+
+def _resync(ours: list[int], i: int, whole: list[int], j: int) -> tuple[int, int]:
+    """Return how many tokens of each to skip until both go on alike, as few as possible."""
+    for total in range(1, MAX_RUN):
+        for skipped in range(total + 1):
+            a, b = i + skipped, j + total - skipped
+            if a <= len(ours) and b <= len(whole) and ours[a : a + RESYNC_TOKENS] == whole[b : b + RESYNC_TOKENS]:
+                return skipped, total - skipped
+    return len(ours) - i, len(whole) - j
