@@ -115,7 +115,6 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
 def _observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Observed:
     observed = Observed()
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
-    vocab = int(model.config.vocab_size)
     rows = torch.arange(len(positions), device=positions.device)
     call = Call(RowPlan(rows, len(positions)))
     with ExitStack() as stack:
@@ -125,7 +124,7 @@ def _observe(model: PreTrainedModel, attentions: list[torch.nn.Module], position
         inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
         decoder = decoder_of(model)
         decoder(
-            input_ids=((states + 1) % vocab)[None],
+            input_ids=((states + 1) % int(model.config.vocab_size))[None],
             past_key_values=_Recorder(model, observed),
             use_cache=True,
             **{name: value for name, value in inputs.items() if name in accepted(decoder)},

@@ -42,6 +42,8 @@ def refusal(config: Any) -> str | None:
         return "is an encoder-decoder: its decoder attends to an encoded input, not to a prompt's own keys and values"
     if config.get_text_config() is not config or any(getattr(config, name, None) is not None for name in _OTHER_INPUTS):
         return "takes images or sound beside text, and those attend in both directions; load its text model on its own, as a causal LM"
+    if config.model_type == "falcon" and config.alibi:
+        return "adds ALiBi once in one of transformers' own attentions and twice in the one that takes a mask; kvrag can run only that"
     if config.model_type in _BY_NAME:
         return _BY_NAME[config.model_type]
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}

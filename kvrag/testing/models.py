@@ -192,7 +192,6 @@ TINY: dict[str, dict[str, Any]] = {
     "falcon": _FALCON,
     "falcon-new": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon-multi-head": {**_FALCON, "multi_query": False},
-    "falcon-alibi": {**_FALCON, "alibi": True},
     "bloom": {},
     "mpt": {},
 }
@@ -202,6 +201,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     # What a chunk's KV can't be moved for: each is refused with its own reason.
     "gpt2": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "falcon-alibi": {**_FALCON, "alibi": True},
     "llama-dynamic-ntk": {"model_type": "llama", "rope_parameters": {**_LINEAR, "rope_type": "dynamic"}},
     "hunyuan_v1_dense": {},
     "deepseek_v2": _MLA,
