@@ -19,10 +19,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvrag.errors import ConfigError, KVRagError, ModelError, require
+from kvrag.acceptance import accept, proven
+from kvrag.config import check_prove
+from kvrag.errors import ConfigError, KVRagError, ModelError, UnsupportedModelError, require
 from kvrag.fingerprint import digest
-from kvrag.models import CausalLM, check_supported
+from kvrag.models import CausalLM
+from kvrag.plain import PlainLM, check_generates
 from kvrag.prompt import PromptEncoder
+from kvrag.types import Prove
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,6 +56,8 @@ class ModelSource:
         ``None``: CUDA if there is one, else CPU.
     hf_kwargs
         Passed on to ``from_pretrained``.
+    prove
+        Whether reuse is proven on the loaded model (:mod:`kvrag.proof`).
     """
 
     model: str | os.PathLike[str] | PreTrainedModel
@@ -60,13 +66,14 @@ class ModelSource:
     dtype: str | torch.dtype = "auto"
     device: str | torch.device | None = None
     hf_kwargs: dict[str, Any] = field(default_factory=dict)
+    prove: Prove = "auto"
 
     @property
     def key(self) -> tuple[object, ...]:
         """What identifies the loaded model in this process."""
         device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
         options = tuple(sorted((name, repr(value)) for name, value in self.hf_kwargs.items()))
-        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options)
+        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options, self.prove)
 
     @property
     def name(self) -> str:
@@ -88,9 +95,22 @@ def _spelling(thing: Any) -> object:
 class LoadedModel:
     """A model ready for use: forwards, prompts, and the fingerprint that every key of its KV holds."""
 
-    lm: CausalLM
+    lm: CausalLM | PlainLM
     encoder: PromptEncoder
     fingerprint: str
+
+    @property
+    def reusable(self) -> CausalLM:
+        """The model, if its KV is reused.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If it is not; says why.
+        """
+        if isinstance(self.lm, PlainLM):
+            raise UnsupportedModelError(f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored")
+        return self.lm
 
 
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
@@ -106,7 +126,7 @@ def load(source: ModelSource) -> LoadedModel:
     Raises
     ------
     ModelError
-        If it can't be found or loaded, or its architecture is not accepted.
+        If it can't be found or loaded, or is no causal LM.
     ConfigError
         If the dtype or the device does not exist here.
     """
@@ -120,7 +140,7 @@ def load(source: ModelSource) -> LoadedModel:
 
 
 def check_source(source: ModelSource) -> None:
-    """Find the faults that can be found without loading weights: no such model, no such device, architecture not accepted.
+    """Find the faults that can be found without loading weights: no such model, no such device, no causal LM.
 
     Raises
     ------
@@ -131,12 +151,13 @@ def check_source(source: ModelSource) -> None:
         raise ConfigError(
             f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file or a loaded PreTrainedModel"
         )
+    check_prove(source.prove)
     resolve_device(source)
     resolve_dtype(source)
     if isinstance(source.model, PreTrainedModel):
         if source.tokenizer is None:
             raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
-        check_supported(source.model.config)
+        check_generates(source.model)
         return
     path = Path(os.fspath(source.model))
     if path.suffix == ".gguf":
@@ -144,8 +165,8 @@ def check_source(source: ModelSource) -> None:
             raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", purpose="reading GGUF files")
-        return  # parsing a GGUF header takes seconds: its architecture is checked when it is loaded
-    check_supported(_trying(source, lambda: AutoConfig.from_pretrained(source.model, **_hub_options(source))))
+        return  # parsing a GGUF header takes seconds: its kind is checked when it is loaded
+    check_generates(_trying(source, lambda: AutoConfig.from_pretrained(source.model, **_hub_options(source))))
 
 
 def resolve_device(source: ModelSource) -> torch.device:
@@ -187,7 +208,7 @@ def _load(source: ModelSource) -> LoadedModel:
             source,
             lambda: AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **{**options, **source.hf_kwargs}),
         )
-        check_supported(model.config)
+        check_generates(model)
         if "device_map" not in source.hf_kwargs:
             model = model.to(resolve_device(source))
         weights = _weights_identity(source, model)
@@ -200,10 +221,13 @@ def _load(source: ModelSource) -> LoadedModel:
             else _hub_options(source, revision=False)
         )
         tokenizer = _trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
-    lm = CausalLM(model)
+    lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
-    return LoadedModel(lm, PromptEncoder(tokenizer), model_fingerprint(lm, tokenizer, weights))
+    fingerprint = model_fingerprint(lm, tokenizer, weights)
+    if source.prove == "auto" and isinstance(lm, CausalLM):
+        lm = proven(lm, fingerprint)
+    return LoadedModel(lm, PromptEncoder(tokenizer), fingerprint)
 
 
 @cache
@@ -265,7 +289,7 @@ def _trying(source: ModelSource, action: Callable[[], T]) -> T:
         ) from error
 
 
-def model_fingerprint(lm: CausalLM, tokenizer: Any, weights: str) -> str:
+def model_fingerprint(lm: CausalLM | PlainLM, tokenizer: Any, weights: str) -> str:
     """Return the digest of everything about a model that changes KV: weights, config, RoPE, dtype, tokenizer.
 
     Parameters

@@ -21,6 +21,15 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep proofs of tiny models for this run, away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return tiny_tokenizer()

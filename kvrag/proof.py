@@ -1,0 +1,428 @@
+"""Prove, for one loaded model, that reuse is exact where kvrag says so: its weights, its dtype, its device, this version of transformers.
+
+A few dozen random tokens go through the stages as a prompt would, and through transformers' own forward with its own attention. What
+the two must agree on is what the tests promise for tiny models (docs/promises.md); here it is measured on the model that will answer.
+
+**Limits.** Two correct forwards of one model over the same tokens differ by rounding. How much is measured first, between transformers
+and itself: the prompt in one piece against two pieces, against a batch of two, and against embeddings that are moved by one unit in the
+last place, which shows how this model amplifies a rounding whatever attention it uses. A check may differ by twice as much, and by 1e-3
+in any case (float32 stays far below). A mistake is seen if it moves the result by more: how much a planted one does (a chunk's keys
+one row off) is measured, too, and reported. In low precision a mixture of experts may send a row to another expert for a rounding;
+such a chance does not repeat, a mistake does, so a proof that fails there is tried with other tokens, twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvrag.cache import KVBuffer
+from kvrag.layout import Layout, place, rows_of
+from kvrag.models import CausalLM
+from kvrag.precompute import encode_chunks, encode_prefix
+from kvrag.repair import repair
+from kvrag.stitch import stitch
+from kvrag.types import ChunkKV
+
+LOGITS_LIMIT = 1e-3
+"""Promised agreement of logits in float32."""
+
+KV_LIMIT = 1e-3
+"""Agreement of keys and values, relative to the largest of their layer."""
+
+NOISE_FACTOR = 2.0
+"""How many times as much as transformers from itself a check may differ."""
+
+COMPARED_ROWS = 32
+"""Last rows whose logits are compared; the rows before them are compared by their keys and values."""
+
+CROSSABLE_WINDOW = 512
+"""Sliding windows up to this are crossed by the proof's prompt; longer ones would cost more than a proof should."""
+
+FAR = 1500
+"""How far keys are moved, in rows, where the context window allows."""
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, ``(H_kv, N, D)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was compared.
+
+    Parameters
+    ----------
+    promise
+        Number of the promise, or what it rests on.
+    claim
+        What must hold.
+    error
+        Largest difference found.
+    limit
+        Largest difference allowed.
+    unit
+        ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
+    """
+
+    promise: str
+    claim: str
+    error: float
+    limit: float
+    unit: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the limit; NaN is not."""
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was compared for one model, and what it cost.
+
+    Parameters
+    ----------
+    checks
+        The comparisons.
+    notes
+        What the proof can't say, in sentences.
+    tokens
+        Length of its prompt.
+    fault
+        Difference of logits that a planted mistake makes, for comparison with the limits.
+    seconds
+        Wall time.
+    """
+
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+    tokens: int
+    fault: float
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed, and there were some."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def max_error(self) -> float:
+        """Largest difference of logits."""
+        return max(check.error for check in self.checks if check.unit == "logits")
+
+    @property
+    def failure(self) -> str | None:
+        """The first check that failed, as a sentence; ``None`` where all passed."""
+        failed = next((check for check in self.checks if not check.passed), None)
+        if failed is None:
+            return None
+        return f"the proof on this model failed: {failed.claim} (largest difference {failed.error:.2g}, allowed {failed.limit:.2g})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Proof:
+        """Read what :meth:`to_dict` gave.
+
+        Raises
+        ------
+        TypeError, KeyError, ValueError
+            If it is something else.
+        """
+        checks = tuple(
+            Check(str(c["promise"]), str(c["claim"]), float(c["error"]), float(c["limit"]), str(c["unit"]))
+            for c in values["checks"]
+        )
+        notes = tuple(str(note) for note in values["notes"])
+        return cls(checks, notes, int(values["tokens"]), float(values["fault"]), float(values["seconds"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The proof's prompt: prefix, a chunk behind it, glue, a chunk that is moved, suffix; ids ``(N,)`` and their layout."""
+
+    ids: torch.Tensor
+    layout: Layout
+    other: int
+    """An id to change tokens to."""
+
+    @property
+    def prefix(self) -> list[int]:
+        return self._ids_of(0)
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        return [self._ids_of(1), self._ids_of(3)]
+
+    def _ids_of(self, segment: int) -> list[int]:
+        s = self.layout.segments[segment]
+        return [int(i) for i in self.ids[s.start : s.stop]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a forward over the prompt gave: logits of its last rows, float32 on the host, and the KV of all rows."""
+
+    logits: torch.Tensor
+    kv: Pairs
+
+
+def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
+    """Prove that reuse is exact for a loaded model, by a dozen small forwards.
+
+    Parameters
+    ----------
+    lm
+        The model.
+    seed
+        Seed of the tokens.
+
+    Returns
+    -------
+    Proof
+        See there; ask for ``.passed``.
+    """
+    start = time.perf_counter()
+    attempts = 1 if lm.dtype == torch.float32 else 3
+    for attempt in range(attempts):
+        proof = _prove_once(lm, seed + attempt)
+        if proof.passed:
+            break
+    return replace(proof, seconds=time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def _prove_once(lm: CausalLM, seed: int) -> Proof:
+    windows = windows_of(lm.model)
+    sample = _draw(lm, seed, max((w for w in windows if w <= CROSSABLE_WINDOW), default=0))
+    notes = [
+        f"the sliding window of {w} was not crossed: the proof's prompt has {len(sample.ids)} tokens"
+        for w in windows
+        if w >= len(sample.ids)
+    ]
+    own = _own(lm, sample.ids)
+    logits_noise, kv_noise = _noise(lm, sample.ids, own)
+    logits_limit, kv_limit = (
+        max(LOGITS_LIMIT, NOISE_FACTOR * logits_noise),
+        max(KV_LIMIT, NOISE_FACTOR * kv_noise),
+    )
+    stored = _stored(lm, sample)
+    every = _blend(lm, sample.ids, sample.layout, stored, rows_of(sample.layout.stale))
+    full = _full(lm, sample.ids)
+    first, faulty = _first_chunk(lm, sample, stored)
+    checks = (
+        Check("0", "a full prefill gives transformers' own logits", _gap(full.logits, own.logits), logits_limit, "logits"),
+        Check("0", "a full prefill gives transformers' own keys and values", kv_distance(full.kv, own.kv), kv_limit, "KV"),
+        Check("1", "repairing every row gives the full prefill's logits", _gap(every.logits, own.logits[-1:]), logits_limit, "logits"),
+        Check("1", "repairing every row gives the full prefill's keys and values", kv_distance(every.kv, own.kv), kv_limit, "KV"),
+        Check("2", "a chunk behind its own prefix needs no repair", first, logits_limit, "logits"),
+        Check("3", "no row sees a later token", _future(lm, sample, stored, seed), max(1e-5, NOISE_FACTOR * kv_noise), "KV"),
+        Check("4", "keys turned to a far position are the model's own", *_moved(lm, sample.ids), "KV"),
+    )  # fmt: skip
+    return Proof(checks, tuple(notes), len(sample.ids), faulty, 0.0)
+
+
+def windows_of(model: Any) -> list[int]:
+    """Return the sliding windows of a model's layers, ascending; empty where every layer sees all."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds and not kinds & {"sliding_attention", "chunked_attention"}:
+        return []
+    found = [getattr(module, "sliding_window", None) for module in model.modules()]
+    found += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
+    return sorted({int(w) for w in found if isinstance(w, int) and w > 0})
+
+
+def _draw(lm: CausalLM, seed: int, window: int) -> _Sample:
+    """Draw a prompt whose chunks are moved by more than the window, from ids that mean nothing special to the model."""
+    lengths = [4, max(16, window + 8), 3, 16, 6]
+    room = lm.context_window - 1
+    while sum(lengths) > room and max(lengths) > 2:
+        lengths = [max(2, length // 2) for length in lengths]
+    random = torch.Generator().manual_seed(seed)
+    allowed = torch.ones(lm.vocab_size)
+    allowed[[i for i in _special_ids(lm.model) if 0 <= i < lm.vocab_size]] = 0
+    drawn = torch.multinomial(allowed, sum(lengths) + 1, replacement=True, generator=random)
+    kinds = (("prefix", True, 0), ("chunk", True, 1), ("live", False, -1), ("chunk", False, 2), ("live", False, -1))
+    layout = place((n, kind, exact, source, False) for n, (kind, exact, source) in zip(lengths, kinds, strict=True))  # type: ignore[misc]
+    other = int(drawn[-1])
+    return _Sample(drawn[:-1], layout, other)
+
+
+def _special_ids(model: Any) -> set[int]:
+    """Ids that a config names: ends of texts, and places for images, which a model may refuse without one."""
+
+    def walk(values: Any) -> Iterator[int]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(value)
+            elif str(name).endswith(("_token_id", "_token_index")):
+                yield from [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+    return set(walk(model.config.to_dict()))
+
+
+# -- the two sides ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _evaluating(lm: CausalLM) -> Iterator[Any]:
+    """Give the model itself, alone, in evaluation mode and with its own attention."""
+    model = lm.model
+    with lm._lock:
+        was_training = model.training
+        if was_training:
+            model.eval()
+        try:
+            yield model
+        finally:
+            if was_training:
+                model.train()
+
+
+def _own(lm: CausalLM, ids: torch.Tensor, *, pieces: int = 1, copies: int = 1) -> _Run:
+    """Run a prompt through transformers alone, in some pieces, as so many equal rows of a batch."""
+    cache, batch = DynamicCache(), ids.to(lm.device).expand(copies, -1)
+    with _evaluating(lm) as model:
+        parts = [
+            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=COMPARED_ROWS).logits[0]
+            for part in batch.tensor_split(pieces, dim=1)
+        ]
+    logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
+    return _Run(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
+
+
+def _noise(lm: CausalLM, ids: torch.Tensor, own: _Run) -> tuple[float, float]:
+    """Measure how far transformers is from itself: logits (absolute), and keys and values (relative)."""
+    others = [_own(lm, ids, pieces=2), _own(lm, ids, copies=2)]
+    with _moved_embeddings(lm):
+        others.append(_own(lm, ids))
+    return max(_gap(o.logits, own.logits) for o in others), max(kv_distance(o.kv, own.kv) for o in others)
+
+
+@contextmanager
+def _moved_embeddings(lm: CausalLM) -> Iterator[None]:
+    """Move every embedding by one unit in the last place, up or down: a rounding that the model then amplifies."""
+    random = torch.Generator().manual_seed(0)
+
+    def move(_: torch.nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        signs = (torch.randint(0, 2, output.shape, generator=random) * 2 - 1).to(output.device)
+        return (output.float() * (1 + torch.finfo(output.dtype).eps * signs)).to(output.dtype)
+
+    with lm._lock:  # the hook would see the forwards of others too
+        handle = lm.model.get_input_embeddings().register_forward_hook(move)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _full(lm: CausalLM, ids: torch.Tensor) -> _Run:
+    buffer = lm.buffer(len(ids))
+    logits, _ = lm.forward(ids, slice(0, len(ids)), buffer, logits=min(COMPARED_ROWS, len(ids)))
+    return _Run(logits[0].float().cpu(), _pairs(lm, buffer))
+
+
+def _stored(lm: CausalLM, sample: _Sample) -> list[ChunkKV]:
+    """Precompute the prefix and, in one padded batch behind it, both chunks."""
+    prefix, kv = encode_prefix(lm, sample.prefix)
+    assert kv is not None
+    return [kv, *encode_chunks(lm, prefix, sample.chunks)]
+
+
+def _blend(
+    lm: CausalLM,
+    ids: torch.Tensor,
+    layout: Layout,
+    stored: Sequence[ChunkKV],
+    selected: torch.Tensor,
+    *,
+    plant: bool = False,
+) -> _Run:
+    """Stitch and repair a prompt; ``plant`` puts the first chunk's keys one row off, as a mistake would."""
+    buffer, rotary = lm.buffer(len(ids)), lm.rotary(len(ids))
+    stitch(buffer, layout, stored, rotary)
+    if plant:
+        rows = slice(layout.segments[1].start, layout.segments[1].stop)
+        for layer in range(lm.num_layers):
+            buffer.keys(layer)[:, :, rows] = buffer.keys(layer)[:, :, rows].roll(1, dims=2)
+    logits = repair(lm, buffer, layout, ids, selected, shift=0.0, rotary=rotary)
+    return _Run(logits[None].float().cpu(), _pairs(lm, buffer))
+
+
+def _pairs(lm: CausalLM, buffer: KVBuffer) -> Pairs:
+    return [(buffer.keys(layer)[0], buffer.values(layer)[0]) for layer in range(lm.num_layers)]
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------------
+
+
+def _gap(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((logits - reference).abs().max())
+
+
+def kv_distance(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float:
+    """Largest difference of keys or values in some rows, relative to the largest magnitude of their layer."""
+    worst = 0.0
+    for pair, expected in zip(kv, reference, strict=True):
+        for tensor, target in zip(pair, expected, strict=True):
+            scale = float(target.abs().max()) or 1.0
+            gap = float((tensor[:, rows].float() - target[:, rows].float()).abs().max()) / scale
+            worst = max(worst, gap) if gap == gap else float("nan")
+    return worst
+
+
+def _first_chunk(lm: CausalLM, sample: _Sample, stored: Sequence[ChunkKV]) -> tuple[float, float]:
+    """Compare prefix, first chunk and suffix, unrepaired, with transformers; and the same with a planted mistake."""
+    segments = [sample.layout.segments[i] for i in (0, 1, 4)]
+    layout = place((s.num_rows, s.kind, s.exact, s.source, False) for s in segments)
+    ids = torch.cat([sample.ids[s.start : s.stop] for s in segments])
+    nothing = torch.empty(0, dtype=torch.int64)
+    reference = _own(lm, ids).logits[-1:]
+    faulty = _blend(lm, ids, layout, stored, nothing, plant=True)
+    return (
+        _gap(_blend(lm, ids, layout, stored, nothing).logits, reference),
+        _gap(faulty.logits, reference),
+    )
+
+
+def _future(lm: CausalLM, sample: _Sample, stored: Sequence[ChunkKV], seed: int) -> float:
+    """Repair half of the moved chunk's rows twice, the second time with another token in the last of them; compare what stands before."""
+    rows = rows_of(sample.layout.stale)
+    picked = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[: (len(rows) + 1) // 2]]
+    selected = picked.sort().values
+    changed = sample.ids.clone()
+    last = int(selected[-1])
+    changed[last] = sample.other
+    one, two = (_blend(lm, ids, sample.layout, stored, selected) for ids in (sample.ids, changed))
+    return kv_distance(two.kv, one.kv, slice(0, last))
+
+
+def _moved(lm: CausalLM, ids: torch.Tensor) -> tuple[float, float]:
+    """Run some tokens far from the beginning, and compare the keys in transformers' cache with captured keys, turned there.
+
+    Returns
+    -------
+    error, limit : float
+        Relative to the largest key of the layer; the limit is a few roundings of the dtype.
+    """
+    tokens = ids[:8].to(lm.device)[None]
+    start = max(0, min(FAR, lm.context_window - tokens.shape[1] - 1))
+    positions = torch.arange(start, start + tokens.shape[1], device=lm.device)
+    cache = DynamicCache()
+    with _evaluating(lm) as model, lm.capture() as captured:
+        model(input_ids=tokens, position_ids=positions[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    rotary = lm.rotary(start + tokens.shape[1])
+    worst = 0.0
+    for layer, cached in enumerate(cache.layers):
+        turned = rotary.rotate(captured[layer][0].transpose(0, 1), positions)
+        worst = max(worst, float((turned - cached.keys[0]).abs().max() / cached.keys.abs().max()))
+    return worst, 8 * torch.finfo(lm.dtype).eps + 1e-6
