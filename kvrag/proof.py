@@ -3,12 +3,12 @@
 A few dozen random tokens go through the stages as a prompt would, and through transformers' own forward with its own attention. What
 the two must agree on is what the tests promise for tiny models (docs/promises.md); here it is measured on the model that will answer.
 
-**Limits.** Two correct forwards of one model over the same tokens differ by rounding. How much is measured first, between transformers
-and itself: the prompt in one piece against two pieces, against a batch of two, and against embeddings that are moved by one unit in the
-last place, which shows how this model amplifies a rounding whatever attention it uses. A check may differ by twice as much, and by 1e-3
-in any case (float32 stays far below). A mistake is seen if it moves the result by more: how much a planted one does (a chunk's keys
-one row off) is measured, too, and reported. In low precision a mixture of experts may send a row to another expert for a rounding;
-such a chance does not repeat, a mistake does, so a proof that fails there is tried with other tokens, twice.
+**Limits.** A check may differ by 1e-3; float32 stays far below. Where it differs by more, what rounding does to this model is measured
+between transformers and itself: the prompt in one piece against two, and against embeddings that are moved by one unit in the last place,
+which shows how this model amplifies a rounding whatever attention it uses. Twice as much is then allowed. A mistake is seen if it moves
+the result by more: how much a planted one does (a chunk's keys one row off) is measured, too, and reported. In low precision a mixture
+of experts may send a row to another expert for a rounding; such a chance does not repeat, a mistake does, so a proof that fails there is
+tried with other tokens, twice.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ LOGITS_LIMIT = 1e-3
 KV_LIMIT = 1e-3
 """Agreement of keys and values, relative to the largest of their layer."""
 
+CAUSAL_LIMIT = 1e-5
+"""Agreement of keys and values that must not depend on what differs, relative to the largest of their layer."""
+
 NOISE_FACTOR = 2.0
 """How many times as much as transformers from itself a check may differ."""
 
@@ -50,6 +53,14 @@ FAR = 1500
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, ``(H_kv, N, D)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How far transformers is from itself: logits (absolute), and keys and values (relative to the largest of their layer)."""
+
+    logits: float
+    kv: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +86,14 @@ class Check:
     error: float
     limit: float
     unit: str
+
+    def allowing(self, noise: Noise) -> Check:
+        """Return the same check with room for rounding; keys that are only turned have theirs already."""
+        if self.promise == "4":
+            return self
+        return replace(
+            self, limit=max(self.limit, NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv))
+        )
 
     @property
     def passed(self) -> bool:
@@ -209,25 +228,23 @@ def _prove_once(lm: CausalLM, seed: int) -> Proof:
         if w >= len(sample.ids)
     ]
     own = _own(lm, sample.ids)
-    logits_noise, kv_noise = _noise(lm, sample.ids, own)
-    logits_limit, kv_limit = (
-        max(LOGITS_LIMIT, NOISE_FACTOR * logits_noise),
-        max(KV_LIMIT, NOISE_FACTOR * kv_noise),
-    )
     stored = _stored(lm, sample)
     every = _blend(lm, sample.ids, sample.layout, stored, rows_of(sample.layout.stale))
     full = _full(lm, sample.ids)
-    first, faulty = _first_chunk(lm, sample, stored)
+    first, fault = _first_chunk(lm, sample, stored, own)
     checks = (
-        Check("0", "a full prefill gives transformers' own logits", _gap(full.logits, own.logits), logits_limit, "logits"),
-        Check("0", "a full prefill gives transformers' own keys and values", kv_distance(full.kv, own.kv), kv_limit, "KV"),
-        Check("1", "repairing every row gives the full prefill's logits", _gap(every.logits, own.logits[-1:]), logits_limit, "logits"),
-        Check("1", "repairing every row gives the full prefill's keys and values", kv_distance(every.kv, own.kv), kv_limit, "KV"),
-        Check("2", "a chunk behind its own prefix needs no repair", first, logits_limit, "logits"),
-        Check("3", "no row sees a later token", _future(lm, sample, stored, seed), max(1e-5, NOISE_FACTOR * kv_noise), "KV"),
+        Check("0", "a full prefill gives transformers' own logits", _gap(full.logits, own.logits), LOGITS_LIMIT, "logits"),
+        Check("0", "a full prefill gives transformers' own keys and values", kv_distance(full.kv, own.kv), KV_LIMIT, "KV"),
+        Check("1", "repairing every row gives the full prefill's logits", _gap(every.logits, own.logits[-1:]), LOGITS_LIMIT, "logits"),
+        Check("1", "repairing every row gives the full prefill's keys and values", kv_distance(every.kv, own.kv), KV_LIMIT, "KV"),
+        Check("2", "a chunk behind its own prefix needs no repair", first, LOGITS_LIMIT, "logits"),
+        Check("3", "no row sees a later token", _future(lm, sample, stored, seed), CAUSAL_LIMIT, "KV"),
         Check("4", "keys turned to a far position are the model's own", *_moved(lm, sample.ids), "KV"),
     )  # fmt: skip
-    return Proof(checks, tuple(notes), len(sample.ids), faulty, 0.0)
+    if not all(check.passed for check in checks):
+        noise = _noise(lm, sample.ids, own)
+        checks = tuple(check.allowing(noise) for check in checks)
+    return Proof(checks, tuple(notes), len(sample.ids), fault, 0.0)
 
 
 def windows_of(model: Any) -> list[int]:
@@ -243,7 +260,7 @@ def windows_of(model: Any) -> list[int]:
 
 def _draw(lm: CausalLM, seed: int, window: int) -> _Sample:
     """Draw a prompt whose chunks are moved by more than the window, from ids that mean nothing special to the model."""
-    lengths = [4, max(16, window + 8), 3, 16, 6]
+    lengths = [3, max(12, window + 8), 3, 10, 4]
     room = lm.context_window - 1
     while sum(lengths) > room and max(lengths) > 2:
         lengths = [max(2, length // 2) for length in lengths]
@@ -288,9 +305,9 @@ def _evaluating(lm: CausalLM) -> Iterator[Any]:
                 model.train()
 
 
-def _own(lm: CausalLM, ids: torch.Tensor, *, pieces: int = 1, copies: int = 1) -> _Run:
-    """Run a prompt through transformers alone, in some pieces, as so many equal rows of a batch."""
-    cache, batch = DynamicCache(), ids.to(lm.device).expand(copies, -1)
+def _own(lm: CausalLM, ids: torch.Tensor, *, pieces: int = 1) -> _Run:
+    """Run a prompt through transformers alone, in one piece or more."""
+    cache, batch = DynamicCache(), ids.to(lm.device)[None]
     with _evaluating(lm) as model:
         parts = [
             model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=COMPARED_ROWS).logits[0]
@@ -300,12 +317,12 @@ def _own(lm: CausalLM, ids: torch.Tensor, *, pieces: int = 1, copies: int = 1) -
     return _Run(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
 
 
-def _noise(lm: CausalLM, ids: torch.Tensor, own: _Run) -> tuple[float, float]:
-    """Measure how far transformers is from itself: logits (absolute), and keys and values (relative)."""
-    others = [_own(lm, ids, pieces=2), _own(lm, ids, copies=2)]
+def _noise(lm: CausalLM, ids: torch.Tensor, own: _Run) -> Noise:
+    """Measure how far transformers is from itself."""
+    others = [_own(lm, ids, pieces=2)]
     with _moved_embeddings(lm):
         others.append(_own(lm, ids))
-    return max(_gap(o.logits, own.logits) for o in others), max(kv_distance(o.kv, own.kv) for o in others)
+    return Noise(max(_gap(o.logits, own.logits) for o in others), max(kv_distance(o.kv, own.kv) for o in others))
 
 
 @contextmanager
@@ -380,18 +397,16 @@ def kv_distance(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float
     return worst
 
 
-def _first_chunk(lm: CausalLM, sample: _Sample, stored: Sequence[ChunkKV]) -> tuple[float, float]:
-    """Compare prefix, first chunk and suffix, unrepaired, with transformers; and the same with a planted mistake."""
-    segments = [sample.layout.segments[i] for i in (0, 1, 4)]
-    layout = place((s.num_rows, s.kind, s.exact, s.source, False) for s in segments)
-    ids = torch.cat([sample.ids[s.start : s.stop] for s in segments])
-    nothing = torch.empty(0, dtype=torch.int64)
-    reference = _own(lm, ids).logits[-1:]
-    faulty = _blend(lm, ids, layout, stored, nothing, plant=True)
-    return (
-        _gap(_blend(lm, ids, layout, stored, nothing).logits, reference),
-        _gap(faulty.logits, reference),
-    )
+def _first_chunk(lm: CausalLM, sample: _Sample, stored: Sequence[ChunkKV], own: _Run) -> tuple[float, float]:
+    """Compare prefix, first chunk and glue, unrepaired, with transformers; and the same with a planted mistake."""
+    layout = Layout(sample.layout.segments[:3])
+    ids, nothing = sample.ids[: layout.num_tokens], torch.empty(0, dtype=torch.int64)
+    row = (
+        layout.num_tokens - 1 - len(sample.ids)
+    )  # from the end: the prompt's head is causal, what follows doesn't matter
+    reference = own.logits[row][None]
+    sound, faulty = (_blend(lm, ids, layout, stored, nothing, plant=plant) for plant in (False, True))
+    return _gap(sound.logits, reference), _gap(faulty.logits, reference)
 
 
 def _future(lm: CausalLM, sample: _Sample, stored: Sequence[ChunkKV], seed: int) -> float:
