@@ -113,14 +113,13 @@ class Answering:
         clock = Clock()
         with clock.stage("plan"):
             plan = self.plan(request)
-        total, window = len(plan.token_ids) + max_new_tokens, self.loaded.lm.context_window
+        lm = self.loaded.lm
+        total, window = len(plan.token_ids) + max_new_tokens, lm.context_window
         if total > window:
             raise ContextLengthError(
                 f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
                 f"context window of {window}; retrieve fewer chunks or lower max_new_tokens"
             )
-
-        lm = self.loaded.lm
 
         def attempt(mode: Mode) -> Prefilled:
             if isinstance(lm, PlainLM):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvrag.errors import ModelError
-from kvrag.models import _lock_of
+from kvrag.models.switch import lock_of
 
 Extend = Callable[[torch.Tensor], torch.Tensor]
 """``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
@@ -42,7 +42,7 @@ class PlainLM:
         self.config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._lock = _lock_of(model)
+        self._lock = lock_of(model)
 
     @property
     def context_window(self) -> int:

@@ -13,6 +13,7 @@ tried with other tokens, twice.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -220,7 +221,7 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
 
 @torch.inference_mode()
 def _prove_once(lm: CausalLM, seed: int) -> Proof:
-    windows = windows_of(lm.model)
+    windows = windows_of(lm)
     sample = _draw(lm, seed, max((w for w in windows if w <= CROSSABLE_WINDOW), default=0))
     notes = [
         f"the sliding window of {w} was not crossed: the proof's prompt has {len(sample.ids)} tokens"
@@ -247,15 +248,10 @@ def _prove_once(lm: CausalLM, seed: int) -> Proof:
     return Proof(checks, tuple(notes), len(sample.ids), fault, 0.0)
 
 
-def windows_of(model: Any) -> list[int]:
-    """Return the sliding windows of a model's layers, ascending; empty where every layer sees all."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds and not kinds & {"sliding_attention", "chunked_attention"}:
-        return []
-    found = [getattr(module, "sliding_window", None) for module in model.modules()]
-    found += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
-    return sorted({int(w) for w in found if isinstance(w, int) and w > 0})
+def windows_of(lm: CausalLM) -> list[int]:
+    """Return the sliding windows (and attention chunks) of a model's layers, ascending; empty where every row sees all before it."""
+    sizes = {size for trait in lm.traits for size in (trait.reach.window, trait.reach.chunk)}
+    return sorted(size for size in sizes if size is not None)
 
 
 def _draw(lm: CausalLM, seed: int, window: int) -> _Sample:
@@ -309,12 +305,19 @@ def _own(lm: CausalLM, ids: torch.Tensor, *, pieces: int = 1) -> _Run:
     """Run a prompt through transformers alone, in one piece or more."""
     cache, batch = DynamicCache(), ids.to(lm.device)[None]
     with _evaluating(lm) as model:
+        keep = _taken_by(model, {"logits_to_keep": COMPARED_ROWS})
         parts = [
-            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=COMPARED_ROWS).logits[0]
+            model(input_ids=part, past_key_values=cache, use_cache=True, **keep).logits[0]
             for part in batch.tensor_split(pieces, dim=1)
         ]
     logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
     return _Run(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
+
+
+def _taken_by(model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that a model's ``forward`` takes by name."""
+    names = inspect.signature(type(model).forward).parameters
+    return {name: value for name, value in options.items() if name in names}
 
 
 def _noise(lm: CausalLM, ids: torch.Tensor, own: _Run) -> Noise:
@@ -422,22 +425,30 @@ def _future(lm: CausalLM, sample: _Sample, stored: Sequence[ChunkKV], seed: int)
 
 
 def _moved(lm: CausalLM, ids: torch.Tensor) -> tuple[float, float]:
-    """Run some tokens far from the beginning, and compare the keys in transformers' cache with captured keys, turned there.
+    """Run some tokens far from the beginning through transformers, and compare the keys in its cache with captured keys, turned there.
+
+    Keys of the first layer depend on the token alone, so they are captured at the beginning; those of the others in the same run.
 
     Returns
     -------
     error, limit : float
         Relative to the largest key of the layer; the limit is a few roundings of the dtype.
     """
-    tokens = ids[:8].to(lm.device)[None]
-    start = max(0, min(FAR, lm.context_window - tokens.shape[1] - 1))
-    positions = torch.arange(start, start + tokens.shape[1], device=lm.device)
+    tokens, limit = ids[:8].to(lm.device), 8 * torch.finfo(lm.dtype).eps + 1e-6
+    start = max(0, min(FAR, getattr(lm, "reuse_window", lm.context_window) - len(tokens) - 1))
+    positions = torch.arange(start, start + len(tokens), device=lm.device)
+    far = _taken_by(lm.model, {"position_ids": positions[None]})
+    if not far:  # a model that takes no positions turns no keys
+        return 0.0, limit
     cache = DynamicCache()
-    with _evaluating(lm) as model, lm.capture() as captured:
-        model(input_ids=tokens, position_ids=positions[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    rotary = lm.rotary(start + tokens.shape[1])
-    worst = 0.0
-    for layer, cached in enumerate(cache.layers):
-        turned = rotary.rotate(captured[layer][0].transpose(0, 1), positions)
-        worst = max(worst, float((turned - cached.keys[0]).abs().max() / cached.keys.abs().max()))
-    return worst, 8 * torch.finfo(lm.dtype).eps + 1e-6
+    with lm.capture() as captured:
+        lm.forward(tokens, slice(0, len(tokens)), lm.buffer(len(tokens)), logits=0)
+        first = captured[0]
+        captured.clear()
+        with _evaluating(lm) as model:
+            model(input_ids=tokens[None], past_key_values=cache, use_cache=True, **far)
+    rotary, worst = lm.rotary(start + len(tokens)), 0.0
+    for layer, keys in {**captured, 0: first}.items():
+        turned, cached = rotary[layer].rotate(keys[0].transpose(0, 1), positions), cache.layers[layer].keys[0]
+        worst = max(worst, float((turned - cached).abs().max() / cached.abs().max()))
+    return worst, limit
