@@ -200,7 +200,7 @@ def _runs(result: dict[str, Any]) -> str:
 
 
 def fuzz(result: dict[str, Any]) -> str:
-    """What the random cases came to."""
+    """Sum up the random cases."""
     labels = result["labels"]
     rows = [
         ["cases", f"{result['cases']:,}, of {len(result['by_model'])} architectures"],
