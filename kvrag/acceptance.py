@@ -72,6 +72,12 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
         return refuse(lm.model, f"its proof could not run ({type(error).__name__}: {str(error)[:200]})")
     if proof.failure is not None:
         return refuse(lm.model, proof.failure)
+    if not proof.is_conclusive:
+        logger.warning(
+            "in %s this model amplifies roundings so much that its proof could miss a mistake; prove it in float32 as well: kvrag verify "
+            "MODEL --dtype float32",
+            lm.dtype,
+        )
     logger.info("reuse is proven for this model in %.2f s (largest difference %.1e)", proof.seconds, proof.max_error)
     keep_proof(file, proof)
     return lm

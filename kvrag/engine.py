@@ -21,6 +21,7 @@ from kvrag.fingerprint import namespace_digest
 from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
 from kvrag.loading import LoadedModel, ModelSource, check_source, load
 from kvrag.plain import PlainLM
+from kvrag.prefill import too_long_to_reuse
 from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
 from kvrag.stats import EngineStats
@@ -450,6 +451,8 @@ class KVRagEngine:
         lm = self.loaded.lm
         if isinstance(lm, PlainLM):
             return explain_refusal(plan, lm.refusal)
+        if too_long := too_long_to_reuse(lm, len(plan.token_ids) + 1):
+            return explain_refusal(plan.without_reuse(too_long), too_long)
         return explain_plan(plan, mode, request.repair, num_layers=lm.num_layers)
 
     def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:

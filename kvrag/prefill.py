@@ -98,13 +98,8 @@ def prefill(
     clock
         Collects milliseconds per stage.
     """
-    total = len(plan.token_ids) + max_new_tokens
-    too_long = None
-    if mode != "full" and total > model.reuse_window:
-        mode, too_long = (
-            "full",
-            f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}",
-        )
+    too_long = None if mode == "full" else too_long_to_reuse(model, len(plan.token_ids) + max_new_tokens)
+    mode = "full" if too_long else mode
     wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
     loaded: dict[ChunkIdentity, ChunkKV | None] = {}
     if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
@@ -135,6 +130,13 @@ def prefill(
         fallback_reason=too_long or reason,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
     )
+
+
+def too_long_to_reuse(model: CausalLM, total: int) -> str | None:
+    """Return why stored KV does not hold for prompt and answer of ``total`` tokens, or ``None`` where it does."""
+    if total <= model.reuse_window:
+        return None
+    return f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}"
 
 
 def prefill_plain(model: PlainLM, plan: Plan, *, max_new_tokens: int, clock: Clock) -> Prefilled:

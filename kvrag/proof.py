@@ -132,6 +132,11 @@ class Proof:
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property
+    def is_conclusive(self) -> bool:
+        """Whether a planted mistake moves the logits by more than any check allows: else one could hide in the rounding."""
+        return all(check.limit < self.fault for check in self.checks if check.unit == "logits")
+
+    @property
     def max_error(self) -> float:
         """Largest difference of logits."""
         return max(check.error for check in self.checks if check.unit == "logits")
@@ -214,7 +219,7 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
     attempts = 1 if lm.dtype == torch.float32 else 3
     for attempt in range(attempts):
         proof = _prove_once(lm, seed + attempt)
-        if proof.passed:
+        if proof.passed and proof.is_conclusive:
             break
     return replace(proof, seconds=time.perf_counter() - start)
 
@@ -435,7 +440,7 @@ def _moved(lm: CausalLM, ids: torch.Tensor) -> tuple[float, float]:
         Relative to the largest key of the layer; the limit is a few roundings of the dtype.
     """
     tokens, limit = ids[:8].to(lm.device), 8 * torch.finfo(lm.dtype).eps + 1e-6
-    start = max(0, min(FAR, getattr(lm, "reuse_window", lm.context_window) - len(tokens) - 1))
+    start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
     positions = torch.arange(start, start + len(tokens), device=lm.device)
     far = _taken_by(lm.model, {"position_ids": positions[None]})
     if not far:  # a model that takes no positions turns no keys

@@ -158,10 +158,10 @@ def test_verify_of_a_model_prints_its_proof(run: Run, tiny_dir: str) -> None:
 
 
 def test_verify_of_a_refused_model_says_why(run: Run, tmp_path: Path) -> None:
-    from kvrag.testing.refused import refused_model
+    from kvrag.testing.models import tiny_model
     from kvrag.testing.tokenizers import tiny_tokenizer
 
-    refused_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
     shown = run("verify", tmp_path / "gpt2")
     assert shown.exit_code == 1

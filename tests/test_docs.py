@@ -40,8 +40,7 @@ def test_tests_named_as_promises_exist() -> None:
 
 
 def test_the_support_table_has_every_architecture_of_the_tests() -> None:
-    from kvrag.testing.models import TINY
-    from kvrag.testing.refused import REFUSED
+    from kvrag.testing.models import REFUSED, TINY
 
     runs = json.loads((ROOT / "tests" / "benchmarks" / "results" / "support.json").read_text())["runs"]
     newest = runs[max(runs, key=lambda version: [int(part) for part in version.split(".")[:3]])]["rows"]

@@ -12,17 +12,16 @@ import torch
 from texts import make_chunks
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
-from kvrag import Chunk, KVRagEngine, ModelError, UnsupportedModelError, precompute_kv
+from kvrag import Chunk, ContextLengthError, KVRagEngine, ModelError, UnsupportedModelError, precompute_kv
 from kvrag.acceptance import refuse
 from kvrag.plain import NO_LIMIT, PlainLM
-from kvrag.testing.models import tiny_model
-from kvrag.testing.refused import REFUSED, refused_model
+from kvrag.testing.models import REFUSED, tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE
 
 CHUNKS = make_chunks(2, words=12)
 PROMPT = ["Read this.\n", Chunk(CHUNKS[0]), "\n", Chunk(CHUNKS[1]), "\nWho keeps the ledger?"]
 
-PROVEN = ("bloom", "deepseek_v2", "falcon-alibi", "gpt_oss", "mpt", "phi3-longrope")
+PROVEN = ("bloom", "gpt_oss", "llama4_text", "mpt", "phi3-longrope")
 """Some of those whose KV is reused: they must answer without, too, where their proof fails."""
 
 
@@ -30,7 +29,7 @@ PROVEN = ("bloom", "deepseek_v2", "falcon-alibi", "gpt_oss", "mpt", "phi3-longro
 def plain(request: pytest.FixtureRequest, tokenizer: Any) -> KVRagEngine:
     """An engine on a model that is refused."""
     name = request.param
-    model = refused_model(name) if name in REFUSED else tiny_model(name)
+    model = tiny_model(name)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     if name not in REFUSED:
         engine._loaded = replace(engine.loaded, lm=refuse(model, "for a test"))
@@ -68,7 +67,7 @@ def test_a_refused_model_scores_and_prefills(plain: KVRagEngine) -> None:
 @pytest.fixture
 def gpt2(tokenizer: Any) -> KVRagEngine:
     """An engine on a model with learned positions."""
-    return KVRagEngine.from_pretrained(refused_model("gpt2"), tokenizer=tokenizer)
+    return KVRagEngine.from_pretrained(tiny_model("gpt2"), tokenizer=tokenizer)
 
 
 def test_stop_strings_and_sampling_work_without_reuse(gpt2: KVRagEngine) -> None:
@@ -113,7 +112,7 @@ def test_verify_does_not_pass_where_nothing_is_reused(gpt2: KVRagEngine) -> None
 
 
 def test_training_mode_and_attention_are_left_as_they_were(tokenizer: Any) -> None:
-    model = refused_model("gpt2").train()
+    model = tiny_model("gpt2").train()
     before = model.config._attn_implementation
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     assert engine.generate("Who?", max_new_tokens=8).token_ids == engine.generate("Who?", max_new_tokens=8).token_ids
@@ -122,23 +121,42 @@ def test_training_mode_and_attention_are_left_as_they_were(tokenizer: Any) -> No
 
 
 def test_a_model_on_disk_is_refused_and_served_too(tokenizer: Any, tmp_path: Path) -> None:
-    refused_model("gpt2").save_pretrained(tmp_path)
+    tiny_model("gpt2").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     engine = KVRagEngine.from_pretrained(tmp_path, kv_dir=tmp_path / "kv")
     assert "not reused" in (engine.generate("Who?", max_new_tokens=2).fallback_reason or "")
 
 
+def test_angles_that_grow_with_the_prompt_are_transformers_own(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REFUSED, "short-ntk", {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 96})
+    model = tiny_model("short-ntk")
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    answer = engine.generate(PROMPT, max_new_tokens=24)
+    assert answer.prompt_tokens > 96, "or nothing would grow"
+    fresh, ids = (
+        tiny_model("short-ntk"),
+        torch.tensor([answer.prompt_ids]),
+    )  # its rotary module remembers the longest prompt
+    expected = fresh.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)
+    assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
+    with pytest.raises(ContextLengthError, match="context window of 384"):  # 4 x 96
+        engine.generate(PROMPT, max_new_tokens=384)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "window"),
     [
-        ("gpt2", {}, 1024),
-        ("opt", {"max_position_embeddings": 256}, 256),
-        ("mamba", {}, NO_LIMIT),
-        ("llama-dynamic", {}, 512),
+        ("gpt2", {"n_positions": 512}, 512),
+        ("mpt", {"max_seq_len": 512, "max_position_embeddings": None}, 512),
+        ("mamba", {"max_position_embeddings": None}, NO_LIMIT),
+        ("llama", {"max_position_embeddings": -1}, NO_LIMIT),
     ],
 )
 def test_the_context_window_is_the_configs(name: str, options: dict[str, Any], window: int) -> None:
-    assert PlainLM(refused_model(name, **options), "").context_window == window
+    model = tiny_model(name)
+    for option, value in options.items():
+        setattr(model.config, option, value)
+    assert PlainLM(model, "").context_window == window
 
 
 def test_models_that_are_no_causal_lm_are_refused_by_name(tokenizer: Any, tmp_path: Path) -> None:
@@ -149,7 +167,7 @@ def test_models_that_are_no_causal_lm_are_refused_by_name(tokenizer: Any, tmp_pa
     t5.config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="'t5' is an encoder-decoder"):
         KVRagEngine.from_pretrained(tmp_path)
-    headless = AutoModel.from_config(refused_model("gpt2").config)
+    headless = AutoModel.from_config(tiny_model("gpt2").config)
     with pytest.raises(ModelError, match="GPT2Model has no language model's head"):
         KVRagEngine.from_pretrained(headless, tokenizer=tokenizer)
     AutoConfig.for_model("vit").save_pretrained(tmp_path)

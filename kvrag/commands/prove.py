@@ -52,6 +52,8 @@ def prove_model(model: str, *, dtype: str, device: str | None, max_error: float 
         "cost": f"{proof.seconds:.2f} s",
         "a planted mistake would differ by": f"{proof.fault:.2g} in logits",
     }
+    if not proof.is_conclusive:
+        about["caution"] = "roundings hide a planted mistake in this dtype; prove the model in float32 as well"
     about |= {f"note {number}": note for number, note in enumerate(proof.notes, start=1)}
     threshold = (
         "" if max_error is None else f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"

@@ -192,7 +192,7 @@ TINY: dict[str, dict[str, Any]] = {
     "falcon": _FALCON,
     "falcon-new": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon-multi-head": {**_FALCON, "multi_query": False},
-    "falcon-alibi": {**_FALCON, "alibi": True},
+    "falcon-alibi": {**_FALCON, "alibi": True, "attn_implementation": "eager"},  # its SDPA path gives other logits
     "bloom": {},
     "mpt": {},
 }
@@ -208,7 +208,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "deepseek_v3": _MLA,
     "mamba": {},
     "rwkv": {"attention_hidden_size": 64, "context_length": 4096},
-    "jamba": {**_LOCAL_EXPERTS, "num_experts": 4, "use_mamba_kernels": False},
+    "jamba": {
+        **_LOCAL_EXPERTS,
+        "num_experts": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
