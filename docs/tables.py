@@ -167,7 +167,9 @@ def support(result: dict[str, Any]) -> str:
         windows = ", ".join(str(w) for w in newest["windows"]) or "–"
         worst = max(error for run in runs.values() for error in run.get("errors", {}).values())
         versions = ", ".join(v if run["reuse"] == "exact" else f"not {v}" for v, run in runs.items())
-        rows.append([f"`{name}`", newest["architecture"], newest["rope"], windows, "exact", f"{worst:.0e}", versions])
+        notes = "; ".join(dict.fromkeys(note for run in runs.values() for note in run["notes"]))
+        reuse = f"exact ({notes})" if notes else "exact"
+        rows.append([f"`{name}`", newest["architecture"], newest["rope"], windows, reuse, f"{worst:.0e}", versions])
     header = ["row", "architecture", "RoPE", "window", "reuse", "largest difference", "transformers"]
     return table(header, rows) + f"\n{len(rows)} rows. " + _runs(result)
 

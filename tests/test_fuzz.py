@@ -125,6 +125,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(TINY, "fuzz", model_options(self.name, draw))
             self.model = tiny_model("fuzz", seed=draw.randrange(10**6))
+        self.model.set_attn_implementation("eager")  # the reference: see kvrag/proof.py
         self.engine = KVRagEngine.from_pretrained(
             self.model, tokenizer=tokenizer, prefix=PREFIX, store_config=StoreConfig(min_chunk_tokens=1)
         )

@@ -13,7 +13,7 @@ import torch
 from texts import make_chunks
 
 import kvrag.acceptance
-import kvrag.proof
+import kvrag.trial
 from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
 from kvrag.acceptance import keep_proof, kept_proof, proof_file, proven
 from kvrag.attention import EVERYTHING, RowPlan
@@ -52,7 +52,7 @@ def test_reuse_is_proven_for_every_accepted_architecture(name: str) -> None:
     assert proof.max_error < 1e-3
     assert all(check.limit <= 1e-3 for check in proof.checks), "in float32 no room for rounding is needed"
     assert proof.fault > 10e-3, "a planted mistake must be seen"
-    assert proof.notes == (), "every window of these models is crossed"
+    assert not [n for n in proof.notes if "window" in n], "every window of these models is crossed"
     assert len(proof.checks) == 7
 
 
@@ -117,6 +117,15 @@ def test_a_dropped_option_of_attention_is_found(name: str, option: str, monkeypa
     assert "0" in failed(prove(CausalLM(tiny_model(name))))
 
 
+def test_where_transformers_attentions_disagree_the_eager_one_decides() -> None:
+    model = tiny_model("falcon-alibi")
+    assert model.config._attn_implementation == "sdpa"
+    proof = prove(CausalLM(model))
+    assert proof.passed
+    assert "'sdpa' attention differs from its 'eager' one" in proof.notes[0]
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_keys_turned_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = CausalLM(tiny_model())
     real = RotaryTable.rotate
@@ -130,24 +139,24 @@ def test_keys_turned_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_values_of_another_row_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kvrag.proof.encode_chunks
+    real = kvrag.trial.encode_chunks
 
     def mixed(*args: Any) -> Any:
         first, *rest = real(*args)
         layers = tuple(replace(layer, values=layer.values.roll(1, dims=1)) for layer in first.layers)
         return [replace(first, layers=layers), *rest]
 
-    monkeypatch.setattr(kvrag.proof, "encode_chunks", mixed)
+    monkeypatch.setattr(kvrag.trial, "encode_chunks", mixed)
     assert {"1", "2"} <= failed(prove(CausalLM(tiny_model())))
 
 
 def test_a_repair_that_forgets_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kvrag.proof.repair
+    real = kvrag.trial.repair
 
     def lazy(lm: Any, buffer: Any, layout: Layout, ids: Any, selected: torch.Tensor, **options: Any) -> torch.Tensor:
         return real(lm, buffer, layout, ids, selected[1:], **options)
 
-    monkeypatch.setattr(kvrag.proof, "repair", lazy)
+    monkeypatch.setattr(kvrag.trial, "repair", lazy)
     assert "1" in failed(prove(CausalLM(tiny_model())))
 
 

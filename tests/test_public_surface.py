@@ -23,6 +23,7 @@ RANKS = [
     {"models", "prefix", "streams", "selection", "store"},
     {"plain"},
     {"precompute", "stitch", "repair", "decode", "plan"},
+    {"trial"},
     {"proof"},
     {"acceptance"},
     {"loading"},

@@ -192,7 +192,7 @@ TINY: dict[str, dict[str, Any]] = {
     "falcon": _FALCON,
     "falcon-new": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon-multi-head": {**_FALCON, "multi_query": False},
-    "falcon-alibi": {**_FALCON, "alibi": True, "attn_implementation": "eager"},  # its SDPA path gives other logits
+    "falcon-alibi": {**_FALCON, "alibi": True},
     "bloom": {},
     "mpt": {},
 }

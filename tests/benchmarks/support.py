@@ -88,6 +88,7 @@ def accepted_row(name: str) -> dict[str, Any]:
         return {**row, "reuse": "refused", "why": lm.refusal}
     row |= {"rope": rope_of(lm), "windows": windows_of(lm)}
     proof = prove(lm)
+    model.set_attn_implementation("eager")  # what the rest is compared with: see kvrag/proof.py
     engine.precompute([*CHUNKS, *FAR])
     far: list[str | Chunk] = [PREFIX + "\n\n".join(FAR) + "\n\n", Chunk(CHUNKS[0]), "\n\nWhere?"]
     errors = {
@@ -100,7 +101,8 @@ def accepted_row(name: str) -> dict[str, Any]:
     assert starts[-1] > 1000
     is_exact = proof.passed and all(error < TOLERANCE for error in errors.values())
     why = proof.failure or "" if not is_exact else ""
-    return {**row, "reuse": "exact" if is_exact else "refused", "why": why, "errors": errors, "proof_s": proof.seconds}
+    verdict = {"reuse": "exact" if is_exact else "refused", "why": why, "notes": proof.notes}
+    return {**row, **verdict, "errors": errors, "proof_s": proof.seconds}
 
 
 def refused_row(name: str) -> dict[str, Any]:
