@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams wheel-test gpu-check reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams wheel-test support fuzz gpu-check reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -62,11 +62,17 @@ wheel-test: setup ## Build the wheel and run its tests in a fresh environment
 reliability: setup ## Faults below the store, long form
 	$(BIN)/python -m pytest tests/store -q $(ARGS)
 
+support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
+	$(BIN)/python tests/benchmarks/support.py
+
+fuzz: setup ## 5,000 random models, prompts and repairs against transformers' own forward
+	KVRAG_FUZZ_CASES=5000 KVRAG_FUZZ_JSON=1 $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
+
 gpu-check: ## Exactness on CUDA in float32 and bfloat16, then TTFT on a 3B shape; uses the environment it is called from
 	$(PYTHON) -m pytest -m gpu tests/test_equivalence.py
 	cd tests/benchmarks && $(PYTHON) bench_ttft.py --shape qwen2.5-3b --tokens 6000 $(ARGS)
 
-docs: setup ## Write the measured tables into README.md and docs/ from the JSON results
+docs: support ## Write the measured tables into README.md and docs/ from the JSON results
 	$(BIN)/python docs/tables.py
 
 clean: ## Remove what the targets made

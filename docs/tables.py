@@ -164,6 +164,65 @@ def seams(result: dict[str, Any]) -> str:
     return table(header, rows) + note + source(result, "seams.json")
 
 
+def support(result: dict[str, Any]) -> str:
+    """Every architecture whose KV is reused, with what was measured."""
+    rows = []
+    for name, runs in _by_name(result).items():
+        newest = list(runs.values())[-1]
+        if newest["reuse"] != "exact":
+            continue
+        windows = ", ".join(str(w) for w in newest["windows"]) or "–"
+        worst = max(error for run in runs.values() for error in run.get("errors", {}).values())
+        versions = ", ".join(v if run["reuse"] == "exact" else f"not {v}" for v, run in runs.items())
+        notes = "; ".join(dict.fromkeys(note for run in runs.values() for note in run["notes"]))
+        reuse = f"exact ({notes})" if notes else "exact"
+        rows.append([f"`{name}`", newest["architecture"], newest["rope"], windows, reuse, f"{worst:.0e}", versions])
+    header = ["row", "architecture", "RoPE", "window", "reuse", "largest difference", "transformers"]
+    return table(header, rows) + f"\n{len(rows)} rows. " + _runs(result)
+
+
+def support_refused(result: dict[str, Any]) -> str:
+    """Every architecture whose KV is not reused, and why."""
+    rows = []
+    for name, runs in _by_name(result).items():
+        newest = list(runs.values())[-1]
+        if newest["reuse"] == "exact":
+            continue
+        answers = {"no": "no"}.get(newest.get("answers", ""), "yes, as `generate`")
+        rows.append([f"`{name}`", newest["architecture"], newest["why"].replace("|", "\\|"), answers, ", ".join(runs)])
+    return table(["row", "architecture", "why not", "answered", "transformers"], rows)
+
+
+def _by_name(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Row name → version of transformers, oldest first → row."""
+    order = sorted(result["runs"], key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
+    names = dict.fromkeys(name for version in reversed(order) for name in result["runs"][version]["rows"])
+    return {
+        name: {v: result["runs"][v]["rows"][name] for v in order if name in result["runs"][v]["rows"]} for name in names
+    }
+
+
+def _runs(result: dict[str, Any]) -> str:
+    machines = [run["machine"] for run in result["runs"].values()]
+    said = "; ".join(f"transformers {m['versions']['transformers']} at commit {m['commit'][:10]}" for m in machines)
+    return f"float32 on {machines[-1]['cpu']}; {said}; all in `tests/benchmarks/results/support.json`.\n"
+
+
+def fuzz(result: dict[str, Any]) -> str:
+    """Sum up the random cases."""
+    labels = result["labels"]
+    rows = [
+        ["cases", f"{result['cases']:,}, of {len(result['by_model'])} architectures"],
+        ["failed", str(result["failed"])],
+        ["compared with transformers", f"{result['comparisons']:,} prefills labelled exact or full"],
+        ["largest difference of logits", f"{result['largest']:.1e} (allowed {result['tolerance']:g})"],
+        ["labelled repaired", f"{sum(n for label, n in labels.items() if label.endswith('repaired')):,}"],
+    ]
+    m = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag")
+    return table(["", ""], rows) + f"\nSeed {result['seed']}; {m['cpu']}; {versions}; commit {m['commit'][:10]}.\n"
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-short": ("ttft.json", ttft_short),
@@ -171,6 +230,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quality-short": ("quality.json", quality_short),
     "memory": ("memory.json", memory),
     "seams": ("seams.json", seams),
+    "support": ("support.json", support),
+    "support-refused": ("support.json", support_refused),
+    "fuzz": ("fuzz.json", fuzz),
 }
 
 

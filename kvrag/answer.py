@@ -18,8 +18,9 @@ from kvrag.deadline import Deadline
 from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.loading import LoadedModel
+from kvrag.plain import PlainLM
 from kvrag.plan import Plan, plan_prompt
-from kvrag.prefill import Clock, Prefilled, prefill
+from kvrag.prefill import Clock, Prefilled, prefill, prefill_plain
 from kvrag.prompt import Prompt
 from kvrag.spans import SpanIndex
 from kvrag.store.base import KVStore
@@ -82,6 +83,8 @@ class Answering:
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             deadline=deadline,
         )
+        if isinstance(self.loaded.lm, PlainLM):
+            return plan.without_reuse(self.loaded.lm.refusal)
         if plan.has_mismatch and request.mode in ("auto", "stitch") and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -110,7 +113,8 @@ class Answering:
         clock = Clock()
         with clock.stage("plan"):
             plan = self.plan(request)
-        total, window = len(plan.token_ids) + max_new_tokens, self.loaded.lm.context_window
+        lm = self.loaded.lm
+        total, window = len(plan.token_ids) + max_new_tokens, lm.context_window
         if total > window:
             raise ContextLengthError(
                 f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
@@ -118,8 +122,10 @@ class Answering:
             )
 
         def attempt(mode: Mode) -> Prefilled:
+            if isinstance(lm, PlainLM):
+                return prefill_plain(lm, plan, max_new_tokens=max_new_tokens, clock=clock)
             return prefill(
-                self.loaded.lm,
+                lm,
                 self.store,
                 plan,
                 mode=mode,
@@ -129,7 +135,8 @@ class Answering:
                 clock=clock,
             )
 
-        return _retry_without_reuse(attempt, request.mode), clock
+        mode: Mode = "full" if isinstance(lm, PlainLM) else request.mode
+        return _retry_without_reuse(attempt, mode), clock
 
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
@@ -148,8 +155,8 @@ class Answering:
             Ends decoding before its next forward.
         """
         done, clock = self.prefilled(request, max_new_tokens=config.max_new_tokens)
-        lm, encoder = self.loaded.lm, self.loaded.encoder
-        defaults = lm.model.generation_config
+        encoder = self.loaded.encoder
+        defaults = self.loaded.lm.model.generation_config
         eos_ids = eos_token_ids(defaults, encoder.tokenizer)
         sampler = Sampler(
             config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0
@@ -166,8 +173,7 @@ class Answering:
 
         with clock.stage("decode"):
             for token in decode_tokens(
-                lm,
-                done.buffer,
+                done.extend,
                 done.logits,
                 sampler,
                 max_new_tokens=config.max_new_tokens,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_args
 
 from kvrag.errors import ConfigError
-from kvrag.types import Mode
+from kvrag.types import Mode, Prove
 
 T = TypeVar("T")
 
@@ -43,6 +43,12 @@ def check_mode(mode: str) -> None:
     """Raise :class:`ConfigError` unless ``mode`` is one of :data:`MODES`."""
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+
+
+def check_prove(prove: object) -> None:
+    """Raise :class:`ConfigError` unless ``prove`` is one of :data:`~kvrag.types.Prove`."""
+    if prove not in get_args(Prove):
+        raise ConfigError(f"prove is {prove!r}; it must be 'auto' (prove reuse on this model, once) or 'off'")
 
 
 def _check_number(owner: str, name: str, value: object, low: float, high: float | None = None) -> None:

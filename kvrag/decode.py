@@ -1,4 +1,4 @@
-"""Decode: one token after the other on the stitched buffer, and text that is safe to show while it grows."""
+"""Decode: one token after the other behind the prefilled prompt, and text that is safe to show while it grows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvrag.cache import KVBuffer
 from kvrag.config import SamplingConfig
-from kvrag.models import CausalLM
+from kvrag.plain import Extend
 
 _INCOMPLETE = "\ufffd"
 
@@ -72,8 +71,7 @@ class Sampler:
 
 
 def decode_tokens(
-    model: CausalLM,
-    buffer: KVBuffer,
+    extend: Extend,
     logits: torch.Tensor,
     sampler: Sampler,
     *,
@@ -85,8 +83,8 @@ def decode_tokens(
 
     Parameters
     ----------
-    model, buffer
-        The prefilled prompt; the buffer has room for ``max_new_tokens - 1`` more rows.
+    extend
+        Computes the rows after the prefilled prompt; there is room for ``max_new_tokens - 1`` of them.
     logits
         Of the prompt's last row, ``(vocab,)``.
     sampler
@@ -103,9 +101,7 @@ def decode_tokens(
     for _ in range(max_new_tokens - 1):
         if token in eos_ids or cancel.is_set():
             return
-        row = slice(buffer.length, buffer.length + 1)
-        step, _ = model.forward(torch.tensor([token]), row, buffer)
-        token = sampler.next(step[0, -1])
+        token = sampler.next(extend(torch.tensor([token]))[-1])
         yield token
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import threading
 import time
@@ -15,10 +16,12 @@ from transformers import PreTrainedModel
 from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
 from kvrag.errors import ConfigError, InputError
-from kvrag.explain import explain_plan
+from kvrag.explain import explain_plan, explain_refusal
 from kvrag.fingerprint import namespace_digest
 from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
 from kvrag.loading import LoadedModel, check_source, load
+from kvrag.plain import PlainLM
+from kvrag.prefill import too_long_to_reuse
 from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
 from kvrag.source import ModelSource
@@ -32,6 +35,7 @@ from kvrag.types import (
     Mode,
     PrecomputeReport,
     PrefillResult,
+    Prove,
     ScoreResult,
     VerifyReport,
 )
@@ -96,6 +100,7 @@ class KVRagEngine:
         namespace: str = "default",
         revision: str | None = None,
         store_config: StoreConfig | None = None,
+        prove: Prove = "auto",
         **hf_kwargs: Any,
     ) -> KVRagEngine:
         """Describe an engine; weights are loaded at first use, and shared by all engines of this process with the same source.
@@ -123,29 +128,33 @@ class KVRagEngine:
             Hub revision.
         store_config
             Budgets and limits of the store.
+        prove
+            ``"auto"``: prove on the loaded model that reuse is exact where it says so (a moment, kept on disk); a model that it can't be
+            proven for answers by full prefill, and every result says why. ``"off"``: look at the model's structure only.
         **hf_kwargs
             For ``AutoModelForCausalLM.from_pretrained``.
 
         Raises
         ------
         ModelError
-            If the model can't be found or its architecture is not accepted.
+            If the model can't be found or is no causal LM.
         ConfigError
             If an option has an impossible value, or CUDA is requested and absent.
         StoreError
             If ``kv_dir`` can't be used.
         """
-        own = ("tokenizer", "kv_dir", "prefix", "repair", "device", "dtype", "namespace", "revision", "store_config")
+        given = inspect.signature(cls.from_pretrained).parameters.values()
+        own = [p.name for p in given if p.kind is p.KEYWORD_ONLY]
         for name in hf_kwargs:  # a misspelt option of ours would travel far before transformers refused it
             if difflib.get_close_matches(name, own, n=1, cutoff=0.8):
                 raise unknown_option(name, own, of="KVRagEngine.from_pretrained")
-        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs)
+        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, prove=prove)
         return cls(source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config)
 
     @classmethod
     def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
         """Return the process-wide engine for these arguments (those of :meth:`from_pretrained`), made on first call."""
-        names = ("tokenizer", "revision", "dtype", "device")
+        names = ("tokenizer", "revision", "dtype", "device", "prove")
         own = ("kv_dir", "prefix", "repair", "namespace", "store_config")
         hf_kwargs = {k: v for k, v in options.items() if k not in (*names, *own)}
         source = ModelSource(model, **{k: options[k] for k in names if k in options}, hf_kwargs=hf_kwargs)
@@ -223,6 +232,8 @@ class KVRagEngine:
         ------
         InputError
             If a text is no string or empty, or one id names different texts. Nothing has been stored then.
+        UnsupportedModelError
+            If this model's KV is not reused.
         """
         return self.precompute_items(
             pair_up(texts, ids),
@@ -245,6 +256,7 @@ class KVRagEngine:
         items = check_items(items)
         check_batch_size(batch_size)
         space = self._namespace(namespace)
+        self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
         if replaced := replaced_ids(self.store, items, space):
@@ -414,12 +426,9 @@ class KVRagEngine:
             self._request(prompt, mode, _check_repair(repair), namespace), max_new_tokens=len(ids)
         )
         with clock.stage("score"):
-            rows = slice(done.buffer.length, done.buffer.length + len(ids) - 1)
             logits = [done.logits[None]]
             if len(ids) > 1:
-                logits.append(
-                    self.loaded.lm.forward(torch.tensor(ids[:-1]), rows, done.buffer, logits=len(ids) - 1)[0][0]
-                )
+                logits.append(done.extend(torch.tensor(ids[:-1])))
             scores = torch.cat(logits).float().cpu()
         loss = torch.nn.functional.cross_entropy(scores, torch.tensor(ids))
         result = ScoreResult(**accounting(done, clock), logits=scores, loss=float(loss), continuation_ids=ids)
@@ -440,7 +449,12 @@ class KVRagEngine:
         check_mode(mode)
         request = self._request(prompt, mode, _check_repair(repair), namespace)
         plan = self._answering.plan(request)
-        return explain_plan(plan, mode, request.repair, num_layers=self.loaded.lm.num_layers)
+        lm = self.loaded.lm
+        if isinstance(lm, PlainLM):
+            return explain_refusal(plan, lm.refusal)
+        if too_long := too_long_to_reuse(lm, len(plan.token_ids) + 1):
+            return explain_refusal(plan.without_reuse(too_long), too_long)
+        return explain_plan(plan, mode, request.repair, num_layers=lm.num_layers)
 
     def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
         """Compare reuse with full prefill on your prompts; options as for :func:`kvrag.verify.verify_prompts`."""

@@ -22,6 +22,25 @@ def explain_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: in
     layout, reason = decide(
         lay_out(plan, dict.fromkeys(plan.identities, ChunkKV(())))[0], mode, config, num_layers=num_layers
     )
+    spans = _spans(plan)
+    notes = [reason] if reason else []
+    if not any(span.kind == "chunk" for span in spans):
+        notes.append(
+            "no known chunk text stands in this prompt; if documents were precomputed, check that the prompt holds their text verbatim "
+            "(not escaped by repr() or JSON) and that the namespace is the same"
+        )
+    if plan.has_mismatch:
+        notes.append("pass prefix= what stands before the first chunk when precomputing, to make the first chunk exact")
+    outcome: Mode = "full" if not layout.reused else "stitch" if layout.stale else "prefix"
+    return Explanation(spans=spans, prompt_tokens=layout.num_tokens, mode=outcome, notes=notes)
+
+
+def explain_refusal(plan: Plan, reason: str) -> Explanation:
+    """Describe the plan of a prompt for a model whose KV is not reused, and why it is not."""
+    return Explanation(spans=_spans(plan), prompt_tokens=len(plan.token_ids), mode="full", notes=[reason])
+
+
+def _spans(plan: Plan) -> list[ExplainedSpan]:
     spans: list[ExplainedSpan] = []
     start = 0
     for index, piece in enumerate(plan.pieces):
@@ -40,13 +59,4 @@ def explain_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: in
             )
         )
         start = stop
-    notes = [reason] if reason else []
-    if not any(span.kind == "chunk" for span in spans):
-        notes.append(
-            "no known chunk text stands in this prompt; if documents were precomputed, check that the prompt holds their text verbatim "
-            "(not escaped by repr() or JSON) and that the namespace is the same"
-        )
-    if plan.has_mismatch:
-        notes.append("pass prefix= what stands before the first chunk when precomputing, to make the first chunk exact")
-    outcome: Mode = "full" if not layout.reused else "stitch" if layout.stale else "prefix"
-    return Explanation(spans=spans, prompt_tokens=layout.num_tokens, mode=outcome, notes=notes)
+    return spans

@@ -131,7 +131,7 @@ def precompute_texts(
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     model = loaded.fingerprint
     jobs = _jobs(loaded, items, model, ids_digest(prefix_ids), namespace)
-    room = loaded.lm.reuse_window - len(prefix_ids)
+    room = loaded.reusable.reuse_window - len(prefix_ids)
     run = _Run(loaded, store, model, tuple(prefix_ids), namespace)
     todo: list[Job] = []
     for job in jobs:
@@ -222,7 +222,7 @@ class _Run:
         """Encode some chunks, or say that memory ran out; an exception that is kept would keep its tensors alive."""
         try:
             prefix = self._encode_prefix()
-            return encode_chunks(self._loaded.lm, prefix, [job.identity.token_ids for job in jobs]), ""
+            return encode_chunks(self._loaded.reusable, prefix, [job.identity.token_ids for job in jobs]), ""
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -246,7 +246,7 @@ class _Run:
     def _encode_prefix(self) -> KVBuffer:
         """Run the prefix once per precompute, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix is None:
-            self._prefix, kv = encode_prefix(self._loaded.lm, self._prefix_ids)
+            self._prefix, kv = encode_prefix(self._loaded.reusable, self._prefix_ids)
             identity = ChunkIdentity(self._model, self._namespace, ids_digest(()), self._prefix_ids)
             if kv is not None and self._loaded.fingerprint == self._model:
                 try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import threading
@@ -15,11 +14,12 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvrag.adapters import check_adapters
-from kvrag.describe import quantisation_text
-from kvrag.errors import ConfigError, KVRagError, ModelError, UnsupportedModelError, is_out_of_memory, require
+from kvrag.acceptance import accept, proven
+from kvrag.config import check_prove
+from kvrag.errors import ConfigError, ModelError, UnsupportedModelError, require
 from kvrag.identity import LiveIdentity, describe, weights_digest
-from kvrag.models import CausalLM, check_supported
+from kvrag.models import CausalLM
+from kvrag.plain import PlainLM, check_generates
 from kvrag.prompt import PromptEncoder
 from kvrag.source import (
     ModelSource,
@@ -38,7 +38,7 @@ from kvrag.weights import source_identity
 class LoadedModel:
     """A model ready for use: forwards, prompts, and its identity. ``shares`` is the loaded model whose weights these are, if another."""
 
-    lm: CausalLM
+    lm: CausalLM | PlainLM
     encoder: PromptEncoder
     identity: LiveIdentity
     shares: LoadedModel | None = None
@@ -47,6 +47,19 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """What every key of its KV holds, looked up anew each time: adapters may have been switched, or weights changed in place."""
         return self.identity.fingerprint
+
+    @property
+    def reusable(self) -> CausalLM:
+        """The model, if its KV is reused.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If it is not; says why.
+        """
+        if isinstance(self.lm, PlainLM):
+            raise UnsupportedModelError(f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored")
+        return self.lm
 
 
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
@@ -62,7 +75,7 @@ def load(source: ModelSource) -> LoadedModel:
     Raises
     ------
     ModelError
-        If it can't be found or loaded, or its architecture is not accepted.
+        If it can't be found or loaded, or is no causal LM.
     ConfigError
         If the dtype or the device does not exist here.
     """
@@ -79,7 +92,7 @@ def load(source: ModelSource) -> LoadedModel:
 
 
 def check_source(source: ModelSource) -> None:
-    """Find the faults that can be found without loading weights: no such model, no such device, architecture not accepted.
+    """Find the faults that can be found without loading weights: no such model, no such device, no causal LM.
 
     Raises
     ------
@@ -94,14 +107,14 @@ def check_source(source: ModelSource) -> None:
     for name, value in source.extra_keys.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(f"extra_keys holds {name!r}: {value!r}; names and values must be strings")
+    check_prove(source.prove)
     resolve_device(source)
     resolve_dtype(source)
     if isinstance(source.model, PreTrainedModel):
         if source.tokenizer is None:
             raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
-        check_supported(source.model.config)
+        check_generates(source.model)
         check_placement(source.model)
-        check_adapters(source.model)
         return
     path = Path(os.fspath(source.model))
     if path.suffix == ".gguf":
@@ -109,10 +122,10 @@ def check_source(source: ModelSource) -> None:
             raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", purpose="reading GGUF files")
-        return  # parsing a GGUF header takes seconds: its architecture is checked when it is loaded
+        return  # parsing a GGUF header takes seconds: its kind is checked when it is loaded
     if base_directory(source) != os.fspath(source.model):
         require("peft", extra="adapters", purpose="loading adapters")
-    check_supported(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))
+    check_generates(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))
 
 
 def check_placement(model: PreTrainedModel) -> None:
@@ -139,37 +152,22 @@ def _load(source: ModelSource) -> LoadedModel:
     given = source.model if isinstance(source.model, PreTrainedModel) else None
     model = _load_weights(source) if given is None else given
     tokenizer = _load_tokenizer(source)
-    lm = _prepare(model)
+    lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
     # Identified after a first forward: quantised layers may pack their weights anew in it, and adapters unmerge.
     weights = (_origin(source, model) if given is None else None) or weights_digest(model)
     identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=getattr(lm, "rope_regime", "")))
+    if source.prove == "auto" and isinstance(lm, CausalLM):
+        lm = proven(lm, identity.fingerprint)
     return LoadedModel(lm, PromptEncoder(tokenizer), identity)
-
-
-def _prepare(model: PreTrainedModel) -> CausalLM:
-    """Run the model for the first time; quantised layers are often written for some devices and sizes only, and fail in it."""
-    try:
-        return CausalLM(model)
-    except KVRagError:
-        raise
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        if is_out_of_memory(error):
-            raise
-        method = json.loads(quantisation_text(model.config) or "{}").get("quant_method")
-        raise UnsupportedModelError(
-            f"{type(model).__name__}{f' quantised by {method}' if method else ''} fails in its first forward on {model.device.type} "
-            f"({type(error).__name__}: {str(error)[:200]}); check that it runs without kvrag there, or load it without quantisation"
-        ) from error
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     options = {"dtype": resolve_dtype(source), **hub_options(source), **gguf_options(source), **source.hf_kwargs}
     model = trying(source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options))
-    check_supported(model.config)
+    check_generates(model)
     check_placement(model)
-    check_adapters(model)
     device = resolve_device(source)
     if "device_map" in source.hf_kwargs or model.device == device:
         return model

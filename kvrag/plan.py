@@ -68,6 +68,12 @@ class Plan:
         """Whether a chunk will be used that was encoded behind another prefix."""
         return any(piece.is_mismatched for piece in self.pieces)
 
+    def without_reuse(self, reason: str) -> Plan:
+        """Return the same prompt with nothing to reuse, and why, at every chunk."""
+        return Plan(
+            tuple(PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None) for p in self.pieces)
+        )
+
     @property
     def identities(self) -> list[ChunkIdentity]:
         """What to load, in order of first use."""

@@ -14,6 +14,7 @@ from kvrag.cache import KVBuffer
 from kvrag.config import RepairConfig
 from kvrag.layout import Layout
 from kvrag.models import CausalLM
+from kvrag.plain import Extend, PlainLM
 from kvrag.plan import Plan, decide, lay_out
 from kvrag.repair import deviation, probe, repair
 from kvrag.selection import select_rows, strategy_of
@@ -42,12 +43,14 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt whose KV stands in a buffer, ready to decode.
+    """A prefilled prompt, ready to decode.
 
-    ``logits`` is ``(vocab,)`` of the last row; the counts and ``exactness`` are those of :class:`~kvrag.types.Accounting`.
+    ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, ``buffer`` holds the prompt's KV (``None`` where
+    the model keeps it in a cache of its own); the counts and ``exactness`` are those of :class:`~kvrag.types.Accounting`.
     """
 
-    buffer: KVBuffer
+    extend: Extend
+    buffer: KVBuffer | None
     logits: torch.Tensor
     token_ids: list[int]
     num_repaired: int
@@ -95,13 +98,8 @@ def prefill(
     clock
         Collects milliseconds per stage.
     """
-    total = len(plan.token_ids) + max_new_tokens
-    too_long = None
-    if mode != "full" and total > model.reuse_window:
-        mode, too_long = (
-            "full",
-            f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}",
-        )
+    too_long = None if mode == "full" else too_long_to_reuse(model, len(plan.token_ids) + max_new_tokens)
+    mode = "full" if too_long else mode
     wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
     loaded: dict[ChunkIdentity, ChunkKV | None] = {}
     if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
@@ -121,6 +119,7 @@ def prefill(
     num_stale = sum(s.num_rows for s in layout.stale)
     exactness: Exactness = "full" if not layout.reused else "exact" if len(selected) == num_stale else "repaired"
     return Prefilled(
+        extend=_extension(model, buffer),
         buffer=buffer,
         logits=logits,
         token_ids=token_ids,
@@ -131,6 +130,57 @@ def prefill(
         fallback_reason=too_long or reason,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
     )
+
+
+def too_long_to_reuse(model: CausalLM, total: int) -> str | None:
+    """Return why stored KV does not hold for prompt and answer of ``total`` tokens, or ``None`` where it does."""
+    if total <= model.reuse_window:
+        return None
+    return f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}"
+
+
+def prefill_plain(model: PlainLM, plan: Plan, *, max_new_tokens: int, clock: Clock) -> Prefilled:
+    """Bring a prompt through a model whose KV is not reused.
+
+    Parameters
+    ----------
+    model
+        Where forwards come from, and why nothing is reused.
+    plan, max_new_tokens, clock
+        As for :func:`prefill`.
+    """
+    token_ids = plan.token_ids
+    with clock.stage("prefill"):
+        logits, extend = model.prefill(torch.tensor(token_ids), max_new_tokens=max_new_tokens)
+        _wait_for(logits)
+    return Prefilled(
+        extend=extend,
+        buffer=None,
+        logits=logits,
+        token_ids=token_ids,
+        num_repaired=0,
+        num_live=len(token_ids),
+        exactness="full",
+        loaded_bytes=0,
+        fallback_reason=model.refusal,
+        has_other_prefix=False,
+    )
+
+
+def _extension(model: CausalLM, buffer: KVBuffer) -> Extend:
+    """Return what computes the rows after the last valid one of a buffer."""
+
+    def extend(ids: torch.Tensor) -> torch.Tensor:
+        rows = slice(buffer.length, buffer.length + len(ids))
+        return model.forward(ids, rows, buffer, logits=len(ids))[0][0]
+
+    return extend
+
+
+def _wait_for(logits: torch.Tensor) -> None:
+    """Wait for the device, so that a stage's time is its own."""
+    if logits.is_cuda:
+        torch.cuda.synchronize(logits.device)
 
 
 def _present(plan: Plan) -> dict[ChunkIdentity, ChunkKV | None]:
@@ -161,6 +211,5 @@ def _blend(
         selected = select_rows(layout, config, mass=mass, deviation=change)
     with clock.stage("repair" if layout.reused else "prefill"):
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)
+        _wait_for(logits)
     return selected, logits

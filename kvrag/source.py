@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvrag.adapters import unwrap
 from kvrag.errors import ConfigError, KVRagError, ModelError
+from kvrag.types import Prove
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ class ModelSource:
         Passed on to ``from_pretrained``.
     extra_keys
         Names and values that take part in the fingerprint: KV is shared only where they are equal.
+    prove
+        Whether reuse is proven on the loaded model (:mod:`kvrag.proof`).
     """
 
     model: str | os.PathLike[str] | PreTrainedModel
@@ -48,6 +51,7 @@ class ModelSource:
     device: str | torch.device | None = None
     hf_kwargs: dict[str, Any] = field(default_factory=dict)
     extra_keys: Mapping[str, str] = field(default_factory=dict)
+    prove: Prove = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(self.model))
@@ -57,7 +61,7 @@ class ModelSource:
         """What identifies the loaded weights in this process; extra keys tell KV apart, not weights."""
         device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
         options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
-        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options)
+        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options, self.prove)
 
     @property
     def name(self) -> str:

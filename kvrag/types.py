@@ -17,6 +17,8 @@ ChunkKey = NewType("ChunkKey", str)
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
+Prove = Literal["auto", "off"]
+"""``"auto"``: reuse is proven once per model and environment; ``"off"``: the model's structure alone decides."""
 
 
 def _no_logits() -> torch.Tensor:
@@ -190,7 +192,7 @@ class Accounting:
     loaded_bytes
         Bytes of KV taken from the store.
     fallback_reason
-        Why the answer used less reuse than asked for; ``None`` where it did not.
+        Why the answer used less reuse than asked for, or why this model's KV is never reused; ``None`` where neither is so.
     has_other_prefix
         Whether chunks were used that had been encoded behind another prefix than this prompt has: nothing of them is exact.
     """

@@ -22,11 +22,13 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what kvrag remembers for the user out of the user's own directory."""
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep what kvrag remembers for this run, away from the user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVRAG_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
+        directory = tmp_path_factory.mktemp("cache")
+        patch.delenv("KVRAG_CACHE_DIR", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
 
 
 @pytest.fixture(scope="session")

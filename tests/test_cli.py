@@ -141,6 +141,40 @@ def test_verify_passes_with_every_row_repaired_and_fails_on_an_impossible_thresh
     assert len(report["rows"]) == 3
 
 
+def test_verify_of_a_model_prints_its_proof(run: Run, tiny_dir: str) -> None:
+    for args in ([tiny_dir], ["--model", tiny_dir], []):  # the last takes it from the environment
+        shown = run("verify", *args)
+        assert shown.exit_code == 0, shown.output
+        assert "no row sees a later token" in shown.stdout
+        assert "passed" in shown.stdout
+    found = json.loads(run("verify", tiny_dir, "--json", "--max-error", 1e-3).stdout)
+    assert found["passed"]
+    assert found["architecture"] == "llama"
+    assert float(found["cost"].removesuffix(" s")) < 60
+    assert {check["promise"] for check in found["proof"]["checks"]} == {"0", "1", "2", "3", "4"}
+    strict = run("verify", tiny_dir, "--max-error", 0)
+    assert strict.exit_code == 1
+    assert "FAILED" in strict.stdout
+
+
+def test_verify_of_a_refused_model_says_why(run: Run, tmp_path: Path) -> None:
+    from kvrag.testing.models import tiny_model
+    from kvrag.testing.tokenizers import tiny_tokenizer
+
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    tiny_tokenizer().save_pretrained(tmp_path / "gpt2")
+    shown = run("verify", tmp_path / "gpt2")
+    assert shown.exit_code == 1
+    assert "REFUSED: KV of this model is not reused" in " ".join(shown.stdout.split())
+    assert not json.loads(run("verify", tmp_path / "gpt2", "--json").stdout)["passed"]
+
+
+def test_verify_needs_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVRAG_MODEL")
+    refused(run("verify"), "pass a model")
+    refused(run("verify", "a.jsonl", "b.jsonl"), "--model")
+
+
 # -- estimate -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def test_tests_named_as_promises_exist() -> None:
     assert set(re.findall(r"::(test_\w+)", text)) <= functions
     for path in re.findall(r"`(tests/[\w/.]+)", text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_support_table_has_every_architecture_of_the_tests() -> None:
+    from kvrag.testing.models import REFUSED, TINY
+
+    runs = json.loads((ROOT / "tests" / "benchmarks" / "results" / "support.json").read_text())["runs"]
+    newest = runs[max(runs, key=lambda version: [int(part) for part in version.split(".")[:3]])]["rows"]
+    assert set(TINY) | set(REFUSED) <= set(newest), "run `make docs`"
+    exact = {name for name, row in newest.items() if row["reuse"] == "exact"}
+    assert len(exact) >= 25
+    assert not exact & set(REFUSED)
+    assert all(newest[name]["why"] for name in set(newest) - exact)
 
 
 def test_quickstarts_import_what_exists() -> None:

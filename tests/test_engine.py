@@ -31,7 +31,6 @@ from kvrag import (
     StoreConfig,
     StoreError,
     StoreFormatError,
-    UnsupportedModelError,
 )
 from kvrag.prompt import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
@@ -462,21 +461,6 @@ def test_impossible_engines_are_refused(tiny_dir: str, tmp_path: Path) -> None:
             KVRagEngine.from_pretrained(tiny_dir, device="cuda")
     with pytest.raises(ConfigError, match="device"):
         KVRagEngine.from_pretrained(tiny_dir, device="toaster")
-
-
-def test_an_architecture_that_cant_be_moved_is_refused_with_its_reason(tokenizer: Any) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, vocab_size=64)
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*absolute position"):
-        KVRagEngine.from_pretrained(AutoModelForCausalLM.from_config(config), tokenizer=tokenizer)
-
-
-def test_a_rope_that_changes_with_length_is_refused(tokenizer: Any) -> None:
-    model = tiny_model()
-    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match="'dynamic'"):
-        KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
 
 
 def test_impossible_store_directories_are_refused(tiny_dir: str, tmp_path: Path) -> None:

@@ -22,6 +22,12 @@ Model = Annotated[
         "--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.", rich_help_panel=_ENGINE
     ),
 ]
+MaybeModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.", rich_help_panel=_ENGINE
+    ),
+]
 KVDir = Annotated[
     Path, typer.Option("--kv-dir", envvar="KVRAG_KV_DIR", help="Directory of the KV store.", rich_help_panel=_ENGINE)
 ]

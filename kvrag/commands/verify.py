@@ -1,4 +1,4 @@
-"""``kvrag verify``: how far answers with reuse are from full prefill, on your own prompts."""
+"""``kvrag verify``: whether reuse is exact on a model, and how far answers with reuse are from full prefill on your own prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrag.commands.options import (
     Device,
     Dtype,
     KVDir,
-    Model,
+    MaybeModel,
     ModeName,
     Namespace,
     PrefixText,
@@ -26,6 +26,8 @@ from kvrag.commands.options import (
 )
 from kvrag.commands.output import console, facts, grid, print_json, progress
 from kvrag.commands.prompts import read_prompts
+from kvrag.commands.prove import prove_model
+from kvrag.errors import InputError
 
 if TYPE_CHECKING:
     from kvrag.types import VerifyReport
@@ -34,8 +36,15 @@ _COLUMNS = {"#": True, "KL (nats)": True, "first token": False, "answer": False,
 
 
 def verify(
-    prompts: Annotated[list[Path], typer.Argument(help="A .jsonl file with one JSON prompt per line, or text files.")],
-    model: Model,
+    context: typer.Context,
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL | PROMPTS...]",
+            help="A model to prove reuse on; or, with --model, a .jsonl file with one JSON prompt per line, or text files.",
+        ),
+    ] = None,
+    model: MaybeModel = None,
     kv_dir: KVDir = DEFAULT_KV_DIR,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the greedy answers compared.")] = 16,
     max_kl: Annotated[float, typer.Option(help="Pass up to this mean KL at the first token, in nats.")] = 0.1,
@@ -48,9 +57,23 @@ def verify(
     ratio: Ratio = None,
     strategy: Strategy = None,
     mode: ModeName = "stitch",
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="Of a model's proof: pass up to this difference of logits; default: the proof's own."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer prompts with reuse and by full prefill of the same tokens, and compare; exit status 1 if they differ too much."""
+    """Prove that reuse is exact on a model (kvrag verify MODEL); or answer prompts with reuse and by full prefill, and compare.
+
+    Exit status 1 if the proof fails, if the model is refused, or if the answers differ too much.
+    """
+    source = context.get_parameter_source("model")
+    is_named = source is not None and source.name == "COMMANDLINE"  # not the environment's
+    to_prove, prompts = _split(what or [], model, is_named=is_named)
+    if to_prove is not None:
+        prove_model(to_prove, dtype=dtype, device=device, max_error=max_error, as_json=as_json)
+        return
+    assert model is not None, "there are prompts only where a model was named"
     todo, repair = read_prompts(prompts), repair_of(strategy, ratio)
     engine = open_engine(
         model, kv_dir, prefix=prefix, system=system, namespace=namespace, dtype=dtype, device=device, repair=repair
@@ -64,6 +87,37 @@ def verify(
         _print(report, max_kl, min_top1)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _split(what: list[str], model: str | None, *, is_named: bool) -> tuple[str | None, list[Path]]:
+    """Tell a model to prove from prompts to compare on.
+
+    Parameters
+    ----------
+    what
+        The arguments.
+    model
+        Of ``--model`` or the environment.
+    is_named
+        Whether it is ``--model``'s: then every argument is a prompt file.
+    """
+    if not what:
+        if model is None:
+            raise InputError("pass a model to prove reuse on, or prompt files and --model")
+        return model, []
+    if len(what) == 1 and not is_named and (model is None or _looks_like_a_model(Path(what[0]))):
+        return what[0], []
+    if model is None:
+        raise InputError(
+            "which model are the prompts for? pass --model; to prove reuse on a model, pass the model alone"
+        )
+    return None, [Path(name) for name in what]
+
+
+def _looks_like_a_model(path: Path) -> bool:
+    """Whether an argument beside ``KVRAG_MODEL`` is a model: a directory with a config, a GGUF file, or a name of the hub."""
+    is_hub_id = not path.suffix and not path.is_absolute() and len(path.parts) == 2 and not path.exists()
+    return (path / "config.json").is_file() or path.suffix == ".gguf" or is_hub_id
 
 
 def _print(report: VerifyReport, max_kl: float, min_top1: float) -> None:

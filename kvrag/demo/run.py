@@ -123,7 +123,7 @@ def run_demo(
     rows = _answer_all(pipeline, questions, kv_dir, sizes, console, say)
     again = pipeline.engine.precompute([chunk.text for chunk in chunks], ids=[chunk.id for chunk in chunks])
     disk = pipeline.engine.store.stats()["disk"]
-    return DemoReport(rows, len(chunks), indexed, again, disk.num_bytes, loaded.lm.kv_bytes_per_token)
+    return DemoReport(rows, len(chunks), indexed, again, disk.num_bytes, loaded.reusable.kv_bytes_per_token)
 
 
 def _answer_all(

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
-from kvrag.config import build, check_mode, unknown_option
+from kvrag.config import build, check_mode, check_prove, unknown_option
 from kvrag.source import ModelSource
-from kvrag.types import Mode
+from kvrag.types import Mode, Prove
 from langchain_kvrag._convert import engine_prefix
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
@@ -70,6 +70,9 @@ class KVRagModel(BaseModel):
     store_config: StoreConfig | None = None
     """Budgets and limits of the KV store."""
 
+    prove: Annotated[Prove, SkipValidation] = "auto"
+    """``"auto"``: prove once that reuse is exact for this model, else answer by full prefill; ``"off"``."""
+
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """For ``AutoModelForCausalLM.from_pretrained``."""
 
@@ -112,6 +115,7 @@ class KVRagModel(BaseModel):
             data["stop"] = [data["stop"]]
         super().__init__(**data)
         check_mode(self.mode)
+        check_prove(self.prove)
         build(SamplingConfig, self._sampling())
 
     @classmethod
@@ -158,6 +162,7 @@ class KVRagModel(BaseModel):
             "namespace": self.namespace,
             "repair": self.repair,
             "store_config": self.store_config,
+            "prove": self.prove,
         }
         return KVRagEngine.get(model if is_other else self.model, **options)
 

@@ -34,7 +34,7 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import build, check_mode
+from kvrag.config import build, check_mode, check_prove
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
@@ -99,6 +99,7 @@ class KVRagLLM(CustomLLM):
     mode: str = Field(default="auto", description="auto, full, prefix or stitch; see KVRagEngine.generate.")
     dtype: Any = Field(default="auto", description="auto: float32 on CPU, else the checkpoint's.")
     device: Any = Field(default=None, description="cpu, cuda, ...; default: CUDA if there is one.")
+    prove: str = Field(default="auto", description="auto: prove once that reuse is exact for this model; or off.")
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="For from_pretrained; also revision and store_config.", exclude=True
     )
@@ -119,6 +120,7 @@ class KVRagLLM(CustomLLM):
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
         self._check_request(self._defaults())
+        check_prove(self.prove)
 
     @classmethod
     def from_pretrained_model(cls, model: PreTrainedModel, tokenizer: Any, **options: Any) -> KVRagLLM:
@@ -144,6 +146,7 @@ class KVRagLLM(CustomLLM):
             namespace=self.namespace,
             dtype=self.dtype,
             device=self.device,
+            prove=self.prove,
             **self.model_kwargs,
         )
 

@@ -1,0 +1,369 @@
+"""The proof on a loaded model: it passes where reuse is exact, fails where something is wrong, and its result is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from texts import make_chunks
+
+import kvrag.acceptance
+import kvrag.trial
+from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
+from kvrag.acceptance import keep_proof, kept_proof, proof_file, proven
+from kvrag.attention import EVERYTHING, RowPlan
+from kvrag.layout import Layout
+from kvrag.models import CausalLM
+from kvrag.plain import PlainLM
+from kvrag.proof import Check, Proof, prove
+from kvrag.rope import RotaryTable
+from kvrag.testing.models import TINY, tiny_model
+
+CHUNKS = make_chunks(2, words=12)
+PROMPT = ["Read.\n", Chunk(CHUNKS[1]), "\n", Chunk(CHUNKS[0]), "\nWho?"]
+FAMILIES = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "olmo",
+    "llama4_text",
+    "phi",
+    "gptj",
+    "bloom",
+    "qwen3_moe",
+)
+
+
+def failed(proof: Proof) -> set[str]:
+    """Promises that a proof found broken."""
+    return {check.promise for check in proof.checks if not check.passed}
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_reuse_is_proven_for_every_accepted_architecture(name: str) -> None:
+    proof = prove(CausalLM(tiny_model(name)))
+    assert proof.passed, proof.failure
+    assert proof.max_error < 1e-3
+    assert all(check.limit <= 1e-3 for check in proof.checks), "in float32 no room for rounding is needed"
+    assert proof.fault > 10e-3, "a planted mistake must be seen"
+    assert not [n for n in proof.notes if "window" in n], "every window of these models is crossed"
+    assert len(proof.checks) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_proof_has_power_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    proof = prove(CausalLM(tiny_model(name, dtype=dtype)))
+    assert proof.passed, proof.failure
+    assert proof.is_conclusive, "room for rounding must be smaller than a planted mistake"
+
+
+def test_a_proof_that_could_miss_a_mistake_says_so(
+    count: Callable[[Proof], list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = CausalLM(tiny_model())
+    count(replace(GOOD, fault=1e-4))
+    assert proven(lm, "a fingerprint") is lm
+    assert "could miss a mistake" in caplog.text
+
+
+def test_the_proof_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("gemma2").train()
+    before, weights = model.config._attn_implementation, [p.clone() for p in model.parameters()]
+    assert prove(CausalLM(model)).passed
+    assert model.training
+    assert model.config._attn_implementation == before
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
+# -- what breaks a promise fails the proof ---------------------------------------------------------------------------------
+
+
+def test_a_mask_aligned_bottom_right_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of CacheBlend's and LMCache's code."""
+    original = RowPlan.__post_init__
+
+    def bottom_right(self: RowPlan) -> None:
+        rows = len(self.hi)
+        if 1 < rows < self.num_keys:
+            self.hi = torch.arange(self.num_keys - rows, self.num_keys)
+        original(self)
+
+    lm = CausalLM(tiny_model())
+    monkeypatch.setattr(RowPlan, "__post_init__", bottom_right)
+    assert "3" in failed(prove(lm))
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama4_text"])
+def test_a_dropped_window_is_found(name: str) -> None:
+    lm = CausalLM(tiny_model(name))
+    lm._reach = dict.fromkeys(lm._reach, EVERYTHING)
+    assert "0" in failed(prove(lm))
+
+
+@pytest.mark.parametrize(("name", "option"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
+def test_a_dropped_option_of_attention_is_found(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvrag.models.switch as switch
+
+    real = switch.ragged_attention
+    monkeypatch.setattr(switch, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
+    assert "0" in failed(prove(CausalLM(tiny_model(name))))
+
+
+def test_where_transformers_attentions_disagree_the_eager_one_decides() -> None:
+    model = tiny_model("falcon-alibi")
+    assert model.config._attn_implementation == "sdpa"
+    proof = prove(CausalLM(model))
+    assert proof.passed
+    assert "'sdpa' attention differs from its 'eager' one" in proof.notes[0]
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_keys_turned_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = CausalLM(tiny_model())
+    real = RotaryTable.rotate
+
+    def one_off(self: RotaryTable, keys: torch.Tensor, rows: Any) -> torch.Tensor:
+        at = torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return real(self, keys, (at - 1).clamp_min(0))
+
+    monkeypatch.setattr(RotaryTable, "rotate", one_off)
+    assert {"1", "2", "4"} <= failed(prove(lm))
+
+
+def test_values_of_another_row_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kvrag.trial.encode_chunks
+
+    def mixed(*args: Any) -> Any:
+        first, *rest = real(*args)
+        layers = tuple(replace(layer, values=layer.values.roll(1, dims=1)) for layer in first.layers)
+        return [replace(first, layers=layers), *rest]
+
+    monkeypatch.setattr(kvrag.trial, "encode_chunks", mixed)
+    assert {"1", "2"} <= failed(prove(CausalLM(tiny_model())))
+
+
+def test_a_repair_that_forgets_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kvrag.trial.repair
+
+    def lazy(lm: Any, buffer: Any, layout: Layout, ids: Any, selected: torch.Tensor, **options: Any) -> torch.Tensor:
+        return real(lm, buffer, layout, ids, selected[1:], **options)
+
+    monkeypatch.setattr(kvrag.trial, "repair", lazy)
+    assert "1" in failed(prove(CausalLM(tiny_model())))
+
+
+def test_weights_that_are_not_finite_prove_nothing() -> None:
+    lm = CausalLM(tiny_model())
+    with torch.no_grad():
+        next(lm.model.parameters()).fill_(float("nan"))
+    assert not prove(lm).passed
+    assert not Proof((), (), 0, 0.0, 0.0).passed, "no checks, no proof"
+
+
+def test_a_window_longer_than_the_prompt_is_said_not_to_be_crossed() -> None:
+    model = tiny_model("mistral")
+    model.config.sliding_window = 2048
+    for module in model.modules():
+        if hasattr(module, "sliding_window"):
+            module.sliding_window = 2048
+    proof = prove(CausalLM(model))
+    assert proof.passed
+    assert proof.notes == (f"the sliding window of 2048 was not crossed: the proof's prompt has {proof.tokens} tokens",)
+
+
+def test_a_short_context_window_gets_a_short_prompt() -> None:
+    model = tiny_model()
+    model.config.max_position_embeddings = 24
+    proof = prove(CausalLM(model))
+    assert proof.passed
+    assert proof.tokens < 24
+
+
+# -- what comes of a proof -------------------------------------------------------------------------------------------------
+
+GOOD = Proof((Check("1", "a claim", 1e-6, 1e-3, "logits"),), ("a note",), 32, 2.5, 0.1)
+BAD = replace(GOOD, checks=(replace(GOOD.checks[0], error=0.5),))
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Proof], list[int]]:
+    """Let :func:`prove` return a given proof, count its calls, and keep proofs in a directory of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def install(result: Proof) -> list[int]:
+        calls: list[int] = []
+
+        def fake(lm: CausalLM) -> Proof:
+            calls.append(1)
+            return result
+
+        monkeypatch.setattr(kvrag.acceptance, "prove", fake)
+        return calls
+
+    return install
+
+
+def test_a_failed_proof_refuses_reuse_and_answers_in_full(
+    count: Callable[[Proof], list[int]], tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    count(BAD)
+    model = tiny_model()
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    answer = engine.generate(PROMPT, mode="stitch", max_new_tokens=16)
+    prompt = torch.tensor([answer.prompt_ids])
+    expected = model.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    assert answer.token_ids == expected[0, prompt.shape[1] :].tolist()
+    assert answer.exactness == "full"
+    reason = "the proof on this model failed: a claim (largest difference 0.5, allowed 0.001)"
+    assert reason in (answer.fallback_reason or "")
+    assert reason in str(engine.explain(PROMPT))
+    assert reason in caplog.text
+    with pytest.raises(UnsupportedModelError, match="a claim"):
+        engine.precompute(CHUNKS)
+
+
+def test_kv_that_was_stored_before_is_not_used_by_a_refused_model(
+    count: Callable[[Proof], list[int]], tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny_model()
+    trusting = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path / "kv", prove="off")
+    trusting.precompute(CHUNKS)
+    assert trusting.prefill(PROMPT, mode="stitch").cached_tokens > 0
+    count(BAD)
+    refused = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path / "kv")
+    assert refused.prefill(PROMPT, mode="stitch").cached_tokens == 0
+    assert refused.explain(PROMPT).hits == 0
+
+
+def test_a_proof_that_cannot_run_refuses_reuse(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path) -> None:
+    def broken(lm: CausalLM) -> Proof:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kvrag.acceptance, "prove", broken)
+    engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer)
+    assert "its proof could not run (RuntimeError: no kernel for this)" in (
+        engine.prefill("Who?").fallback_reason or ""
+    )
+
+
+def test_a_model_whose_probing_fails_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    def broken(model: Any) -> CausalLM:
+        raise AttributeError("no such layer")
+
+    monkeypatch.setattr(kvrag.acceptance, "CausalLM", broken)
+    lm = kvrag.acceptance.accept(tiny_model())
+    assert isinstance(lm, PlainLM)
+    assert "could not be probed (AttributeError: no such layer)" in lm.refusal
+
+
+def test_a_passed_proof_is_kept_and_a_damaged_one_is_made_again(count: Callable[[Proof], list[int]]) -> None:
+    calls, lm = count(GOOD), CausalLM(tiny_model())
+    for _ in range(3):
+        assert proven(lm, "a fingerprint") is lm
+    assert len(calls) == 1
+    file = proof_file(lm, "a fingerprint")
+    assert kept_proof(file) == GOOD
+    assert not list(file.parent.glob("*.tmp"))
+    nan = GOOD.to_dict() | {"checks": [{**GOOD.to_dict()["checks"][0], "error": float("nan")}]}
+    damaged = ["", "{", "[]", "null", json.dumps({"checks": []}), json.dumps(BAD.to_dict()), json.dumps(nan)]
+    for made, text in enumerate(damaged, start=2):
+        file.write_text(text)
+        assert kept_proof(file) is None
+        assert proven(lm, "a fingerprint") is lm
+        assert len(calls) == made, text
+    assert kept_proof(file) == GOOD
+
+
+def test_a_failed_proof_is_not_kept(count: Callable[[Proof], list[int]]) -> None:
+    calls, lm = count(BAD), CausalLM(tiny_model())
+    for made in (1, 2):
+        assert isinstance(proven(lm, "a fingerprint"), PlainLM)
+        assert len(calls) == made
+    assert not proof_file(lm, "a fingerprint").exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(
+    count: Callable[[Proof], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    calls, lm = count(GOOD), CausalLM(tiny_model())
+    assert proven(lm, "x") is lm
+    assert proven(lm, "x") is lm
+    assert len(calls) == 2
+
+
+def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = CausalLM(tiny_model())
+    names = [proof_file(lm, "one"), proof_file(lm, "two")]
+    names.append(proof_file(CausalLM(tiny_model(dtype=torch.bfloat16)), "one"))
+    eager = tiny_model()
+    eager.config._attn_implementation = "eager"
+    names.append(proof_file(CausalLM(eager), "one"))
+    for target, value in ((kvrag, "__version__"), (torch, "__version__"), (kvrag.acceptance, "PROOF_VERSION")):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, value, "another")
+            names.append(proof_file(lm, "one"))
+    with monkeypatch.context() as patch:
+        patch.setattr(kvrag.acceptance, "_installed", lambda package: "another")
+        names.append(proof_file(lm, "one"))
+    assert len(set(names)) == len(names)
+    assert proof_file(lm, "one") == names[0]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert proof_file(lm, "one").is_relative_to("/somewhere/.cache/kvrag/proofs")
+
+
+def test_keeping_replaces_a_proof_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "proofs" / "x.json"
+    keep_proof(file, BAD)
+    keep_proof(file, GOOD)
+    assert kept_proof(file) == GOOD
+
+
+def test_proving_can_be_switched_off(count: Callable[[Proof], list[int]], tiny_dir: str, tmp_path: Path) -> None:
+    calls = count(BAD)
+    engine = KVRagEngine.from_pretrained(tiny_dir, prove="off")
+    assert isinstance(engine.loaded.lm, CausalLM)
+    assert calls == []
+    assert isinstance(KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv").loaded.lm, PlainLM), "not shared"
+    with pytest.raises(ConfigError, match="prove is 'always'; it must be 'auto'"):
+        KVRagEngine.from_pretrained(tiny_dir, prove="always")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean 'prove'"):
+        KVRagEngine.from_pretrained(tiny_dir, proves="off")
+
+
+def test_a_shared_engine_is_told_apart_by_prove(tiny_dir: str) -> None:
+    on, off = KVRagEngine.get(tiny_dir), KVRagEngine.get(tiny_dir, prove="off")
+    assert on is not off
+    assert off is KVRagEngine.get(tiny_dir, prove="off")
+    on.close()
+    off.close()
+
+
+def test_both_frameworks_pass_it_on(tiny_dir: str) -> None:
+    chat = pytest.importorskip("langchain_kvrag").ChatKVRag(model=tiny_dir, prove="off")
+    index = pytest.importorskip("llama_index.llms.kvrag").KVRagLLM(model=tiny_dir, prove="off")
+    assert chat.engine.source.prove == index.engine.source.prove == "off"
+    for make in (type(chat), type(index)):
+        with pytest.raises(ConfigError, match="prove is 'never'"):
+            make(model=tiny_dir, prove="never")
+
+
+def test_what_is_explained_of_a_prompt_beyond_the_regime_of_its_angles(tokenizer: Any) -> None:
+    engine = KVRagEngine.from_pretrained(tiny_model("phi3-longrope"), tokenizer=tokenizer)
+    engine.precompute(CHUNKS)
+    assert engine.explain(PROMPT, mode="stitch").hits == 2
+    explanation = engine.explain(["x " * 1500, *PROMPT], mode="stitch")
+    assert explanation.prompt_tokens > engine.loaded.reusable.reuse_window
+    assert (explanation.mode, explanation.hits) == ("full", 0)
+    assert "other angles" in str(explanation)
