@@ -104,9 +104,6 @@ def check_source(source: ModelSource) -> None:
             f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "
             "PeftModel"
         )
-    for name, value in source.extra_keys.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigError(f"extra_keys holds {name!r}: {value!r}; names and values must be strings")
     check_prove(source.prove)
     resolve_device(source)
     resolve_dtype(source)

@@ -55,6 +55,9 @@ class ModelSource:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(self.model))
+        for name, value in self.extra_keys.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise ConfigError(f"extra_keys holds {name!r}: {value!r}; names and values must be strings")
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -362,7 +362,7 @@ def test_extra_keys_must_be_strings(tiny_dir: str) -> None:
     from kvrag import ConfigError
 
     with pytest.raises(ConfigError, match="extra_keys"):
-        load(ModelSource(tiny_dir, extra_keys={"a": 1}))  # type: ignore[dict-item]
+        ModelSource(tiny_dir, extra_keys={"a": 1})  # type: ignore[dict-item]
 
 
 def test_local_weights_are_known_by_content_not_by_path(tmp_path: Path) -> None:
