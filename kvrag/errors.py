@@ -7,7 +7,7 @@
     ├── InputError             (ValueError)    a prompt, chunk or document can't be used
     │   └── ContextLengthError                 prompt and answer don't fit the model's context window
     ├── ModelError             (RuntimeError)  a model can't be found or loaded
-    │   └── UnsupportedModelError              its attention is not one that kvrag has proven exact
+    │   └── UnsupportedModelError              its KV can't be reused, so nothing can be stored for it
     ├── StoreError             (OSError)       the store's directory can't be used at all
     │   └── StoreFormatError                   it was written by a newer kvrag
     ├── OutOfMemoryError       (MemoryError)   the request doesn't fit, even without reuse
@@ -44,7 +44,7 @@ class ModelError(KVRagError, RuntimeError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model's attention is not among those that kvrag has proven exact."""
+    """The model's KV can't be reused: what would be stored could not be moved exactly. It answers all the same, by full prefill."""
 
 
 class StoreError(KVRagError, OSError):

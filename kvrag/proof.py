@@ -10,8 +10,8 @@ the result by more: how much a planted one does (a chunk's keys one row off) is 
 of experts may send a row to another expert for a rounding; such a chance does not repeat, a mistake does, so a proof that fails there is
 tried with other tokens, twice.
 
-**Which attention.** The model's own, as it was loaded. Some models don't mean the same by all of them (transformers 5.17 drops Gemma 2's
-soft cap with SDPA, and Falcon's SDPA reads ALiBi otherwise): where the own one differs, the eager one decides, and a note says so.
+**Which attention.** The model's own, as it was loaded. Some don't mean the same by all of them (SDPA drops Gemma 2's soft cap, and is the
+default with transformers 5.17): where the own one differs, the eager one, the modelling file's, decides, and a note says so.
 """
 
 from __future__ import annotations

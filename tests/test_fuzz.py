@@ -97,6 +97,7 @@ def model_options(name: str, draw: random.Random) -> dict[str, Any]:
         return options
     kv_heads = draw.choice([1, 2, 4])
     options |= {
+        "hidden_size": 96,  # some architectures insist that it is a multiple of the heads
         "num_hidden_layers": draw.randint(1, 3),
         "num_key_value_heads": kv_heads,
         "num_attention_heads": kv_heads * draw.choice([1, 2, 3]),
@@ -125,7 +126,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(TINY, "fuzz", model_options(self.name, draw))
             self.model = tiny_model("fuzz", seed=draw.randrange(10**6))
-        self.model.set_attn_implementation("eager")  # the reference: see kvrag/proof.py
+        self.model.config._attn_implementation = "eager"  # the reference: see kvrag/proof.py
         self.engine = KVRagEngine.from_pretrained(
             self.model, tokenizer=tokenizer, prefix=PREFIX, store_config=StoreConfig(min_chunk_tokens=1)
         )

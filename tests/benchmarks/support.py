@@ -88,7 +88,7 @@ def accepted_row(name: str) -> dict[str, Any]:
         return {**row, "reuse": "refused", "why": lm.refusal}
     row |= {"rope": rope_of(lm), "windows": windows_of(lm)}
     proof = prove(lm)
-    model.set_attn_implementation("eager")  # what the rest is compared with: see kvrag/proof.py
+    model.config._attn_implementation = "eager"  # what the rest is compared with: see kvrag/proof.py
     engine.precompute([*CHUNKS, *FAR])
     far: list[str | Chunk] = [PREFIX + "\n\n".join(FAR) + "\n\n", Chunk(CHUNKS[0]), "\n\nWhere?"]
     errors = {
