@@ -22,7 +22,7 @@ from kvrag.models import CausalLM
 from kvrag.plain import PlainLM
 from kvrag.proof import Check, Proof, prove
 from kvrag.rope import RotaryTable
-from kvrag.testing.models import TINY, tiny_model
+from kvrag.testing.models import TINY, save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(2, words=12)
 PROMPT = ["Read.\n", Chunk(CHUNKS[1]), "\n", Chunk(CHUNKS[0]), "\nWho?"]
@@ -340,14 +340,15 @@ def test_keeping_replaces_a_proof_as_a_whole(tmp_path: Path) -> None:
     assert kept_proof(file) == GOOD
 
 
-def test_proving_can_be_switched_off(count: Callable[[Proof], list[int]], tiny_dir: str, tmp_path: Path) -> None:
+def test_proving_can_be_switched_off(count: Callable[[Proof], list[int]], tmp_path: Path) -> None:
+    own_dir = save_tiny_model(tmp_path / "model")  # not loaded, and so not proven, by any other test
     calls = count(BAD)
-    engine = KVRagEngine.from_pretrained(tiny_dir, prove="off")
+    engine = KVRagEngine.from_pretrained(own_dir, prove="off")
     assert isinstance(engine.loaded.lm, CausalLM)
     assert calls == []
-    assert isinstance(KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv").loaded.lm, PlainLM), "not shared"
+    assert isinstance(KVRagEngine.from_pretrained(own_dir, kv_dir=tmp_path / "kv").loaded.lm, PlainLM), "not shared"
     with pytest.raises(ConfigError, match="prove is 'always'; it must be 'auto'"):
-        KVRagEngine.from_pretrained(tiny_dir, prove="always")  # type: ignore[arg-type]
+        KVRagEngine.from_pretrained(own_dir, prove="always")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean 'prove'"):
         KVRagEngine.from_pretrained(tiny_dir, proves="off")
 
