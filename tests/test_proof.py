@@ -350,7 +350,7 @@ def test_proving_can_be_switched_off(count: Callable[[Proof], list[int]], tmp_pa
     with pytest.raises(ConfigError, match="prove is 'always'; it must be 'auto'"):
         KVRagEngine.from_pretrained(own_dir, prove="always")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean 'prove'"):
-        KVRagEngine.from_pretrained(tiny_dir, proves="off")
+        KVRagEngine.from_pretrained(own_dir, proves="off")
 
 
 def test_a_shared_engine_is_told_apart_by_prove(tiny_dir: str) -> None:
