@@ -142,7 +142,7 @@ def precompute_texts(
         elif length >= room:
             run.fail(
                 job,
-                f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the context window, or the part of it that reuse holds for",
+                f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the context window that reuse holds for",
             )
         elif run.link(job):
             run.skipped += 1
