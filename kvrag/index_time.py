@@ -141,7 +141,7 @@ def precompute_texts(
             run.skipped += 1
         elif length >= room:
             run.fail(
-                job, f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the window that reuse holds for"
+                job, f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the context window that reuse holds for"
             )
         elif run.link(job):
             run.skipped += 1
