@@ -216,6 +216,7 @@ def fuzz(result: dict[str, Any]) -> str:
         ["failed", str(result["failed"])],
         ["compared with transformers", f"{result['comparisons']:,} prefills labelled exact or full"],
         ["largest difference of logits", f"{result['largest']:.1e} (allowed {result['tolerance']:g})"],
+        ["without a result: an expert's choice hangs on a rounding", str(result["ties"])],
         ["labelled repaired", f"{sum(n for label, n in labels.items() if label.endswith('repaired')):,}"],
     ]
     m = result["machine"]

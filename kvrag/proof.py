@@ -6,9 +6,9 @@ the two must agree on is what the tests promise for tiny models (docs/promises.m
 **Limits.** A check may differ by 1e-3; float32 stays far below. Where it differs by more, what rounding does to this model is measured
 between transformers and itself: the prompt in one piece against two, and against embeddings that are moved by one unit in the last place,
 which shows how this model amplifies a rounding whatever attention it uses. Twice as much is then allowed. A mistake is seen if it moves
-the result by more: how much a planted one does (a chunk's keys one row off) is measured, too, and reported. In low precision a mixture
-of experts may send a row to another expert for a rounding; such a chance does not repeat, a mistake does, so a proof that fails there is
-tried with other tokens, twice.
+the result by more: how much a planted one does (a chunk's keys one row off) is measured, too, and reported. A mixture of experts may
+send a row to another expert for a rounding (in float32, too, if rarely); such a chance does not repeat, a mistake does, so a proof that
+fails is tried with other tokens, twice.
 
 **Which attention.** The model's own, as it was loaded. Some don't mean the same by all of them (SDPA drops Gemma 2's soft cap, and is the
 default with transformers 5.17): where the own one differs, the eager one, the modelling file's, decides, and a note says so.
@@ -60,6 +60,9 @@ CROSSABLE_WINDOW = 512
 
 EAGER = "eager"
 """Transformers' reference attention: the code of the modelling file itself."""
+
+ATTEMPTS = 3
+"""Draws of tokens: what fails with every one of them is no chance."""
 
 FAR = 1500
 """How far keys are moved, in rows, where the context window allows."""
@@ -187,8 +190,7 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
         See there; ask for ``.passed``.
     """
     start = time.perf_counter()
-    attempts = 1 if lm.dtype == torch.float32 else 3
-    for attempt in range(attempts):
+    for attempt in range(ATTEMPTS):
         proof = _prove_once(lm, seed + attempt)
         if proof.passed and proof.is_conclusive:
             break

@@ -135,15 +135,15 @@ def taken_by(model: Any, options: dict[str, Any]) -> dict[str, Any]:
 def measure_noise(lm: CausalLM, ids: torch.Tensor, own: Run, attention: str | None) -> Noise:
     """Measure how far transformers is from itself."""
     others = [run_own(lm, ids, pieces=2, attention=attention)]
-    with _moved_embeddings(lm):
+    with moved_embeddings(lm):
         others.append(run_own(lm, ids, attention=attention))
     return Noise(max(gap(o.logits, own.logits) for o in others), max(kv_distance(o.kv, own.kv) for o in others))
 
 
 @contextmanager
-def _moved_embeddings(lm: CausalLM) -> Iterator[None]:
+def moved_embeddings(lm: CausalLM, seed: int = 0) -> Iterator[None]:
     """Move every embedding by one unit in the last place, up or down: a rounding that the model then amplifies."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
 
     def move(_: torch.nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         signs = (torch.randint(0, 2, output.shape, generator=random) * 2 - 1).to(output.device)

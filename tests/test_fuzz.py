@@ -24,6 +24,7 @@ from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.config import STRATEGIES
 from kvrag.models import CausalLM
 from kvrag.testing.models import TINY, tiny_model
+from kvrag.trial import moved_embeddings
 
 CASES = int(os.environ.get("KVRAG_FUZZ_CASES", "300"))
 SEED = int(os.environ.get("KVRAG_FUZZ_SEED", "0"))
@@ -69,7 +70,10 @@ class Summary:
 
     largest: float = 0.0
     cases: int = 0
+    failed: int = 0
     comparisons: int = 0
+    ties: int = 0
+    """Comparisons without a result, because transformers differs as much from itself; see :meth:`World.is_tied`."""
     seconds: float = 0.0
     by_model: Counter[str] = field(default_factory=Counter)
     labels: Counter[str] = field(default_factory=Counter)
@@ -85,7 +89,7 @@ def summary() -> Iterator[Summary]:
         sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
         from common import machine, write_result
 
-        values = {"seed": SEED, "tolerance": TOLERANCE, "failed": 0, **vars(made)}
+        values = {"seed": SEED, "tolerance": TOLERANCE, **vars(made)}
         counters = {name: dict(sorted(v.items())) for name, v in values.items() if isinstance(v, Counter)}
         write_result("fuzz", {"machine": machine(), **values, **counters})
 
@@ -146,6 +150,17 @@ class World:
         with torch.inference_mode():
             return self.model(torch.tensor([ids])).logits[0, -1]
 
+    def is_tied(self, ids: list[int], expected: torch.Tensor) -> bool:
+        """Whether transformers differs from itself as much when embeddings are moved by one unit in the last place.
+
+        A row that two experts would take with equal right goes to the one or the other for a rounding, and is another row then.
+        """
+        for seed in range(16):
+            with moved_embeddings(self.engine.loaded.reusable, seed):
+                if float((self.reference(ids) - expected).abs().max()) > TOLERANCE:
+                    return True
+        return False
+
 
 def run_case(number: int, world: World, summary: Summary) -> None:
     """Compare one prompt's results, in every mode and with one random repair, with transformers' own forward."""
@@ -166,7 +181,9 @@ def run_case(number: int, world: World, summary: Summary) -> None:
         assert distance == distance, f"not finite: {what}"
         assert result.cached_tokens + result.repaired_tokens + result.computed_tokens == result.prompt_tokens, what
         assert result.exactness != "repaired" or repair is some, f"should be exact: {what}"
-        if result.exactness != "repaired":
+        if result.exactness != "repaired" and distance >= TOLERANCE and world.is_tied(result.prompt_ids, expected):
+            summary.ties += 1
+        elif result.exactness != "repaired":
             assert distance < TOLERANCE, f"off by {distance:.3g}: {what}"
             summary.largest = max(summary.largest, distance)
             summary.comparisons += 1
@@ -184,7 +201,9 @@ def test_what_is_labelled_exact_is_what_transformers_computes(number: int, token
     first = number * CASES_PER_MODEL
     for case in range(first, min(first + CASES_PER_MODEL, max(CASES, first + 1))):
         if ONLY is None or case == int(ONLY):
+            summary.failed += 1
             run_case(case, world, summary)
+            summary.failed -= 1
     world.engine.close()
     summary.seconds += time.perf_counter() - start
 
@@ -194,6 +213,7 @@ def test_enough_was_compared(summary: Summary) -> None:
     if ONLY is not None or CASES < 300:
         pytest.skip("a part of the cases")
     assert summary.cases == CASES
+    assert summary.ties <= max(1, CASES * 0.002), "ties are rare: a few in ten thousand comparisons"
     assert summary.labels["stitch: exact"] > CASES * 0.9
     assert summary.labels["stitch: repaired"] > CASES * 0.4
     assert summary.labels["prefix: exact"] > CASES * 0.2
