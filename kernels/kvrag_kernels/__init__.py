@@ -1,1 +1,10 @@
-"""CUDA kernels of kvrag; none is built yet, kvrag runs on torch without them."""
+"""The kernels of kvrag as torch ops, with a torch path behind each: ``kvrag::ragged_attention``.
+
+Nothing here imports kvrag: the package can be used alone. The reference of every op is in :mod:`kvrag_kernels.reference`.
+"""
+
+from __future__ import annotations
+
+from kvrag_kernels.ops import ragged_attention
+
+__all__ = ["ragged_attention"]
