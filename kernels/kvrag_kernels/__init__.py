@@ -5,6 +5,7 @@ Nothing here imports kvrag: the package can be used alone. The reference of ever
 
 from __future__ import annotations
 
-from kvrag_kernels.ops import ragged_attention
+from kvrag_kernels.ops import ragged_attention, ragged_plan
+from kvrag_kernels.runtime import build, info
 
-__all__ = ["ragged_attention"]
+__all__ = ["build", "info", "ragged_attention", "ragged_plan"]

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import torch
 
-from kvrag_kernels import torch_path
+from kvrag_kernels import launch, runtime, torch_path
 
 _LIBRARY: Any = torch.library.Library("kvrag", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "ragged_attention(Tensor q, Tensor k, Tensor v, Tensor hi, Tensor? lo=None, SymInt prefix=0, *, float scale, "
-    "float softcap=0.0, Tensor? sinks=None) -> (Tensor, Tensor)"
+    "float softcap=0.0, Tensor? sinks=None, Tensor? plan=None) -> (Tensor, Tensor)"
 )
+_LIBRARY.define("ragged_plan(Tensor q, Tensor k, Tensor hi, Tensor? lo=None, SymInt prefix=0) -> Tensor")
 
 
 def ragged_attention(
@@ -29,6 +30,7 @@ def ragged_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with an exact limit per row: row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``.
 
@@ -55,6 +57,8 @@ def ragged_attention(
         If not 0, scores become ``softcap · tanh(scores / softcap)`` (Gemma 2).
     sinks
         One learned extra score per head ``(H,)``, which takes probability and gives nothing (GPT-OSS).
+    plan
+        What :func:`ragged_plan` returned for the same shapes, limits and prefix; ``None``: made anew.
 
     Returns
     -------
@@ -69,8 +73,31 @@ def ragged_attention(
         If shapes, dtypes or options don't fit together.
     """
     _check(q, k, v, hi, lo, scale, softcap, sinks)
-    result = torch.ops.kvrag.ragged_attention(q, k, v, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks)
+    result = torch.ops.kvrag.ragged_attention(
+        q, k, v, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks, plan=plan
+    )
     return cast(tuple[torch.Tensor, torch.Tensor], result)
+
+
+def ragged_plan(
+    q: torch.Tensor, k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None = None, prefix: int = 0
+) -> torch.Tensor:
+    """Plan :func:`ragged_attention` once for all layers of a forward, on the device: which tiles each row needs, split evenly.
+
+    Parameters
+    ----------
+    q, k
+        Of any layer with these limits: shapes and dtype count, values don't.
+    hi, lo, prefix
+        As for :func:`ragged_attention`.
+
+    Returns
+    -------
+    torch.Tensor
+        Int32, to be passed as ``plan``; of length 0 where torch computes. Opaque, and good for one device model only.
+    """
+    _check(q, k, k, hi, lo, 1.0, 0.0, None)
+    return cast(torch.Tensor, torch.ops.kvrag.ragged_plan(q, k, hi, lo, prefix))
 
 
 def _check(
@@ -125,6 +152,7 @@ def _fake(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2)
@@ -142,9 +170,29 @@ def _compute(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if q.is_cuda:
+        done = runtime.attend(launch.Call(q, k, v, hi, lo, prefix, scale, softcap, sinks), plan)
+        if done is not None:
+            return done
     return torch_path.attend(q, k, v, hi, lo, prefix, scale, softcap, sinks)
 
 
+def _plan(
+    q: torch.Tensor, k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None = None, prefix: int = 0
+) -> torch.Tensor:
+    made = runtime.make_plan(launch.Call(q, k, k, hi, lo, prefix, 1.0)) if q.is_cuda else None
+    return q.new_empty(0, dtype=torch.int32) if made is None else made
+
+
+def _fake_plan(
+    q: torch.Tensor, k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None = None, prefix: int = 0
+) -> torch.Tensor:
+    return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
+
+
+_LIBRARY.impl("ragged_plan", _plan, "CompositeExplicitAutograd")
+torch.library.register_fake("kvrag::ragged_plan", _fake_plan, lib=_LIBRARY)
 _LIBRARY.impl("ragged_attention", _compute, "CompositeExplicitAutograd")
 torch.library.register_fake("kvrag::ragged_attention", _fake, lib=_LIBRARY)

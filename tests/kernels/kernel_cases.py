@@ -43,7 +43,7 @@ def limits_of(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, tor
     if case.limits == "unsorted":
         return hi[torch.randperm(rows, generator=generator)], None
     if case.limits == "window":
-        return hi, hi - 16
+        return hi, hi - 40
     if case.limits == "empty":  # every third row sees nothing; so does the whole first block of rows
         lo = torch.where(torch.arange(rows) % 3 == 0, hi + 1, torch.zeros_like(hi))
         return torch.where(torch.arange(rows) < 40, torch.full_like(hi, -1), hi), lo
@@ -100,6 +100,7 @@ CASES = [
     replace(BASE, name="window", limits="window", rows=90, keys=200),
     replace(BASE, name="window-sinks", limits="window", rows=90, keys=200, prefix=4, dim=128),
     replace(BASE, name="empty", limits="empty", rows=100),
+    replace(BASE, name="empty-tile", limits="empty", rows=100, heads=8),
     replace(BASE, name="empty-prefix", limits="empty", rows=100, prefix=5),
     replace(BASE, name="chunks", limits="chunks", prefix=70, rows=130, keys=200),
     replace(BASE, name="beyond", limits="beyond", prefix=3),
