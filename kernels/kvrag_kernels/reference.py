@@ -57,3 +57,14 @@ def attention(
     """Return what :func:`kvrag_kernels.ragged_attention` has to return, in float64."""
     p, lse = probabilities(q, k, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks)
     return p @ v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate the first ``R`` channels of ``x (H_kv, T, D)`` by ``cos, sin (T, R / 2)``, in float64, one pair at a time."""
+    x, half = x.double().clone(), cos.shape[1]
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        one, two = x[..., a].clone(), x[..., b].clone()
+        c, s = cos[:, i].double(), sin[:, i].double()
+        x[..., a], x[..., b] = one * c - two * s, two * c + one * s
+    return x

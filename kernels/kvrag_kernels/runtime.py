@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from kvrag_kernels import cubin_cache, launch, nvrtc, sources
+from kvrag_kernels import cubin_cache, launch, nvrtc, sources, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
 from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, Geometry, geometry_of, supports
+from kvrag_kernels.stitch_launch import Stitching
 
 MODES = ("auto", "torch", "mma", "sm90")
 """Values of ``KVRAG_KERNEL``; ``sm90`` is reserved: there is no such kernel yet, and it means ``mma``."""
 
-_ATTENTION = "ragged_mma.cu"
+_ATTENTION, _STITCH = "ragged_mma.cu", "stitch.cu"
 
 
 def mode() -> str:
@@ -135,6 +136,26 @@ def make_plan(call: launch.Call) -> torch.Tensor | None:
     except DriverError as error:
         modules.give_up(variant, call.q.device.index, error)
         return None
+
+
+def stitch(call: Stitching) -> bool:
+    """Run the stitch kernel; returns whether it could be."""
+    device = call.out_keys[0].device
+    options = None if torch.version.cuda is None or mode() == "torch" else stitch_launch.defines(call)
+    capability = torch.cuda.get_device_capability(device) if options else (0, 0)
+    if options is None or capability < (7, 5) or ("-DBF16=1" in options and capability < (8, 0)):
+        return False
+    variant = Variant(_STITCH, options, arch_of(capability))
+    module = modules.get(variant, device.index)
+    if module is None:
+        return False
+    try:
+        with torch.cuda.device(device):
+            stitch_launch.run(module, call, lambda x: x.pin_memory().to(device, non_blocking=True))
+    except DriverError as error:
+        modules.give_up(variant, device.index, error)
+        return False
+    return True
 
 
 def _module_for(call: launch.Call) -> tuple[Variant, CudaModule, Geometry] | None:

@@ -1,4 +1,4 @@
-"""The stitch op: stored KV of all layers and segments to its rows of the buffer, dequantised, corrected and rotated. Torch path and checks."""
+"""The stitch op in torch, and its checks: stored KV to its rows of the buffer, dequantised, corrected and rotated."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class Stored:
     def is_plain(self) -> bool:
         """Whether the stored bits are the values."""
         return self.scales is None and self.residual is None
+
+    def to(self, device: torch.device) -> Stored:
+        """Return the part on a device."""
+        moved = (x if x is None else x.to(device, non_blocking=True) for x in (self.data, self.scales, self.residual))
+        return Stored(*moved)  # type: ignore[arg-type]
 
     def read(self) -> torch.Tensor:
         """Return the values in float32, ``(H_kv, T, D)``."""
@@ -94,6 +99,7 @@ def stitch_in_torch(
             kept = (~skip[rows]).nonzero()[:, 0]
             target = kept + rows.start
         out_k, out_v = out_keys[layer], out_values[layer]
+        k, v = k.to(out_k.device), v.to(out_v.device)
         new_k = _keys(k, cos, sin, tables[layer], rows, interleaved, out_k.dtype)
         new_v = v.data if v.is_plain else v.read()
         if skip is not None:
@@ -143,8 +149,12 @@ def check(
             layer, segment = divmod(index, len(starts))
             _check_part(f"{name} of layer {layer}, segment {segment}", part, outs[layer], starts[segment])
     for layer, table in enumerate(tables):
-        needed = max((s + p.data.shape[1] for s, p in zip(starts, keys[layer * len(starts) :], strict=False)), default=0)
-        if table >= cos.shape[0] or (table >= 0 and (cos.shape[1] < needed or 2 * cos.shape[2] > out_keys[layer].shape[2])):
+        needed = max(
+            (s + p.data.shape[1] for s, p in zip(starts, keys[layer * len(starts) :], strict=False)), default=0
+        )
+        if table >= cos.shape[0] or (
+            table >= 0 and (cos.shape[1] < needed or 2 * cos.shape[2] > out_keys[layer].shape[2])
+        ):
             raise ValueError(
                 f"layer {layer} asks for {needed} rows of table {table}, and cos has the shape {tuple(cos.shape)}; pass more rows or tables"
             )
@@ -155,17 +165,31 @@ def check(
 def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:
     data, scales = part.data, part.scales
     if data.dtype not in CODECS and data.dtype != out.dtype:
-        raise ValueError(f"{name} are {data.dtype}; stored KV is one of {', '.join(map(str, CODECS))}, or of the buffer's dtype")
+        raise ValueError(
+            f"{name} are {data.dtype}; stored KV is one of {', '.join(map(str, CODECS))}, or of the buffer's dtype"
+        )
     if data.dim() != 3 or out.dim() != 3 or data.shape[0] != out.shape[0] or part.dim != out.shape[2]:
-        raise ValueError(f"{name} have the shape {tuple(data.shape)} and their buffer {tuple(out.shape)}: heads or head dims differ")
+        raise ValueError(
+            f"{name} have the shape {tuple(data.shape)} and their buffer {tuple(out.shape)}: heads or head dims differ"
+        )
     if start < 0 or start + data.shape[1] > out.shape[1]:
-        raise ValueError(f"{name} need rows {start} to {start + data.shape[1]} of a buffer of {out.shape[1]} rows; make it larger")
+        raise ValueError(
+            f"{name} need rows {start} to {start + data.shape[1]} of a buffer of {out.shape[1]} rows; make it larger"
+        )
     is_quantised = CODECS.get(data.dtype, "same") != "same"
     if is_quantised != (scales is not None):
-        raise ValueError(f"{name} are {data.dtype} {'without' if is_quantised else 'with'} scales; quantised data alone needs them")
+        raise ValueError(
+            f"{name} are {data.dtype} {'without' if is_quantised else 'with'} scales; quantised data alone needs them"
+        )
     if scales is not None:
         fits = scales.dim() == 3 and scales.shape[0] == data.shape[0] and scales.shape[1] in (1, data.shape[1])
         if scales.dtype != torch.float16 or not fits or part.dim % scales.shape[2]:
-            raise ValueError(f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, 1 or T, a divisor of D)")
-    if part.residual is not None and (part.residual.dtype != torch.float32 or part.residual.shape != (data.shape[0], part.dim)):
-        raise ValueError(f"{name} have a residual {part.residual.dtype} {tuple(part.residual.shape)}; it needs float32 (H_kv, D)")
+            raise ValueError(
+                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, 1 or T, a divisor of D)"
+            )
+    if part.residual is not None and (
+        part.residual.dtype != torch.float32 or part.residual.shape != (data.shape[0], part.dim)
+    ):
+        raise ValueError(
+            f"{name} have a residual {part.residual.dtype} {tuple(part.residual.shape)}; it needs float32 (H_kv, D)"
+        )

@@ -90,17 +90,16 @@ DEV bool rotate(Chunk& a, Chunk& b, const float* cos, const float* sin, int unit
     return still;
 }
 
-KERNEL(stitch, Stitch, STITCH_THREADS, 2) {
+KERNEL(stitch, Stitch, STITCH_THREADS, 3) {
     const int tile = block_x() % p.tiles, head = block_x() / p.tiles % p.heads;
-    const i64* words = reinterpret_cast<const i64*>(p.jobs) + static_cast<i64>(block_x() / p.tiles / p.heads) * (sizeof(Job) / 8);
-    Job job;
-    UNROLL for (int i = 0; i < static_cast<int>(sizeof(Job) / 8); i++) reinterpret_cast<i64*>(&job)[i] = load(words + i);
+    const Job& job = p.jobs[block_x() / p.tiles / p.heads];
     for (int i = thread_id(); i < TILE_ROWS * UNITS; i += STITCH_THREADS) {
         const int row = tile * TILE_ROWS + i / UNITS, unit = i % UNITS;
         if (row >= job.rows || (p.skip && load(p.skip + job.start + row))) continue;
         const bool rotated = unit < ROTARY / 16, split = rotated && !INTERLEAVED;
         const int first = split ? unit : 2 * unit, second = split ? unit + ROTARY / 16 : 2 * unit + 1;
         Chunk a = read<K_GROUP>(job.k, head, row, first), b = read<K_GROUP>(job.k, head, row, second);
+        const Chunk c = read<V_GROUP>(job.v, head, row, 2 * unit), d = read<V_GROUP>(job.v, head, row, 2 * unit + 1);
         bool still = true;
         if (rotated && job.table >= 0) {
             const i64 angles = job.table * p.table_stride + (job.start + row) * (ROTARY / 2);
@@ -108,7 +107,7 @@ KERNEL(stitch, Stitch, STITCH_THREADS, 2) {
         }
         write(job.k, head, job.start + row, first, a, still);
         write(job.k, head, job.start + row, second, b, still);
-        write(job.v, head, job.start + row, 2 * unit, read<V_GROUP>(job.v, head, row, 2 * unit), true);
-        write(job.v, head, job.start + row, 2 * unit + 1, read<V_GROUP>(job.v, head, row, 2 * unit + 1), true);
+        write(job.v, head, job.start + row, 2 * unit, c, true);
+        write(job.v, head, job.start + row, 2 * unit + 1, d, true);
     }
 }
