@@ -1,4 +1,4 @@
-"""The kernels of kvrag as torch ops, with a torch path behind each: ``kvrag::ragged_attention`` and ``kvrag::stitch``.
+"""The kernels of kvrag as torch ops, with a torch path behind each: ``ragged_attention``, ``probe_mass``, ``stitch``.
 
 Nothing here imports kvrag: the package can be used alone. The reference of every op is in :mod:`kvrag_kernels.reference`.
 """
@@ -6,7 +6,8 @@ Nothing here imports kvrag: the package can be used alone. The reference of ever
 from __future__ import annotations
 
 from kvrag_kernels.ops import ragged_attention, ragged_plan
+from kvrag_kernels.probe import probe_mass
 from kvrag_kernels.runtime import build, info
 from kvrag_kernels.stitch_op import stitch
 
-__all__ = ["build", "info", "ragged_attention", "ragged_plan", "stitch"]
+__all__ = ["build", "info", "probe_mass", "ragged_attention", "ragged_plan", "stitch"]

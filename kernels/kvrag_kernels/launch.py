@@ -100,6 +100,20 @@ def attend(
     return out.transpose(1, 2), lse
 
 
+def probe(
+    module: Module, geometry: Geometry, call: Call, lse: torch.Tensor, empty: Empty = torch.empty
+) -> torch.Tensor:
+    """Run the probe's kernel on a prepared call: attention mass per key, float32 ``(B, N)``."""
+    batch, kv_heads, keys, _ = call.k.shape
+    parts = empty((batch, kv_heads, keys), dtype=torch.float32, device=call.q.device)
+    tiles = -(-keys // geometry.rows)
+    arguments = pack(call, shape_of(module, geometry, call), {"lse": lse, "mass": parts})
+    shared_bytes = (geometry.rows + 2 * geometry.keys) * geometry.dim * 2
+    if parts.numel():
+        module.launch("probe", batch * kv_heads * tiles, geometry.threads, shared_bytes, arguments)
+    return parts.sum(dim=1)
+
+
 def pack(call: Call, shape: PlanShape, made: dict[str, torch.Tensor]) -> bytes:
     """Return the bytes of ``struct Attention``; ``made`` are the tensors that the kernels write, by name."""
     pointers = [

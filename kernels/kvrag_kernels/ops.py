@@ -72,7 +72,7 @@ def ragged_attention(
     ValueError
         If shapes, dtypes or options don't fit together.
     """
-    _check(q, k, v, hi, lo, scale, softcap, sinks)
+    check_attention(q, k, v, hi, lo, scale, softcap, sinks)
     result = torch.ops.kvrag.ragged_attention(
         q, k, v, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks, plan=plan
     )
@@ -96,11 +96,11 @@ def ragged_plan(
     torch.Tensor
         Int32, to be passed as ``plan``; of length 0 where torch computes. Opaque, and good for one device model only.
     """
-    _check(q, k, k, hi, lo, 1.0, 0.0, None)
+    check_attention(q, k, k, hi, lo, 1.0, 0.0, None)
     return cast(torch.Tensor, torch.ops.kvrag.ragged_plan(q, k, hi, lo, prefix))
 
 
-def _check(
+def check_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

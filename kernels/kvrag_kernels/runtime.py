@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,10 +16,12 @@ from kvrag_kernels.driver import CudaModule, DriverError
 from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, Geometry, geometry_of, supports
 from kvrag_kernels.stitch_launch import Stitching
 
+T = TypeVar("T")
+
 MODES = ("auto", "torch", "mma", "sm90")
 """Values of ``KVRAG_KERNEL``; ``sm90`` is reserved: there is no such kernel yet, and it means ``mma``."""
 
-_ATTENTION, _STITCH = "ragged_mma.cu", "stitch.cu"
+_ATTENTION, _PROBE, _STITCH = "ragged_mma.cu", "probe.cu", "stitch.cu"
 
 
 def mode() -> str:
@@ -98,7 +101,7 @@ class Modules:
 modules = Modules()
 
 
-def attention_variant(q: torch.Tensor, v: torch.Tensor, softcap: float) -> Variant | None:
+def attention_variant(q: torch.Tensor, v: torch.Tensor, softcap: float, source: str = _ATTENTION) -> Variant | None:
     """Return the variant for a call, or ``None`` where torch has to compute."""
     dim = q.shape[3]
     if not q.is_cuda or torch.version.cuda is None or mode() == "torch" or v.shape[3] != dim:
@@ -107,32 +110,33 @@ def attention_variant(q: torch.Tensor, v: torch.Tensor, softcap: float) -> Varia
     if not supports(dim, q.dtype, capability):
         return None
     options = geometry_of(dim, capability, has_softcap=softcap > 0).defines(q.dtype, has_softcap=softcap > 0)
-    return Variant(_ATTENTION, options, arch_of(capability))
+    return Variant(source, options, arch_of(capability))
 
 
 def attend(call: launch.Call, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Run the kernels on a call, or return ``None`` where torch has to compute."""
-    found = _module_for(call)
-    if found is None:
-        return None
-    variant, module, geometry = found
-    try:
-        with torch.cuda.device(call.q.device):
-            return launch.attend(module, geometry, launch.prepare(call), plan)
-    except DriverError as error:
-        modules.give_up(variant, call.q.device.index, error)
-        return None
+    """Run the attention kernels on a call, or return ``None`` where torch has to compute."""
+    return _try(call, _ATTENTION, lambda module, geometry: launch.attend(module, geometry, launch.prepare(call), plan))
 
 
 def make_plan(call: launch.Call) -> torch.Tensor | None:
     """Make the plan of a request, or return ``None`` where torch computes and needs none."""
-    found = _module_for(call)
+    return _try(call, _ATTENTION, lambda module, geometry: launch.make_plan(module, geometry, launch.prepare(call)))
+
+
+def probe(call: launch.Call, lse: torch.Tensor) -> torch.Tensor | None:
+    """Run the probe's kernel, or return ``None`` where torch has to compute."""
+    rows = lse.float().contiguous()
+    return _try(call, _PROBE, lambda module, geometry: launch.probe(module, geometry, launch.prepare(call), rows))
+
+
+def _try(call: launch.Call, source: str, run: Callable[[CudaModule, Geometry], T]) -> T | None:
+    found = _module_for(call, source)
     if found is None:
         return None
     variant, module, geometry = found
     try:
         with torch.cuda.device(call.q.device):
-            return launch.make_plan(module, geometry, launch.prepare(call))
+            return run(module, geometry)
     except DriverError as error:
         modules.give_up(variant, call.q.device.index, error)
         return None
@@ -158,8 +162,8 @@ def stitch(call: Stitching) -> bool:
     return True
 
 
-def _module_for(call: launch.Call) -> tuple[Variant, CudaModule, Geometry] | None:
-    variant = attention_variant(call.q, call.v, call.softcap)
+def _module_for(call: launch.Call, source: str) -> tuple[Variant, CudaModule, Geometry] | None:
+    variant = attention_variant(call.q, call.v, call.softcap, source)
     module = None if variant is None else modules.get(variant, call.q.device.index)
     if variant is None or module is None:
         return None
@@ -168,14 +172,15 @@ def _module_for(call: launch.Call) -> tuple[Variant, CudaModule, Geometry] | Non
 
 
 def variants(arch: str) -> list[Variant]:
-    """Return every variant of the attention kernels for an architecture."""
+    """Return every variant of the attention kernel and of the probe's for an architecture."""
     capability = (int(arch[3:-1]), int(arch[-1]))
     return [
-        Variant(_ATTENTION, geometry_of(dim, capability, has_softcap=capped).defines(dtype, has_softcap=capped), arch)
+        Variant(source, geometry_of(dim, capability, has_softcap=capped).defines(dtype, has_softcap=capped), arch)
         for dim in HEAD_DIMS
         for dtype in DTYPES
         if supports(dim, dtype, capability)
         for capped in (False, True)
+        for source in (_ATTENTION, _PROBE)
     ]
 
 

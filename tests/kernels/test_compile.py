@@ -11,6 +11,7 @@ BUDGET = {
     "ragged_mma": 255,  # blocks of 128 threads: two on a multiprocessor; of 256 threads: one
     "ragged_plan": 64,
     "ragged_combine": 80,
+    "probe": 255,
 }
 
 

@@ -9,16 +9,6 @@ DEV float left_by_sink(const Attention& p, int head, float total) {
     return p.sinks ? reciprocal(1.0f + exp2_fast(load(p.sinks + head) * LOG2E - total)) : 1.0f;
 }
 
-DEV i64 out_offset(const Attention& p, int batch, const Packed& r) {
-    return ((static_cast<i64>(batch) * p.rows + r.query) * p.heads + r.head) * D;
-}
-DEV i64 lse_offset(const Attention& p, int batch, const Packed& r) {
-    return (static_cast<i64>(batch) * p.heads + r.head) * p.rows + r.query;
-}
-DEV i64 part_offset(const Attention& p, int slot, int kv_head, int row) {
-    return (static_cast<i64>(slot) * p.kv_heads + kv_head) * BM + row;
-}
-
 KERNEL(ragged_combine, Attention, COMBINE_THREADS, 4) {
     const int tile = block_x() / p.kv_heads, kv_head = block_x() % p.kv_heads, lane = thread_id() & 31;
     const int* t = tile_of(p, tile);

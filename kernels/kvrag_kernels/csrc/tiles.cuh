@@ -103,3 +103,14 @@ DEV float capped(const Attention& p, float s) {
     const float e = exp2_fast(s * (2.0f * LOG2E * p.scale / p.softcap));
     return p.softcap - 2.0f * p.softcap * reciprocal(e + 1.0f);
 }
+
+// Where results go, in elements.
+DEV i64 out_offset(const Attention& p, int batch, const Packed& r) {
+    return ((static_cast<i64>(batch) * p.rows + r.query) * p.heads + r.head) * D;
+}
+DEV i64 lse_offset(const Attention& p, int batch, const Packed& r) {
+    return (static_cast<i64>(batch) * p.heads + r.head) * p.rows + r.query;
+}
+DEV i64 part_offset(const Attention& p, int slot, int kv_head, int row) {
+    return (static_cast<i64>(slot) * p.kv_heads + kv_head) * BM + row;
+}

@@ -26,7 +26,8 @@ class EmulatorError(AssertionError):
 def compile_source(text: str, options: Sequence[str], arch: int = 900) -> ctypes.CDLL:
     """Compile a kernel's flat source; a library that was built before is loaded again."""
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-DKV_EMU", f"-DEMU_ARCH={arch}", f"-I{HERE}", *options]
-    digest = hashlib.sha256("\0".join([text, (HERE / "emu.h").read_text(), *flags]).encode()).hexdigest()[:24]
+    headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
+    digest = hashlib.sha256("\0".join([text, *headers, *flags]).encode()).hexdigest()[:24]
     library = _BUILT / f"{digest}.so"
     if not library.exists():
         _BUILT.mkdir(parents=True, exist_ok=True)
