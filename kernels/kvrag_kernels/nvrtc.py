@@ -129,13 +129,14 @@ def parse_usage(log: str) -> dict[str, Usage]:
 
 
 def candidates() -> Iterator[str]:
-    """Yield where NVRTC may be: loaded by torch already, in the wheels that torch depends on, in a toolkit."""
-    cuda = torch.version.cuda
-    major = cuda.partition(".")[0] if cuda else None
-    if major:
-        yield f"libnvrtc.so.{major}"
+    """Yield where NVRTC may be: in the wheels that torch depends on, loaded by torch already, in a toolkit.
+
+    By path before by name: only a path says where its builtins lie.
+    """
     folders = [Path(p) / "nvidia" for p in sys.path if p and (Path(p) / "nvidia").is_dir()]
     yield from _libraries((folder / "cu*" / "lib", folder / "cuda_nvrtc" / "lib") for folder in folders)
+    if torch.version.cuda:
+        yield f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if home:
             yield from _libraries([(Path(home) / "lib64",)])

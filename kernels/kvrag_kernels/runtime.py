@@ -113,6 +113,12 @@ def attention_variant(q: torch.Tensor, v: torch.Tensor, softcap: float, source: 
     return Variant(source, options, arch_of(capability))
 
 
+def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a kernel of ours computes attention of these shapes, dtype and device, and has not failed here before."""
+    variant = attention_variant(q, v, 0.0)
+    return variant is not None and modules.get(variant, q.device.index) is not None
+
+
 def attend(call: launch.Call, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Run the attention kernels on a call, or return ``None`` where torch has to compute."""
     return _try(call, _ATTENTION, lambda module, geometry: launch.attend(module, geometry, launch.prepare(call), plan))
