@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import BASE, CASES, Case, inputs_of
 
-from kvrag_kernels import ragged_attention, reference, torch_path
+from kvrag_kernels import ragged_attention, ragged_plan, reference, torch_path
 
 
 def run(case: Case, dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[torch.Tensor, ...]:
@@ -87,6 +87,19 @@ def test_compiles_into_one_graph() -> None:
     args = tuple(inputs[n] for n in ("q", "k", "v", "hi", "lo"))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*args), layer(*args))  # type: ignore[arg-type]
+
+
+def test_a_plan_compiles_into_the_same_graph() -> None:
+    inputs = inputs_of(BASE, torch.float32)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        plan = ragged_plan(q, k, hi)
+        first, _ = ragged_attention(q, k, v, hi, scale=0.1, plan=plan)
+        return ragged_attention(first * 2, k, v, hi, scale=0.1, plan=plan)[0]
+
+    args = tuple(inputs[n] for n in ("q", "k", "v", "hi"))
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*args), forward(*args))  # type: ignore[arg-type]
 
 
 def test_torch_finds_no_fault_in_the_op() -> None:
