@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams wheel-test support fuzz gpu-check reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams wheel-test support fuzz gpu-check kernel-check reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -68,9 +68,20 @@ support: setup ## Measure what is supported, on tiny models of every architectur
 fuzz: setup ## 5,000 random models, prompts and repairs against transformers' own forward
 	KVRAG_FUZZ_CASES=5000 KVRAG_FUZZ_JSON=1 $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
 
-gpu-check: ## Exactness on CUDA in float32 and bfloat16, then TTFT on a 3B shape; uses the environment it is called from
+KERNEL_TESTS := -m pytest -c /dev/null --rootdir=. --confcutdir=tests/kernels -p no:cacheprovider -q tests/kernels
+
+gpu-check: kernel-check ## Kernels, then exactness on CUDA in float32 and bfloat16, then TTFT on a 3B shape; uses the environment it is called from
 	$(PYTHON) -m pytest -m gpu tests/test_equivalence.py
 	cd tests/benchmarks && $(PYTHON) bench_ttft.py --shape qwen2.5-3b --tokens 6000 $(ARGS)
+
+kernel-check: export PYTHONPATH := kernels:$(PYTHONPATH)
+kernel-check: ## The kernels against float64 on the GPU, under compute-sanitizer where there is one, then their speed; needs torch and pytest alone
+	$(PYTHON) $(KERNEL_TESTS)/test_torch_path.py tests/kernels/test_gpu.py
+	@if command -v compute-sanitizer > /dev/null; then \
+		compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) $(KERNEL_TESTS)/test_gpu.py -k "dim64 or dim128 or half" && \
+		compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) $(KERNEL_TESTS)/test_gpu.py -k "dim64 or dim128"; \
+	else echo "compute-sanitizer is not installed: skipped"; fi
+	cd tests/benchmarks && PYTHONPATH=../../kernels $(PYTHON) bench_kernels.py
 
 docs: support ## Write the measured tables into README.md and docs/ from the JSON results
 	$(BIN)/python docs/tables.py

@@ -3,13 +3,15 @@
 Row ``i`` sees key ``j`` iff ``lo[i] <= j <= hi[i]``, ``lo`` by the layer's :class:`Reach`. That is not what ``is_causal`` means when
 there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused
 causal call where the rows are a whole prompt, blocks of rows with the keys cut at the block's limit, and explicit probabilities where the
-model needs them (soft cap, sinks) or the caller wants them (the probe).
+model needs them (soft cap, sinks) or the caller wants them (the probe). Where :mod:`kvrag_kernels` has a CUDA kernel, that computes
+all but whole prompts and single rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +72,14 @@ class Block:
     sure: int
 
 
+class KernelLimits(NamedTuple):
+    """What a kernel takes for a layer: int32 limits, and its own plan of tiles; see :mod:`kvrag_kernels`."""
+
+    hi: torch.Tensor
+    lo: torch.Tensor | None
+    tiles: torch.Tensor
+
+
 @dataclass(slots=True)
 class RowPlan:
     """The limits of one forward, shared by all its layers.
@@ -91,6 +101,7 @@ class RowPlan:
     mass: torch.Tensor | None = None
     mass_rows: int = 0
     _blocks: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
+    _limits: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
     _is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +119,18 @@ class RowPlan:
                 return _cut(self.hi, *kind)
             self._blocks[kind] = list(_cut(self.hi, *kind))
         return self._blocks[kind]
+
+    def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
+        """Return the limits for a layer with this reach and these shapes; made once for all layers like it, on their device."""
+        import kvrag_kernels
+
+        limits = None if reach.is_whole(self.num_keys) else reach
+        kind = (limits, query.shape, keys.shape[1:], query.dtype, query.device)
+        if kind not in self._limits:
+            rows = self.hi.to(query.device)
+            hi, lo = rows.int(), None if limits is None else limits.lo(rows).int()
+            self._limits[kind] = KernelLimits(hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo))
+        return self._limits[kind]
 
 
 def _cut(hi: torch.Tensor, reach: Reach, groups: int, dtype: torch.dtype) -> Iterator[Block]:
@@ -167,6 +190,8 @@ def ragged_attention(
     if plan.mass is None and not needs_scores and plan.is_plain_causal(reach):
         is_grouped = query.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    if _has_kernel(query, values):
+        return _by_kernel(query, keys, values, plan, scale, reach, softcap, sinks)
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     collected_from = query.shape[2] - plan.mass_rows
     for block in plan.blocks(reach, query.shape[1] // keys.shape[1], query.dtype):
@@ -178,6 +203,45 @@ def ragged_attention(
                 plan.mass[block.keys] += _collect(probabilities, q.shape, max(0, collected_from - block.rows.start))
         else:
             out[:, :, block.rows] = _fused(q, k, v, block.mask, scale)
+    return out
+
+
+def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a CUDA kernel computes this: several rows, for one row sees all its keys and torch's own kernels take it without a mask.
+
+    The package that holds the kernels is only looked at where there is a CUDA device.
+    """
+    if not query.is_cuda or query.shape[2] == 1:
+        return False
+    import kvrag_kernels
+
+    return kvrag_kernels.has_kernel(query, values)
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: RowPlan,
+    scale: float,
+    reach: Reach,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend in one launch for all rows, and collect mass in a second one, without probabilities in memory."""
+    import kvrag_kernels
+
+    hi, lo, tiles = plan.for_kernel(query, keys, reach)
+    cap = softcap or 0.0
+    out, lse = kvrag_kernels.ragged_attention(
+        query, keys, values, hi, lo, scale=scale, softcap=cap, sinks=sinks, plan=tiles
+    )
+    if plan.mass is not None:
+        last = slice(query.shape[2] - min(plan.mass_rows, query.shape[2]), None)
+        first = None if lo is None else lo[last]
+        q, s = query[:, :, last], lse[:, :, last]
+        mass = kvrag_kernels.probe_mass(q, keys, s, hi[last], first, scale=scale, softcap=cap, sinks=sinks)
+        plan.mass += mass.sum(dim=0)[: plan.num_keys]
     return out
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``kvrag demo | precompute | ask | explain | verify | estimate | stats``.
+"""The command line: ``kvrag demo | precompute | ask | explain | verify | estimate | stats | kernels``.
 
 Faults that kvrag raises on purpose are printed as one sentence on standard error, with exit status 2. ``--debug`` or
 ``KVRAG_DEBUG=1`` show where they come from instead.
@@ -19,6 +19,7 @@ try:
     from kvrag.commands.demo import demo
     from kvrag.commands.estimate import estimate
     from kvrag.commands.explain import explain
+    from kvrag.commands.kernels import app as kernels
     from kvrag.commands.precompute import precompute
     from kvrag.commands.stats import stats
     from kvrag.commands.verify import verify
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 for command in (demo, precompute, ask, explain, verify, estimate, stats):
     app.command()(command)
+app.add_typer(kernels)
 
 
 def _show_version(wanted: bool) -> None:

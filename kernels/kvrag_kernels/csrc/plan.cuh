@@ -1,0 +1,98 @@
+// The plan of a request, made on the device once for all layers: which key tiles each row tile needs, and their split into work items of
+// near-equal length, so that few heads or few rows fill the chip too. One block.
+#pragma once
+#include "tiles.cuh"
+
+#define PLAN_THREADS 256
+#ifndef MIN_ITEM
+#define MIN_ITEM 4  // key tiles: shorter items cost more in partial results than they balance
+#endif
+
+// Span of a row tile's limits, by one warp.
+struct Span {
+    int lo, hi;
+};
+DEV Span span_of(const Attention& p, int batch, int tile) {
+    const int groups = p.heads / p.kv_heads;
+    const int first = tile * BM / groups, last = min_of(p.rows - 1, (tile * BM + BM - 1) / groups);
+    Span s{p.keys, -1};
+    for (int query = first + (thread_id() & 31); query <= last; query += 32) {
+        const Limit x = limit_of(p, batch, {query, 0, true});
+        if (x.lo > x.hi) continue;
+        s.lo = min_of(s.lo, max_of(x.lo, 0));
+        s.hi = max_of(s.hi, x.hi);
+    }
+    UNROLL for (int mask = 16; mask; mask >>= 1) {
+        s.lo = min_of(s.lo, shuffle_xor(s.lo, mask));
+        s.hi = max_of(s.hi, shuffle_xor(s.hi, mask));
+    }
+    return s;
+}
+
+// Sum of x over the block up to and with this thread; `scratch` has room for one int per thread.
+DEV int scan(u32 scratch, int x) {
+    const u32 own = scratch + thread_id() * 4;
+    block_sync();
+    put32(own, x);
+    block_sync();
+    for (int step = 1; step < PLAN_THREADS; step <<= 1) {
+        const int before = thread_id() >= step ? static_cast<int>(get32(own - step * 4)) : 0;
+        block_sync();
+        x += before;
+        put32(own, x);
+        block_sync();
+    }
+    return x;
+}
+
+// Write the tile's row of the table; returns its number of key tiles.
+DEV int describe(const Attention& p, int tile) {
+    const int in_prefix = ceil_div(p.prefix, BN);
+    const Span s = span_of(p, tile / p.tiles, tile % p.tiles);
+    const int first = max_of(in_prefix, s.lo / BN), count = in_prefix + max_of(0, s.hi / BN + 1 - first) * (s.hi >= 0);
+    if ((thread_id() & 31) == 0) {
+        int* t = tile_of(p, tile);
+        store(t + TILE_PREFIX, in_prefix);
+        store(t + TILE_FIRST, first);
+        store(t + TILE_COUNT, count);
+        store(t + TILE_BOUND, max_of(p.prefix, s.hi + 1));
+    }
+    return count;
+}
+
+KERNEL(ragged_plan, Attention, PLAN_THREADS, 1) {
+    const u32 scratch = shared_base();
+    const int all = p.batch * p.tiles, lane = thread_id() & 31;
+    int mine = 0;
+    for (int tile = thread_id() / 32; tile < all; tile += PLAN_THREADS / 32) mine += describe(p, tile) * (lane == 0);
+    scan(scratch, mine);
+    block_sync();
+    const int total = get32(scratch + (PLAN_THREADS - 1) * 4), per_item = max_of(MIN_ITEM, ceil_div(total, p.target));
+    int items = 0, slots = 0;
+    for (int done = 0; done < all; done += PLAN_THREADS) {
+        const int tile = all - 1 - done - thread_id();  // last rows first: they see the most keys
+        int* t = tile_of(p, max_of(tile, 0));
+        const int count = tile >= 0 ? load_again(t + TILE_COUNT) : 0;
+        const int splits = tile >= 0 ? max_of(1, ceil_div(count, per_item)) : 0, parts = splits > 1 ? splits : 0;
+        const int item = items + scan(scratch, splits) - splits;
+        items = static_cast<int>(get32(scratch + (PLAN_THREADS - 1) * 4)) + items;
+        const int slot = slots + scan(scratch, parts) - parts;
+        slots = static_cast<int>(get32(scratch + (PLAN_THREADS - 1) * 4)) + slots;
+        if (tile >= 0) {
+            store(t + TILE_SLOT, slot);
+            store(t + TILE_SPLITS, splits);
+        }
+        for (int i = 0; i < splits; i++) {
+            int* x = item_of(p, item + i);
+            const int first = static_cast<int>(static_cast<i64>(count) * i / splits);
+            store(x + ITEM_TILE, tile);
+            store(x + ITEM_FIRST, first);
+            store(x + ITEM_COUNT, static_cast<int>(static_cast<i64>(count) * (i + 1) / splits) - first);
+            store(x + ITEM_SLOT, splits > 1 ? slot + i : -1);
+        }
+    }
+    if (thread_id() == 0) {
+        store(p.plan, items);
+        store(p.plan + 1, slots);
+    }
+}

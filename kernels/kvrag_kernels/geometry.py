@@ -1,0 +1,115 @@
+"""Tile sizes of the kernels, and what follows from them on the host: options, shared memory, room for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HEAD_DIMS = (64, 96, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""Architectures that every variant is compiled for in the tests; others of compute capability 7.5 and later compile the same source."""
+
+ITEMS_PER_PROCESSOR = 2
+"""Work items aimed at per multiprocessor: near-equal items in two waves waste little, and partial results stay under 64 MiB."""
+
+PLAN_THREADS, COMBINE_THREADS = 256, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Tile sizes of one compiled variant.
+
+    Parameters
+    ----------
+    dim
+        Head dim.
+    rows
+        Packed query rows of a tile (``BM``).
+    keys
+        Keys of a tile (``BN``).
+    warps
+        Warps of a block.
+    """
+
+    dim: int
+    rows: int
+    keys: int
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the queries, and two stages each of keys and values."""
+        return (self.rows + 4 * self.keys) * self.dim * 2
+
+    def defines(self, dtype: torch.dtype, *, has_softcap: bool = False) -> tuple[str, ...]:
+        """Return the compiler's options for this variant."""
+        sizes = {"D": self.dim, "BM": self.rows, "BN": self.keys, "WARPS": self.warps}
+        flags = {"BF16": int(dtype == torch.bfloat16), "SOFTCAP": int(has_softcap)}
+        return tuple(f"-D{name}={value}" for name, value in (sizes | flags).items())
+
+
+_TILES = {64: (128, 64, 4), 96: (128, 64, 8), 128: (128, 64, 8), 256: (64, 32, 4)}
+_TILES_CAPPED = {64: (128, 64, 8)}  # four warps of two slabs would spill the cap's temporaries on sm_100
+_TILES_SM75 = {64: (128, 64, 4), 96: (64, 32, 4), 128: (64, 32, 4), 256: (64, 16, 4)}
+
+
+def geometry_of(dim: int, capability: tuple[int, int] = (8, 0), *, has_softcap: bool = False) -> Geometry:
+    """Return the tile sizes for a head dim: 99 KiB of shared memory suffice from sm_80 on, 64 KiB on sm_75.
+
+    A soft cap may change the warps, never the tile: one plan serves layers with and without it.
+    """
+    if capability < (8, 0):
+        return Geometry(dim, *_TILES_SM75[dim])
+    return Geometry(dim, *(_TILES | _TILES_CAPPED if has_softcap else _TILES)[dim])
+
+
+def supports(dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether a kernel exists: sm_75 has no bfloat16 tensor cores, and Volta no ldmatrix."""
+    return dim in HEAD_DIMS and dtype in DTYPES and capability >= ((8, 0) if dtype == torch.bfloat16 else (7, 5))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShape:
+    """Room that a plan needs, from sizes alone: the limits are on the device.
+
+    Parameters
+    ----------
+    batch
+        Batch size.
+    tiles
+        Row tiles of one batch entry.
+    target
+        Work items to aim at per key head.
+    """
+
+    batch: int
+    tiles: int
+    target: int
+
+    @property
+    def max_items(self) -> int:
+        """Upper bound: ``sum(ceil(count / per_item)) <= tiles + target``."""
+        return self.batch * self.tiles + self.target
+
+    @property
+    def max_slots(self) -> int:
+        """Upper bound of partial results per key head: a tile of ``c > n`` keys gives ``ceil(c / n) < 2 c / n`` of them."""
+        return 2 * self.target
+
+    @property
+    def ints(self) -> int:
+        """Int32 elements: 8 of a header, 8 per tile, 4 per item."""
+        return 8 + 8 * self.batch * self.tiles + 4 * self.max_items
+
+
+def plan_shape(geometry: Geometry, batch: int, rows: int, heads: int, kv_heads: int, processors: int) -> PlanShape:
+    """Return the room for a plan on a device with so many multiprocessors."""
+    tiles = -(-rows * (heads // kv_heads) // geometry.rows)
+    return PlanShape(batch, tiles, max(1, ITEMS_PER_PROCESSOR * processors // kv_heads))

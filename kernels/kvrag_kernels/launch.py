@@ -1,0 +1,143 @@
+"""From tensors to launches: what the attention kernels are called with, on a device or in the emulator alike."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvrag_kernels.geometry import COMBINE_THREADS, PLAN_THREADS, Geometry, PlanShape, plan_shape
+
+_ATTENTION = struct.Struct("12Q 11q 9i 2f 4x")
+"""``struct Attention`` of ``csrc/tiles.cuh``."""
+
+
+Empty = Callable[..., torch.Tensor]
+"""Allocates as ``torch.empty``; tests give memory that is poisoned and guarded."""
+
+
+class Module(Protocol):
+    """A compiled variant that can launch its kernels."""
+
+    processors: int
+
+    def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
+        """Launch a one-dimensional grid on the current stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the attention op, its tensors as the kernels want them; see :func:`prepare`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    hi: torch.Tensor
+    lo: torch.Tensor | None
+    prefix: int
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+def prepare(call: Call) -> Call:
+    """Return the call with rows that 16-byte copies can read, int32 limits, float32 sinks and a prefix within the keys."""
+    q, k, v = (x if _is_aligned(x) else x.contiguous() for x in (call.q, call.k, call.v))
+    hi, lo = (x if x is None else _int32(x) for x in (call.hi, call.lo))
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    prefix = max(0, min(call.prefix, k.shape[2]))
+    return Call(q, k, v, hi, lo, prefix, call.scale, call.softcap, sinks)  # type: ignore[arg-type]
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    strides_fit = all(s % 8 == 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1)
+    return x.stride(3) == 1 and strides_fit and x.data_ptr() % 16 == 0
+
+
+def _int32(limit: torch.Tensor) -> torch.Tensor:
+    if limit.dtype == torch.int32:
+        return limit.contiguous()
+    return limit.long().clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
+
+
+def shape_of(module: Module, geometry: Geometry, call: Call) -> PlanShape:
+    """Return the room that the call's plan needs."""
+    batch, heads, rows, _ = call.q.shape
+    return plan_shape(geometry, batch, rows, heads, call.k.shape[1], module.processors)
+
+
+def make_plan(module: Module, geometry: Geometry, call: Call, empty: Empty = torch.empty) -> torch.Tensor:
+    """Launch the planning kernel: an int32 tensor on the device, good for every layer with the same shapes and limits."""
+    shape = shape_of(module, geometry, call)
+    plan = empty(shape.ints, dtype=torch.int32, device=call.q.device)
+    arguments = pack(call, shape, {"plan": plan})
+    module.launch("ragged_plan", 1, PLAN_THREADS, 4 * PLAN_THREADS, arguments)
+    return plan
+
+
+def attend(
+    module: Module, geometry: Geometry, call: Call, plan: torch.Tensor | None = None, empty: Empty = torch.empty
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the attention kernels; ``call`` is a prepared one. See :func:`kvrag_kernels.ragged_attention` for the results."""
+    batch, heads, rows, dim = call.q.shape
+    kv_heads, device = call.k.shape[1], call.q.device
+    out = empty((batch, rows, heads, dim), dtype=call.q.dtype, device=device)
+    lse = empty((batch, heads, rows), dtype=torch.float32, device=device)
+    if out.numel() == 0:
+        return out.transpose(1, 2), lse
+    shape = shape_of(module, geometry, call)
+    if plan is None or plan.numel() != shape.ints:
+        plan = make_plan(module, geometry, call, empty)
+    part_out = empty((shape.max_slots, kv_heads, geometry.rows, dim), dtype=torch.float32, device=device)
+    part_lse = empty(part_out.shape[:3], dtype=torch.float32, device=device)
+    made = {"out": out, "lse": lse, "plan": plan, "part_out": part_out, "part_lse": part_lse}
+    arguments = pack(call, shape, made)
+    module.launch("ragged_mma", shape.max_items * kv_heads, geometry.threads, geometry.shared_bytes, arguments)
+    module.launch("ragged_combine", batch * shape.tiles * kv_heads, COMBINE_THREADS, 0, arguments)
+    return out.transpose(1, 2), lse
+
+
+def probe(
+    module: Module, geometry: Geometry, call: Call, lse: torch.Tensor, empty: Empty = torch.empty
+) -> torch.Tensor:
+    """Run the probe's kernel on a prepared call: attention mass per key, float32 ``(B, N)``."""
+    batch, kv_heads, keys, _ = call.k.shape
+    parts = empty((batch, kv_heads, keys), dtype=torch.float32, device=call.q.device)
+    tiles = -(-keys // geometry.rows)
+    arguments = pack(call, shape_of(module, geometry, call), {"lse": lse, "mass": parts})
+    shared_bytes = (geometry.rows + 2 * geometry.keys) * geometry.dim * 2
+    if parts.numel():
+        module.launch("probe", batch * kv_heads * tiles, geometry.threads, shared_bytes, arguments)
+    return parts.sum(dim=1)
+
+
+def pack(call: Call, shape: PlanShape, made: dict[str, torch.Tensor]) -> bytes:
+    """Return the bytes of ``struct Attention``; ``made`` are the tensors that the kernels write, by name."""
+    pointers = [
+        *(x.data_ptr() for x in (call.q, call.k, call.v)),
+        *(_pointer(made.get(name)) for name in ("out", "lse")),
+        *(_pointer(x) for x in (call.hi, call.lo, call.sinks)),
+        *(_pointer(made.get(name)) for name in ("plan", "part_out", "part_lse", "mass")),
+    ]
+    strides = [s for x in (call.q, call.k, call.v) for s in x.stride()[:3]]
+    batches = [0 if x is None or x.dim() == 1 else x.stride(0) for x in (call.hi, call.lo)]
+    batch, heads, rows, _ = call.q.shape
+    sizes = (
+        batch,
+        rows,
+        call.k.shape[2],
+        heads,
+        call.k.shape[1],
+        call.prefix,
+        shape.tiles,
+        shape.max_items,
+        shape.target,
+    )
+    return _ATTENTION.pack(*pointers, *strides, *batches, *sizes, call.scale, call.softcap)
+
+
+def _pointer(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

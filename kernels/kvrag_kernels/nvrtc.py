@@ -1,0 +1,172 @@
+"""Compile kernels with NVRTC, the compiler library that torch's CUDA wheels bring along: no toolkit, no headers, no nvcc."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+class CompileError(RuntimeError):
+    """NVRTC is missing or refused a kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What ptxas reports of one kernel."""
+
+    registers: int
+    spill_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A cubin, and what its kernels use, by name."""
+
+    cubin: bytes
+    usage: dict[str, Usage]
+
+
+class Nvrtc:
+    """One loaded NVRTC library.
+
+    Parameters
+    ----------
+    path
+        The library; its ``nvrtc-builtins`` is looked for beside it.
+    """
+
+    def __init__(self, path: str) -> None:
+        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")) if os.sep in path else ():
+            if ".alt." not in builtins.name:
+                ctypes.CDLL(
+                    str(builtins), mode=ctypes.RTLD_GLOBAL
+                )  # else BUILTIN_OPERATION_FAILURE when loaded by path
+        self._library = ctypes.CDLL(path)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.path, self.version = path, (major.value, minor.value)
+
+    def _check(self, code: int) -> None:
+        if code:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise CompileError(f"NVRTC failed: {self._library.nvrtcGetErrorString(code).decode()}")
+
+    def archs(self) -> tuple[int, ...]:
+        """Return the architectures that it compiles for, as 75, 80, …, 120."""
+        count = ctypes.c_int()
+        self._check(self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        found = (ctypes.c_int * count.value)()
+        self._check(self._library.nvrtcGetSupportedArchs(found))
+        return tuple(found)
+
+    def nearest(self, arch: str) -> str:
+        """Return the architecture, or the newest known one whose cubins it runs: same major version, not a newer minor."""
+        wanted = int(arch[3:])
+        known = [a for a in self.archs() if a // 10 == wanted // 10 and a <= wanted]
+        if not known:
+            raise CompileError(
+                f"NVRTC {self.version[0]}.{self.version[1]} knows no architecture that {arch} runs; install a newer one"
+            )
+        return f"sm_{max(known)}"
+
+    def compile(self, source: str, options: Sequence[str], arch: str) -> Compiled:
+        """Compile to a cubin, which every driver of the toolkit's major version loads, unlike PTX.
+
+        Parameters
+        ----------
+        source
+            Flat source text.
+        options
+            ``-D`` options.
+        arch
+            As ``sm_90``.
+
+        Raises
+        ------
+        CompileError
+            With the compiler's log.
+        """
+        flags = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", *options]
+        program = ctypes.c_void_p()
+        text = source.encode()
+        self._check(self._library.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None))
+        try:
+            array = (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
+            code = self._library.nvrtcCompileProgram(program, len(flags), array)
+            log = self._read(program, "ProgramLog").decode(errors="replace").rstrip("\0")
+            if code:
+                raise CompileError(
+                    f"NVRTC {self.version[0]}.{self.version[1]} refused the kernel for {arch}:\n{log[:4000]}"
+                )
+            return Compiled(self._read(program, "CUBIN"), parse_usage(log))
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._library, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def parse_usage(log: str) -> dict[str, Usage]:
+    """Read registers and spills per kernel from ptxas's report."""
+    return {name: Usage(int(used), int(stores) + int(loads)) for name, stores, loads, used in _ENTRY.findall(log)}
+
+
+def candidates() -> Iterator[str]:
+    """Yield where NVRTC may be: in the wheels that torch depends on, loaded by torch already, in a toolkit.
+
+    By path before by name: only a path says where its builtins lie.
+    """
+    folders = [Path(p) / "nvidia" for p in sys.path if p and (Path(p) / "nvidia").is_dir()]
+    yield from _libraries((folder / "cu*" / "lib", folder / "cuda_nvrtc" / "lib") for folder in folders)
+    if torch.version.cuda:
+        yield f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if home:
+            yield from _libraries([(Path(home) / "lib64",)])
+
+
+def _libraries(groups: Iterable[tuple[Path, ...]]) -> Iterator[str]:
+    for patterns in groups:
+        for pattern in patterns:
+            for folder in sorted(Path(pattern.anchor or ".").glob(str(pattern.relative_to(pattern.anchor)))):
+                yield from (str(x) for x in sorted(folder.glob("libnvrtc.so.*")) if ".alt." not in x.name)
+
+
+def find() -> Nvrtc:
+    """Return the first NVRTC whose major version is that of torch's CUDA, or any where torch has none.
+
+    Raises
+    ------
+    CompileError
+        If there is none.
+    """
+    cuda, passed = torch.version.cuda, []
+    for path in candidates():
+        try:
+            library = Nvrtc(path)
+        except OSError:
+            continue
+        if cuda is None or library.version[0] == int(cuda.partition(".")[0]):
+            return library
+        passed.append(f"{path} is {library.version[0]}.{library.version[1]}")
+    wanted = f"for CUDA {cuda}" if cuda else "of any version"
+    raise CompileError(
+        f"no NVRTC {wanted} was found ({'; '.join(passed) or 'none at all'}); pip install nvidia-cuda-nvrtc"
+    )

@@ -1,0 +1,125 @@
+"""``kvrag::probe_mass``: how much attention each key gets, without probabilities of size ``R × N`` in memory."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from kvrag_kernels import launch, runtime
+from kvrag_kernels.ops import check_attention
+from kvrag_kernels.torch_path import Limits
+
+_LIBRARY: Any = torch.library.Library("kvrag", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "probe_mass(Tensor q, Tensor k, Tensor lse, Tensor hi, Tensor? lo=None, SymInt prefix=0, *, float scale, "
+    "float softcap=0.0, Tensor? sinks=None) -> Tensor"
+)
+
+
+def probe_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor | None = None,
+    prefix: int = 0,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the attention probability that each key gets, summed over heads and rows, in float32.
+
+    Parameters
+    ----------
+    q, k, hi, lo, prefix, scale, softcap, sinks
+        As for :func:`kvrag_kernels.ragged_attention`.
+    lse
+        What it returned for them, ``(B, H, R)``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(B, N)``.
+
+    Raises
+    ------
+    ValueError
+        If shapes, dtypes or options don't fit together.
+    """
+    check_attention(q, k, k, hi, lo, scale, softcap, sinks)
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse has the shape {tuple(lse.shape)}; rows and heads of q need {tuple(q.shape[:3])}")
+    result = torch.ops.kvrag.probe_mass(q, k, lse, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks)
+    return cast(torch.Tensor, result)
+
+
+def _compute(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor | None = None,
+    prefix: int = 0,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if q.is_cuda:
+        done = runtime.probe(launch.Call(q, k, k, hi, lo, prefix, scale, softcap, sinks), lse)
+        if done is not None:
+            return done
+    total = lse.float() if sinks is None else torch.logaddexp(lse.float(), sinks.float()[None, :, None].expand_as(lse))
+    mass = torch.zeros((q.shape[0], k.shape[2]), dtype=torch.float32, device=q.device)
+    for b in range(q.shape[0]):
+        first = lo if lo is None or lo.dim() == 1 else lo[b]
+        limits = Limits.of(hi if hi.dim() == 1 else hi[b], first, prefix, k.shape[2])
+        _add_mass(q[b], k[b], total[b], limits, scale, softcap, mass[b])
+    return mass
+
+
+def _add_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    total: torch.Tensor,
+    limits: Limits,
+    scale: float,
+    softcap: float,
+    mass: torch.Tensor,
+) -> None:
+    """Add one batch entry's probabilities to ``mass (N,)``, block by block; a row without keys has the total -inf and gives nothing."""
+    heads, kv_heads = q.shape[0], k.shape[0]
+    for block in limits.blocks(heads, heads // kv_heads):
+        if not block.pieces:
+            continue
+        packed = q[:, block.rows].reshape(kv_heads, -1, q.shape[2]).float()
+        denominator = total[:, block.rows].reshape(kv_heads, -1, 1)
+        mask = limits.mask(block).repeat(heads // kv_heads, 1)
+        offset = 0
+        for piece in block.pieces:
+            s = torch.matmul(packed, k[:, piece].float().transpose(-1, -2)) * scale
+            s = softcap * torch.tanh(s / softcap) if softcap else s
+            seen = mask[:, offset : offset + s.shape[2]] & (denominator != float("-inf"))
+            mass[piece] += torch.exp(s - denominator).masked_fill_(~seen, 0.0).sum(dim=(0, 1))
+            offset += s.shape[2]
+
+
+def _fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor | None = None,
+    prefix: int = 0,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return q.new_empty((q.shape[0], k.shape[2]), dtype=torch.float32)
+
+
+_LIBRARY.impl("probe_mass", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake("kvrag::probe_mass", _fake, lib=_LIBRARY)

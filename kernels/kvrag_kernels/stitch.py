@@ -1,0 +1,195 @@
+"""The stitch op in torch, and its checks: stored KV to its rows of the buffer, dequantised, corrected and rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
+"""How stored elements are read, by dtype; ``uint8`` holds two signed 4-bit integers, offset by 8, the lower one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Keys or values of one segment in one layer.
+
+    Parameters
+    ----------
+    data
+        ``(H_kv, T, D)``, or ``(H_kv, T, D / 2)`` for 4-bit integers.
+    scales
+        Float16 ``(H_kv, 1 or T, C)`` with ``C`` dividing ``D``: per channel ``(H_kv, 1, D)``, per token ``(H_kv, T, 1)``, in groups of
+        ``D / C`` channels; ``None`` for 16-bit data.
+    residual
+        Float32 ``(H_kv, D)``, added to every row, or ``None``.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+
+    @property
+    def dim(self) -> int:
+        """Head dim, unpacked."""
+        return int(self.data.shape[2]) * (2 if self.data.dtype == torch.uint8 else 1)
+
+    @property
+    def group(self) -> int:
+        """Neighbouring channels that share a scale."""
+        return self.dim if self.scales is None else self.dim // int(self.scales.shape[2])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored bits are the values."""
+        return self.scales is None and self.residual is None
+
+    def to(self, device: torch.device) -> Stored:
+        """Return the part on a device."""
+        moved = (x if x is None else x.to(device, non_blocking=True) for x in (self.data, self.scales, self.residual))
+        return Stored(*moved)  # type: ignore[arg-type]
+
+    def read(self) -> torch.Tensor:
+        """Return the values in float32, ``(H_kv, T, D)``."""
+        x = self.data
+        if x.dtype == torch.uint8:
+            x = torch.stack([x & 15, x >> 4], dim=-1).flatten(-2).float() - 8.0
+        x = x.float()
+        if self.scales is not None:
+            x = x * self.scales.float().repeat_interleave(self.group, dim=2)
+        return x if self.residual is None else x + self.residual[:, None]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate the first ``2 · len(cos[0])`` channels of float ``x (H_kv, T, D)`` by ``cos, sin (T, R / 2)``.
+
+    An angle of zero leaves its pair as it is, to the bit: ``x · 1 - y · 0`` would turn some negative zeros.
+    """
+    half = cos.shape[1]
+    if interleaved:
+        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        a, b = x[..., :half], x[..., half : 2 * half]
+    is_still = (cos == 1) & (sin == 0)
+    turned = torch.where(is_still, a, a * cos - b * sin), torch.where(is_still, b, b * cos + a * sin)
+    rotated = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
+
+
+def stitch_in_torch(
+    keys: Sequence[Stored],
+    values: Sequence[Stored],
+    out_keys: Sequence[torch.Tensor],
+    out_values: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tables: Sequence[int],
+    interleaved: bool,
+    skip: torch.Tensor | None,
+) -> None:
+    """Stitch part by part; see :func:`kvrag_kernels.stitch`."""
+    for index, (k, v) in enumerate(zip(keys, values, strict=True)):
+        layer, segment = divmod(index, len(starts))
+        rows = slice(starts[segment], starts[segment] + k.data.shape[1])
+        target: slice | torch.Tensor = rows
+        if skip is not None:
+            kept = (~skip[rows]).nonzero()[:, 0]
+            target = kept + rows.start
+        out_k, out_v = out_keys[layer], out_values[layer]
+        k, v = k.to(out_k.device), v.to(out_v.device)
+        new_k = _keys(k, cos, sin, tables[layer], rows, interleaved, out_k.dtype)
+        new_v = v.data if v.is_plain else v.read()
+        if skip is not None:
+            new_k, new_v = new_k[:, kept], new_v[:, kept]
+        out_k[:, target] = new_k.to(out_k.dtype)
+        out_v[:, target] = new_v.to(out_v.dtype)
+
+
+def _keys(
+    k: Stored, cos: torch.Tensor, sin: torch.Tensor, table: int, rows: slice, interleaved: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    if table < 0:
+        return k.data if k.is_plain else k.read()
+    return rotate(k.read(), cos[table, rows], sin[table, rows], interleaved=interleaved).to(dtype)
+
+
+def check(
+    keys: Sequence[Stored],
+    values: Sequence[Stored],
+    out_keys: Sequence[torch.Tensor],
+    out_values: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tables: Sequence[int],
+    skip: torch.Tensor | None,
+) -> None:
+    """Refuse parts that don't fit their places.
+
+    Raises
+    ------
+    ValueError
+        Naming what does not fit.
+    """
+    layers = len(out_keys)
+    if not (len(keys) == len(values) == layers * len(starts) and len(out_values) == len(tables) == layers):
+        raise ValueError(
+            f"{len(keys)} keys and {len(values)} values, {len(tables)} tables and {len(out_values)} value buffers were given for {layers} "
+            f"key buffers and {len(starts)} starts; each layer needs one part per start, one table and one buffer"
+        )
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.dtype != torch.float32 or sin.dtype != torch.float32:
+        raise ValueError(
+            f"cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both need float32 (tables, rows, R / 2)"
+        )
+    for name, parts, outs in (("keys", keys, out_keys), ("values", values, out_values)):
+        for index, part in enumerate(parts):
+            layer, segment = divmod(index, len(starts))
+            _check_part(f"{name} of layer {layer}, segment {segment}", part, outs[layer], starts[segment])
+    for layer, table in enumerate(tables):
+        needed = max(
+            (s + p.data.shape[1] for s, p in zip(starts, keys[layer * len(starts) :], strict=False)), default=0
+        )
+        if table >= cos.shape[0] or (
+            table >= 0 and (cos.shape[1] < needed or 2 * cos.shape[2] > out_keys[layer].shape[2])
+        ):
+            raise ValueError(
+                f"layer {layer} asks for {needed} rows of table {table}, and cos has the shape {tuple(cos.shape)}; pass more rows or tables"
+            )
+    if skip is not None and (skip.dtype != torch.bool or skip.dim() != 1):
+        raise ValueError(f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it needs one bool per row of the buffer")
+
+
+def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:
+    data, scales = part.data, part.scales
+    if data.dtype not in CODECS and data.dtype != out.dtype:
+        raise ValueError(
+            f"{name} are {data.dtype}; stored KV is one of {', '.join(map(str, CODECS))}, or of the buffer's dtype"
+        )
+    if data.dim() != 3 or out.dim() != 3 or data.shape[0] != out.shape[0] or part.dim != out.shape[2]:
+        raise ValueError(
+            f"{name} have the shape {tuple(data.shape)} and their buffer {tuple(out.shape)}: heads or head dims differ"
+        )
+    if start < 0 or start + data.shape[1] > out.shape[1]:
+        raise ValueError(
+            f"{name} need rows {start} to {start + data.shape[1]} of a buffer of {out.shape[1]} rows; make it larger"
+        )
+    is_quantised = CODECS.get(data.dtype, "same") != "same"
+    if is_quantised != (scales is not None):
+        raise ValueError(
+            f"{name} are {data.dtype} {'without' if is_quantised else 'with'} scales; quantised data alone needs them"
+        )
+    if scales is not None:
+        fits = scales.dim() == 3 and scales.shape[0] == data.shape[0] and scales.shape[1] in (1, data.shape[1])
+        if scales.dtype != torch.float16 or not fits or part.dim % scales.shape[2]:
+            raise ValueError(
+                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, 1 or T, a divisor of D)"
+            )
+    if part.residual is not None and (
+        part.residual.dtype != torch.float32 or part.residual.shape != (data.shape[0], part.dim)
+    ):
+        raise ValueError(
+            f"{name} have a residual {part.residual.dtype} {tuple(part.residual.shape)}; it needs float32 (H_kv, D)"
+        )

@@ -1,0 +1,167 @@
+"""The attention op in torch: CPU, MPS, ROCm, and wherever no kernel can be had.
+
+Blocks of query rows, each with the keys cut at what its rows see, and the heads of a group packed as rows so that K and V are never
+repeated. Nothing of size ``R × N`` exists: a block's scores stay under :data:`MAX_SCORES` elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+MAX_SCORES = 2**22
+"""Scores of one block over all its heads: 16 MiB in float32, and what a core's caches can still stream."""
+
+MAX_ROWS = 512
+"""Packed rows of a block: more gain nothing on a CPU and cut the keys less tightly (measured best from 512 to 1024)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Query rows ``rows`` and the pieces of the keys that some of them see; ``is_full``: every row sees all of the pieces."""
+
+    rows: slice
+    pieces: tuple[slice, ...]
+    is_full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The rows' limits: int64 tensors ``(R,)``, ``lo`` never ``None``, and a prefix within the keys."""
+
+    hi: torch.Tensor
+    lo: torch.Tensor
+    prefix: int
+    num_keys: int
+
+    @classmethod
+    def of(cls, hi: torch.Tensor, lo: torch.Tensor | None, prefix: int, num_keys: int) -> Limits:
+        """Clamp the limits to the keys."""
+        first = torch.zeros_like(hi, dtype=torch.int64) if lo is None else lo.long().clamp(min=0)
+        return cls(hi.long().clamp(max=num_keys - 1), first, max(0, min(prefix, num_keys)), num_keys)
+
+    def mask(self, block: Block) -> torch.Tensor:
+        """Return what the block's rows see of its pieces, bool ``(rows, keys)``."""
+        j = torch.cat([torch.arange(p.start, p.stop, device=self.hi.device) for p in block.pieces])
+        hi, lo = self.hi[block.rows, None], self.lo[block.rows, None]
+        return (j < self.prefix) | ((j >= lo) & (j <= hi))
+
+    def blocks(self, heads: int, groups: int) -> Iterator[Block]:
+        """Cut the rows into blocks; ``heads`` counts the batch too, ``groups`` is heads per key head."""
+        size = max(1, min(MAX_ROWS // groups, MAX_SCORES // max(1, heads * self.num_keys)))
+        for start, bounds in enumerate(_bounds(self.hi, self.lo, size)):
+            hi_min, hi_max, lo_min, lo_max = bounds
+            first = max(lo_min, self.prefix)
+            pieces = tuple(p for p in (slice(0, self.prefix), slice(first, hi_max + 1)) if p.start < p.stop)
+            is_full = hi_max < first or (hi_min == hi_max and lo_max <= first)
+            yield Block(slice(start * size, min((start + 1) * size, len(self.hi))), pieces, is_full)
+
+
+def _bounds(hi: torch.Tensor, lo: torch.Tensor, size: int) -> list[list[int]]:
+    """Return ``min hi, max hi, min lo, max lo`` of every block of ``size`` rows: one transfer from the device, not one a block."""
+    padding = -len(hi) % size
+    if padding:
+        hi, lo = (torch.cat([x, x[-1:].expand(padding)]) for x in (hi, lo))
+    hi, lo = hi.reshape(-1, size), lo.reshape(-1, size)
+    return torch.stack([hi.amin(1), hi.amax(1), lo.amin(1), lo.amax(1)], dim=1).tolist()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor | None,
+    prefix: int,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out (B, H, R, D_v)``, stored row by row as ``(B, R, H, D_v)``, and ``lse (B, H, R)``; see :mod:`kvrag_kernels.ops`."""
+    q, k, v = (
+        x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)
+    )  # torch's CPU flash kernel ignores that stride
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2)
+    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    is_shared = hi.dim() == 1 and (lo is None or lo.dim() == 1)
+    for b in [slice(0, batch)] if is_shared else [slice(i, i + 1) for i in range(batch)]:
+        limits = Limits.of(_row_of(hi, b), None if lo is None else _row_of(lo, b), prefix, k.shape[2])
+        _attend(q[b], k[b], v[b], limits, scale, softcap, out[b], lse[b])
+    if sinks is not None:
+        out.copy_(out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None])
+    return out, lse
+
+
+def _row_of(limit: torch.Tensor, b: slice) -> torch.Tensor:
+    return limit if limit.dim() == 1 else limit[b.start]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    limits: Limits,
+    scale: float,
+    softcap: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Fill ``out`` and ``lse`` block by block."""
+    batch, heads = q.shape[:2]
+    groups = heads // k.shape[1]
+    for block in limits.blocks(batch * heads, groups):
+        shape = (batch, heads, block.rows.stop - block.rows.start)
+        if not block.pieces:
+            out[:, :, block.rows], lse[:, :, block.rows] = 0.0, float("-inf")
+            continue
+        packed = q[:, :, block.rows].reshape(batch, k.shape[1], groups * shape[2], q.shape[3])
+        keys, values = (x[:, :, block.pieces[0]] if len(block.pieces) == 1 else _join(x, block) for x in (k, v))
+        mask = None if block.is_full else limits.mask(block).repeat(groups, 1)
+        attend_block = _fused if _can_fuse(packed, values, softcap) else _explicit
+        o, s = attend_block(packed, keys, values, mask, scale, softcap)
+        out[:, :, block.rows], lse[:, :, block.rows] = o.reshape(*shape, -1), s.reshape(shape)
+
+
+def _join(x: torch.Tensor, block: Block) -> torch.Tensor:
+    return torch.cat([x[:, :, piece] for piece in block.pieces], dim=2)
+
+
+def _can_fuse(q: torch.Tensor, v: torch.Tensor, softcap: float) -> bool:
+    """Whether torch's CPU flash kernel, the only one of its SDPA kernels that returns the log-sum-exp with a mask, applies."""
+    has_op = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    return has_op and q.device.type == "cpu" and not softcap and q.shape[3] == v.shape[3] and q.dtype != torch.float64
+
+
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One flash call on the CPU: ``(B, H_kv, rows, D_v)`` and its log-sum-exp."""
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    if mask is None:
+        return out, lse
+    is_empty = ~mask.any(dim=1)
+    return out.masked_fill(is_empty[:, None], 0.0), lse.masked_fill(is_empty, float("-inf"))
+
+
+def _explicit(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, float32 softmax, product: for soft caps and for devices without a fused call that returns the log-sum-exp."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    s = (
+        torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * scale
+    )  # scores rounded to 16 bits would be off by whole percents
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if mask is not None:
+        s = s.masked_fill_(~mask, float("-inf"))
+    lse = torch.logsumexp(s, dim=-1)
+    p = torch.exp(s - lse.nan_to_num(neginf=0.0)[..., None])
+    return torch.matmul(p.to(v.dtype), v), lse

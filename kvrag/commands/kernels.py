@@ -1,0 +1,59 @@
+"""``kvrag kernels info | build``: which attention computes here and why, and compiled kernels ahead of their first use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvrag.commands.options import AsJson
+from kvrag.commands.output import console, facts, print_json, progress
+from kvrag.errors import ConfigError, KVRagError
+
+app = typer.Typer(
+    name="kernels", no_args_is_help=True, help="The CUDA kernels: which path computes here, and building them ahead."
+)
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Show which path computes here, and why."""
+    import kvrag_kernels
+
+    try:
+        found = kvrag_kernels.info()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if as_json:
+        print_json(found)
+        return
+    devices = [f"{d['name']} ({d['arch']}): {d['attention']}" for d in found.pop("devices")]
+    rows = {"devices": "\n".join(devices) or "no CUDA device: torch computes", **found}
+    rows["failures"] = "\n".join(found["failures"]) or "none"
+    console().print(facts("Kernels", rows))
+
+
+@app.command()
+def build(
+    arch: Annotated[
+        list[str] | None, typer.Option("--arch", help="As sm_90; may be repeated. Default: every supported one.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile the attention kernels into the cache, as for an image; no GPU is needed."""
+    from kvrag_kernels import build as build_kernels
+    from kvrag_kernels.geometry import ARCHS
+    from kvrag_kernels.nvrtc import CompileError
+
+    for name in arch or []:
+        if name not in ARCHS:
+            raise ConfigError(f"--arch is {name!r}; it must be one of {', '.join(ARCHS)}")
+    try:
+        with progress("compiling kernels"):
+            made = build_kernels(tuple(arch or ARCHS))
+    except CompileError as error:
+        raise KVRagError(f"the kernels can't be built: {error}") from error
+    if as_json:
+        print_json(made)
+    else:
+        console().print(facts("Variants in the cache", made))

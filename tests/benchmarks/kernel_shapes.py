@@ -1,0 +1,54 @@
+"""Shapes, hole patterns and honest FLOP counts for the kernels' benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SUFFIX = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a model, prompt length, share of repaired rows, and where they lie: uniform, heads (of 512-token chunks) or end."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    keys: int
+    ratio: float
+    pattern: str = "uniform"
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads}/{self.kv_heads} hd{self.dim} N={self.keys} {self.ratio:.0%} {self.pattern}"
+
+    def rows(self) -> torch.Tensor:
+        """Return the rows to compute, ascending: the holes and the last 64."""
+        body = self.keys - SUFFIX
+        count = round(self.ratio * body)
+        if self.pattern == "uniform":
+            holes = torch.randperm(body, generator=torch.Generator().manual_seed(0))[:count]
+        elif self.pattern == "heads":
+            per_chunk = max(1, round(self.ratio * 512)) if count else 0
+            holes = torch.cat([torch.arange(s, min(s + per_chunk, body)) for s in range(0, body, 512)])
+        else:
+            holes = torch.arange(body - count, body)
+        return torch.cat([holes.sort().values, torch.arange(body, self.keys)])
+
+    def flops(self) -> int:
+        """Useful FLOPs: ``4 · H · D`` per visible key of each row."""
+        return 4 * self.heads * self.dim * int((self.rows() + 1).sum())
+
+
+MODELS = ((9, 3, 64), (14, 2, 64), (16, 2, 128), (28, 4, 128), (32, 8, 128), (32, 32, 128), (32, 32, 96), (8, 4, 256))
+FULL = [
+    *(Shape(*m, n, 0.15) for m in MODELS for n in (2048, 8192, 32768)),
+    *(Shape(*m, 8192, r) for m in ((16, 2, 128), (32, 8, 128)) for r in (0.0, 0.05, 0.3, 1.0)),
+    *(Shape(32, 8, 128, 8192, 0.15, pattern) for pattern in ("heads", "end")),
+    Shape(32, 8, 128, 131072, 0.05),
+]
+SHORT = [Shape(*m, n, 0.15) for m in ((14, 2, 64), (16, 2, 128), (32, 8, 128)) for n in (2048, 8192, 32768)]
+SHORT.append(Shape(32, 8, 128, 8192, 1.0))
+DRY = [Shape(4, 2, 64, 512, 0.15), Shape(6, 2, 96, 300, 0.3, "heads")]

@@ -1,0 +1,64 @@
+"""The engine's attention through the ops, as on a CUDA device; here the ops' torch paths compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from texts import make_chunks
+
+from kvrag import attention
+from kvrag.attention import EVERYTHING, Reach, RowPlan, ragged_attention
+
+
+@pytest.fixture
+def with_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Let the ops compute, or not."""
+    return lambda is_on: monkeypatch.setattr(attention, "_has_kernel", lambda *_: is_on)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("reach", [EVERYTHING, Reach(window=30), Reach(chunk=64), Reach(window=1000)])
+def test_the_ops_do_what_the_engines_own_paths_do(
+    reach: Reach, has_sinks: bool, softcap: float | None, with_kernel: Callable[[bool], None]
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 90, 64), torch.randn(1, 2, 200, 64), torch.randn(1, 2, 200, 64)
+    hi = torch.cat([torch.randperm(190)[:80].sort().values, torch.arange(190, 200)])
+    sinks = torch.randn(4) if has_sinks else None
+    results = []
+    for is_on in (False, True):
+        with_kernel(is_on)
+        plan = RowPlan(hi, 200, mass=torch.zeros(200), mass_rows=10)
+        out = ragged_attention(q, k, v, plan, scale=0.125, reach=reach, softcap=softcap, sinks=sinks)
+        results.append((out, plan.mass))
+        assert bool(plan._limits) == is_on
+    torch.testing.assert_close(results[1][0], results[0][0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(results[1][1], results[0][1], atol=1e-4, rtol=0)
+
+
+def test_layers_alike_share_their_limits(with_kernel: Callable[[bool], None]) -> None:
+    with_kernel(True)
+    plan = RowPlan(torch.arange(0, 50, 2), 50)
+    q, k = torch.randn(1, 4, 25, 64), torch.randn(1, 2, 50, 64)
+    for reach in (EVERYTHING, Reach(window=10), EVERYTHING, Reach(window=1000)):
+        ragged_attention(q, k, k, plan, scale=0.125, reach=reach)
+    assert len(plan._limits) == 2
+    assert {limits.lo is None for limits in plan._limits.values()} == {True, False}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_answers_are_the_same(name: str, engine_of: Callable[..., Any], with_kernel: Callable[[bool], None]) -> None:
+    engine = engine_of(name)
+    chunks = make_chunks(3, words=30, seed=3)
+    engine.precompute(chunks)
+    prompt = "\n\n".join([chunks[2], chunks[0], chunks[1], "What is said?"])
+    found = []
+    for is_on in (False, True):
+        with_kernel(is_on)
+        found.append(engine.prefill(prompt, mode="stitch"))
+    assert found[1].exactness == found[0].exactness == "repaired"
+    torch.testing.assert_close(found[1].logits, found[0].logits, atol=1e-4, rtol=0)
