@@ -59,8 +59,8 @@ bench-seams: setup ## What tokenising segment by segment changes
 wheel-test: setup ## Build the wheel and run its tests in a fresh environment
 	bash tests/wheel_test.sh
 
-reliability: setup ## Faults below the store, long form
-	$(BIN)/python -m pytest tests/store -q $(ARGS)
+reliability: setup ## Faults below the store, long form (about ten minutes); ARGS=--short is what CI runs
+	$(BIN)/python tests/reliability/run.py $(ARGS)
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
 	$(BIN)/python tests/benchmarks/support.py

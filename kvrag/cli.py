@@ -1,4 +1,4 @@
-"""The command line: ``kvrag demo | precompute | ask | explain | verify | estimate | stats | kernels``.
+"""The command line: ``kvrag demo | precompute | ask | explain | verify | estimate | stats | fsck | gc | rm | export | import | kernels``.
 
 Faults that kvrag raises on purpose are printed as one sentence on standard error, with exit status 2. ``--debug`` or
 ``KVRAG_DEBUG=1`` show where they come from instead.
@@ -19,8 +19,13 @@ try:
     from kvrag.commands.demo import demo
     from kvrag.commands.estimate import estimate
     from kvrag.commands.explain import explain
+    from kvrag.commands.export import export
+    from kvrag.commands.fsck import fsck
+    from kvrag.commands.gc import gc
+    from kvrag.commands.import_ import import_
     from kvrag.commands.kernels import app as kernels
     from kvrag.commands.precompute import precompute
+    from kvrag.commands.rm import rm
     from kvrag.commands.stats import stats
     from kvrag.commands.verify import verify
 except ModuleNotFoundError as error:
@@ -56,8 +61,9 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="kvrag", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for command in (demo, precompute, ask, explain, verify, estimate, stats):
+for command in (demo, precompute, ask, explain, verify, estimate, stats, fsck, gc, rm, export):
     app.command()(command)
+app.command("import")(import_)
 app.add_typer(kernels)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_args
 
@@ -13,6 +13,8 @@ from kvrag.types import Mode, Prove
 T = TypeVar("T")
 
 STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
+DURABILITIES = ("durable", "cache")
+INDICES = ("diskcache", "sqlite")
 MODES: tuple[str, ...] = get_args(Mode)
 
 
@@ -123,6 +125,26 @@ class StoreConfig:
     ----------
     ram_bytes
         Budget of the memory tier; least recently used chunks leave first.
+    disk_bytes
+        Budget of the disk tier in bytes of KV; ``None``: no limit. What is worth least leaves first: lowest priority, then least
+        computing time saved per byte.
+    min_free_bytes
+        Bytes of the file system that the store leaves to others; chunks leave, or are not stored, to keep them free. 0: no chunk
+        leaves for the sake of others, and one that finds the disk full is not stored.
+    high_watermark, low_watermark
+        Fractions in [0, 1] of ``disk_bytes``: eviction begins above the high one and ends at the low one.
+    durability
+        ``"durable"``: a chunk that was stored is still there after a power cut. ``"cache"``: the latest ones may be lost then, which
+        saves the waiting for the disk. Nothing false is ever read, either way.
+    index
+        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python. All processes on a directory must use
+        the same one; after a change it is rebuilt.
+    read_only
+        Change nothing in the directory, not even the index, which is then kept in memory.
+    event_log
+        File that events of stored chunks are appended to, as JSON lines; ``None``: none.
+    on_event
+        Called with each :class:`kvrag.store.StoreEvent`; must be quick, and not use the store.
     load_timeout_s
         Chunks not loaded within this time count as misses and are computed.
     min_chunk_tokens
@@ -130,11 +152,33 @@ class StoreConfig:
     """
 
     ram_bytes: int = 2 * 2**30
+    disk_bytes: int | None = None
+    min_free_bytes: int = 256 * 2**20
+    high_watermark: float = 0.95
+    low_watermark: float = 0.85
+    durability: str = "durable"
+    index: str = "diskcache"
+    read_only: bool = False
+    event_log: str | None = None
+    on_event: Callable[[Any], None] | None = None
     load_timeout_s: float = 10.0
     min_chunk_tokens: int = 32
 
     def __post_init__(self) -> None:
         _check_count("StoreConfig", "ram_bytes", self.ram_bytes, 0)
+        if self.disk_bytes is not None:
+            _check_count("StoreConfig", "disk_bytes", self.disk_bytes, 0)
+        _check_count("StoreConfig", "min_free_bytes", self.min_free_bytes, 0)
+        _check_number("StoreConfig", "high_watermark", self.high_watermark, 0, 1)
+        _check_number("StoreConfig", "low_watermark", self.low_watermark, 0, self.high_watermark)
+        for name, choices in (("durability", DURABILITIES), ("index", INDICES), ("read_only", (False, True))):
+            if getattr(self, name) not in choices:
+                known = ", ".join(map(str, choices))
+                raise ConfigError(f"StoreConfig.{name} is {getattr(self, name)!r}; it must be one of {known}")
+        if not isinstance(self.event_log, (str, type(None))):
+            raise ConfigError(f"StoreConfig.event_log is {self.event_log!r}; it must be the path of a file, or None")
+        if self.on_event is not None and not callable(self.on_event):
+            raise ConfigError(f"StoreConfig.on_event is {self.on_event!r}; it must be callable, or None")
         _check_number("StoreConfig", "load_timeout_s", self.load_timeout_s, 0)
         _check_count("StoreConfig", "min_chunk_tokens", self.min_chunk_tokens, 1)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrag.commands.maintenance import check_is_store, index_kind
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir
 from kvrag.commands.output import console, grid, print_json
-from kvrag.errors import StoreError
 from kvrag.estimate import human_bytes
 
 if TYPE_CHECKING:
@@ -21,11 +20,11 @@ _SHORT = 12
 
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     """Show the size of each tier, and what is stored for which model, namespace and prefix (by their digests)."""
-    _check_is_store(kv_dir)
+    check_is_store(kv_dir)
     from kvrag.config import StoreConfig
     from kvrag.store import open_store
 
-    store = open_store(kv_dir, StoreConfig(ram_bytes=0))
+    store = open_store(kv_dir, StoreConfig(ram_bytes=0, index=index_kind(kv_dir)))
     try:
         tiers, groups = store.stats(), _groups(store.index)
     finally:
@@ -59,16 +58,6 @@ class Group:
         """One row of the table, digests cut short."""
         digests = (self.model[:_SHORT], self.namespace[:_SHORT], self.prefix[:_SHORT])
         return (*digests, self.chunks, self.tokens, human_bytes(self.num_bytes))
-
-
-def _check_is_store(kv_dir: Path) -> None:
-    """Refuse what is no store before opening it, which would make one there."""
-    if not kv_dir.exists():
-        raise StoreError(f"there is no KV store {str(kv_dir)!r}; check --kv-dir, or run kvrag precompute first")
-    if not kv_dir.is_dir():
-        raise StoreError(f"{str(kv_dir)!r} is a file; --kv-dir must name the directory of a KV store")
-    if not (kv_dir / "format.json").is_file():
-        raise StoreError(f"{str(kv_dir)!r} is no KV store; check --kv-dir, or run kvrag precompute first")
 
 
 def _groups(index: Index) -> list[Group]:

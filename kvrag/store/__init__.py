@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 from kvrag.config import StoreConfig
-from kvrag.store.base import Index, KVStore, Record, StoreStats
+from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats
 from kvrag.store.disk import DiskStore
-from kvrag.store.index import DiskIndex, MemoryIndex
+from kvrag.store.events import StoreEvent
+from kvrag.store.index import DiskIndex
 from kvrag.store.memory import MemoryStore
+from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.tiered import TieredStore
 
 __all__ = [
@@ -19,6 +21,8 @@ __all__ = [
     "MemoryIndex",
     "MemoryStore",
     "Record",
+    "Retention",
+    "StoreEvent",
     "StoreStats",
     "TieredStore",
     "open_store",
@@ -41,4 +45,4 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
         If the directory can't be used.
     """
     memory = MemoryStore(config.ram_bytes)
-    return memory if kv_dir is None else TieredStore(memory, DiskStore(kv_dir))
+    return memory if kv_dir is None else TieredStore(memory, DiskStore(kv_dir, config))

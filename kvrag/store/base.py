@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrag.errors import ConfigError
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 
@@ -39,6 +40,42 @@ class Record:
     num_tokens: int
     num_bytes: int
     text: TextEntry | None
+
+
+DEFAULT_PRIORITY = 35
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How much a chunk is worth keeping.
+
+    Parameters
+    ----------
+    priority
+        0 to 100; what has less leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30.
+    duration_s
+        After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never.
+    cost_ms
+        Time that it took to compute, in milliseconds; ``None`` keeps what is known, or takes it from the number of tokens.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of its range.
+    """
+
+    priority: int = DEFAULT_PRIORITY
+    duration_s: float | None = None
+    cost_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int or not 0 <= self.priority <= 100:
+            raise ConfigError(f"Retention.priority is {self.priority!r}; it must be a whole number in [0, 100]")
+        for name in ("duration_s", "cost_ms"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 <= value < float("inf")):
+                raise ConfigError(f"Retention.{name} is {value!r}; it must be a number of at least 0, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +114,9 @@ class Index(Protocol):
     def document_texts(self, namespace: str, doc_id: str) -> list[str]:
         """Return the text digests that document ``doc_id`` references."""
 
+    def document_keys(self, namespace: str, doc_id: str) -> list[ChunkKey]:
+        """Return the keys of all KV of a document's texts."""
+
     def unlink(self, namespace: str, doc_id: str) -> list[ChunkKey]:
         """Drop document ``doc_id`` and return the keys (all models, all prefixes) that no document references any more.
 
@@ -111,8 +151,18 @@ class KVStore(Protocol):
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Load several chunks at once; one that is not there in time is ``None``. Repeated identities are loaded once."""
 
-    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
         """Store a chunk and return the bytes written; 0 if it was there already (then only the reference is added).
+
+        A store that does not evict by priority may ignore ``retention``.
 
         Raises
         ------
@@ -128,6 +178,9 @@ class KVStore(Protocol):
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks from every tier and return how many were there."""
+
+    def forget(self, namespace: str, doc_id: str) -> int:
+        """Erase a document and all KV that only it held on to; return how many chunks were erased."""
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"host"``, ``"disk"``)."""

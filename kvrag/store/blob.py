@@ -8,33 +8,50 @@ never leaves the package.
 
     u64 length | header | layer 0 keys | layer 0 values | layer 1 keys | ...
 
-The header is JSON, padded with spaces so that the data starts at a multiple of 4096 bytes.
+The header is JSON, padded with spaces so that the data starts at a multiple of 4096 bytes. It is written last, when
+the digests are known, so a file that was cut short has none.
 """
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import stat
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.header import MAX_HEADER_BYTES, NAMES, BlobRejected, Header, decode, shape_of
+from kvrag.store.directory import Directory, NotRegular
+from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, decode, shape_of
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
+Write = Callable[[memoryview, int], None]
+"""Takes bytes and their offset in the file."""
 
-def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
-    """Refuse KV that must not be stored.
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A blob that is yet to be written: its header, digests left blank, and the offset of its data."""
+
+    header: Header
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Length of the file."""
+        return self.start + self.header.num_bytes
+
+
+def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None) -> Plan:
+    """Say what a blob will look like.
 
     Raises
     ------
     StoreError
-        If shapes or dtypes are not those of one chunk, or if a value is not finite: NaN would spread to every later
-        answer.
+        If shapes or dtypes are not those of one chunk, or the header would be too long.
     """
     tokens = len(identity.token_ids)
     if not kv.layers or not tokens:
@@ -50,101 +67,170 @@ def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
                 )
             if tensor.dtype not in NAMES or tensor.dtype != dtype:
                 raise StoreError(f"{where} are {tensor.dtype}; all must be one of float32, float16 and bfloat16")
-            low, high = torch.aminmax(tensor.detach())
-            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                raise StoreError(f"{where} hold a value that is not finite; the chunk is not stored, compute it again")
+    header = Header(
+        identity=identity,
+        dtype=dtype,
+        shapes=tuple((shape_of(list(layer.keys.shape)), shape_of(list(layer.values.shape))) for layer in kv.layers),
+        digests=(NO_DIGEST,) * len(kv.layers),
+        text=text,
+    )
+    start = len(header.encode())
+    if start > MAX_HEADER_BYTES:
+        raise StoreError(f"the chunk of {tokens} tokens is too long for one file; split it")
+    return Plan(header, start)
 
 
-def encode(
-    identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None
-) -> tuple[Header, list[memoryview]]:
-    """Return a blob's header, and its bytes in pieces: head, then tensors, without a copy where they are contiguous.
+def check_finite(kv: ChunkKV, layer: int) -> None:
+    """Refuse NaN and infinity in a layer: they would spread to every later answer.
 
     Raises
     ------
     StoreError
-        If the KV must not be stored, see :func:`check_kv`, or the header would be too long.
+        If a value is not finite.
     """
-    check_kv(identity, kv)
-    pieces, digests = [], []
-    for layer in kv.layers:
-        keys, values = _bytes(layer.keys), _bytes(layer.values)
-        pieces += [keys, values]
-        digest = xxhash.xxh3_128(keys)
-        digest.update(values)
+    for name, tensor in (("keys", kv.layers[layer].keys), ("values", kv.layers[layer].values)):
+        low, high = torch.aminmax(tensor.detach())
+        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+            raise StoreError(
+                f"{name} of layer {layer} of the chunk hold a value that is not finite; "
+                "the chunk is not stored, compute it again"
+            )
+
+
+def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
+    """Refuse KV that must not be stored; raises as :func:`plan` and :func:`check_finite`."""
+    plan(identity, kv, text=None)
+    for layer in range(len(kv.layers)):
+        check_finite(kv, layer)
+
+
+def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
+    """Write a planned blob, layer by layer while each is in the processor's cache, and its header last.
+
+    Returns
+    -------
+    Header
+        The header with its digests.
+
+    Raises
+    ------
+    StoreError
+        If a value is not finite.
+    OSError
+        If ``out`` fails.
+    """
+    offset, digests = plan.start, []
+    for i, layer in enumerate(kv.layers):
+        check_finite(kv, i)
+        digest = xxhash.xxh3_128()
+        for view in (_bytes(layer.keys), _bytes(layer.values)):
+            digest.update(view)
+            out(view, offset)
+            offset += len(view)
         digests.append(digest.hexdigest())
-    header = Header(
-        identity=identity,
-        dtype=kv.layers[0].keys.dtype,
-        shapes=tuple((shape_of(list(layer.keys.shape)), shape_of(list(layer.values.shape))) for layer in kv.layers),
-        digests=tuple(digests),
-        text=text,
-        doc_id=doc_id,
-    )
-    head = header.encode()
-    if len(head) > MAX_HEADER_BYTES:
-        raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
-    return header, [memoryview(head), *pieces]
+    header = replace(plan.header, digests=tuple(digests))
+    out(memoryview(header.encode()), 0)
+    return header
 
 
-def read(path: Path, identity: ChunkIdentity) -> tuple[ChunkKV, Header]:
-    """Read a blob and prove that it is the KV of ``identity``; the tensors are views of one new buffer.
+class Blob:
+    """An open blob whose header is proven, and whose layers have yet to be; a context manager.
+
+    Parameters
+    ----------
+    directory, place
+        Where it is.
 
     Raises
     ------
     BlobRejected
-        If it is not.
+        If it is no blob.
     OSError
-        If the file is absent or can't be read.
+        If it is absent or can't be read.
     """
-    fd = _open(path)
-    try:
-        header, start = _read_header(fd)
-        if header.identity != identity:
-            raise BlobRejected("it belongs to another chunk")
+
+    def __init__(self, directory: Directory, *place: str, max_header: int = MAX_HEADER_BYTES) -> None:
         try:
-            buffer = torch.empty(header.num_bytes, dtype=torch.uint8)
-        except (MemoryError, RuntimeError):
-            raise BlobRejected("it does not fit into memory") from None
-        _fill(fd, _view(buffer), start)
-    finally:
-        os.close(fd)
-    return _layers(header, buffer), header
-
-
-def read_header(path: Path) -> Header:
-    """Read and check a blob's header, without proof of the tensors; raises as :func:`read` does."""
-    fd = _open(path)
-    try:
-        return _read_header(fd)[0]
-    finally:
-        os.close(fd)
-
-
-def _open(path: Path) -> int:
-    """Open without following a link and without waiting for the writer of a FIFO."""
-    try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+            self._fd, status = directory.open(*place)
+        except NotRegular:
             raise BlobRejected("it is not a regular file") from None
-        raise
+        try:
+            self.header, self._start = _read_header(self._fd, status.st_size, max_header)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._sizes = self.header.sizes()
+        self._offsets = [0, *accumulate(keys + values for keys, values in self._sizes)]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chunk."""
+        return len(self._sizes)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Blob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def layer(self, index: int, buffer: torch.Tensor) -> LayerKV:
+        """Read a layer to its place in ``buffer``, uint8 ``(num_bytes,)``, and prove it; the tensors are views of it.
+
+        Raises
+        ------
+        BlobRejected
+            If it does not have its digest.
+        OSError
+            If it can't be read.
+        """
+        start, (keys, _) = self._offsets[index], self._sizes[index]
+        part = buffer[start : self._offsets[index + 1]]
+        view = _view(part)
+        fill(self._fd, view, self._start + start)
+        if xxhash.xxh3_128_hexdigest(view) != self.header.digests[index]:
+            raise BlobRejected("its data is damaged")
+        shapes, dtype = self.header.shapes[index], self.header.dtype
+        return LayerKV(part[:keys].view(dtype).view(shapes[0]), part[keys:].view(dtype).view(shapes[1]))
 
 
-def _read_header(fd: int) -> tuple[Header, int]:
+def max_header_bytes(identity: ChunkIdentity) -> int:
+    """Longest header that the blob of this chunk may have: a hostile file is refused before much of it is read."""
+    return min(MAX_HEADER_BYTES, 2**19 + 6 * len(identity.token_ids))
+
+
+def open_blob(directory: Directory, *place: str, identity: ChunkIdentity) -> Blob:
+    """Open a blob and prove that it is that of ``identity``; raises as :class:`Blob`."""
+    blob = Blob(directory, *place, max_header=max_header_bytes(identity))
+    if blob.header.identity != identity:
+        blob.close()
+        raise BlobRejected("it belongs to another chunk")
+    return blob
+
+
+def fill(fd: int, view: memoryview, offset: int) -> None:
+    """Read until ``view`` is full; a read may return less than asked for."""
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if not count:
+            raise BlobRejected("it has the wrong length")
+        view, offset = view[count:], offset + count
+
+
+def _read_header(fd: int, file_size: int, limit: int) -> tuple[Header, int]:
     """Return the header and the offset of the data; the file's length must be that of header and data together."""
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise BlobRejected("it is not a regular file")
-    head = bytearray(8)
-    _fill(fd, memoryview(head), 0)
-    start = 8 + int.from_bytes(head, "little")
-    if start > min(status.st_size, MAX_HEADER_BYTES):
+    first = bytearray(8)
+    fill(fd, memoryview(first), 0)
+    start = 8 + int.from_bytes(first, "little")
+    if start > min(file_size, limit):
         raise BlobRejected("its header has an impossible length")
     head = bytearray(start)
-    _fill(fd, memoryview(head), 0)
+    fill(fd, memoryview(head), 0)
     header = decode(head)
-    if status.st_size != start + header.num_bytes:
+    if file_size != start + header.num_bytes:
         raise BlobRejected("it has the wrong length")
     return header, start
 
@@ -155,27 +241,3 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _view(flat: torch.Tensor) -> memoryview:
     return flat.numpy().data
-
-
-def _fill(fd: int, view: memoryview, offset: int) -> None:
-    """Read until ``view`` is full; a read may return less than asked for."""
-    while view:
-        count = os.preadv(fd, [view], offset)
-        if not count:
-            raise BlobRejected("it has the wrong length")
-        view, offset = view[count:], offset + count
-
-
-def _layers(header: Header, buffer: torch.Tensor) -> ChunkKV:
-    """Cut the buffer into layers, each after its digest has been proven."""
-    layers, start = [], 0
-    view = _view(buffer)
-    for shapes, sizes, digest in zip(header.shapes, header.sizes(), header.digests, strict=True):
-        middle, stop = start + sizes[0], start + sum(sizes)
-        if xxhash.xxh3_128_hexdigest(view[start:stop]) != digest:
-            raise BlobRejected("its data is damaged")
-        keys = buffer[start:middle].view(header.dtype).view(shapes[0])
-        values = buffer[middle:stop].view(header.dtype).view(shapes[1])
-        layers.append(LayerKV(keys, values))
-        start = stop
-    return ChunkKV(tuple(layers))

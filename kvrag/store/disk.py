@@ -1,130 +1,104 @@
-"""The disk tier: one immutable file per chunk, and an index that can be rebuilt from them.
+"""The disk tier: one immutable file per chunk, and an index that can be rebuilt from the files.
 
 ::
 
-    root/format.json                         {"format": "kvrag", "version": 2}
-    root/objects/<key[:2]>/<key>.safetensors the chunks
-    root/index/                              rows about them
-    root/tmp/                                files being written
-    root/quarantine/                         files that failed the proof of identity or integrity
-    root/lock                                held while a process opens the store
-
-A file is complete before it has its name, so a process that is killed leaves nothing that could be read.
+    root/format.json                          {"format": "kvrag", "version": 2}
+    root/objects/<key[:2]>/<key>.safetensors  the chunks
+    root/references/<..>/<digest>.json        which document holds on to which text
+    root/index/                               rows about both
+    root/tmp/                                 files being written
+    root/quarantine/                          files that failed the proof of identity or integrity
+    root/ballast                              space that is given up when the disk is full, so that erasing works
+    root/lock, root/evict.lock                held while a process opens the store, or evicts
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import FORMAT_VERSION, chunk_key
-from kvrag.store import blob, files
-from kvrag.store.base import Index, Record, StoreStats
-from kvrag.store.fork import ForkAware
-from kvrag.store.header import BlobRejected, Header
-from kvrag.store.index import DiskIndex
-from kvrag.store.loader import Loader
+from kvrag.fingerprint import chunk_key
+from kvrag.store import blob, recovery
+from kvrag.store.base import DEFAULT_PRIORITY, Record, Retention
+from kvrag.store.disk_reads import DiskReads
+from kvrag.store.events import StoreEvent
+from kvrag.store.header import Header
+from kvrag.store.objects import KEY
+from kvrag.store.references import ReferenceFile
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
-log = logging.getLogger(__name__)
-
-KEY = re.compile(r"[0-9a-f]{64}")
-SUFFIX = ".safetensors"
+ATTEMPTS = 3
+"""How often a put begins anew when another process erases the chunk in its midst."""
 
 
-class DiskStore(ForkAware):
+class DiskStore(DiskReads):
     """KV in a directory that several processes may share.
 
     Parameters
     ----------
     root
         The directory; made if absent.
+    config
+        Limits, durability, kind of index, events; ``ram_bytes`` is not used.
 
     Raises
     ------
     StoreError
-        If the directory can't be used.
+        If the directory can't be used. One that holds a store and can't be written to is opened for reading.
     StoreFormatError
         If it was written by a newer kvrag.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self._root = Path(root).absolute()
-        self._hits = self._misses = self._rejected = 0
-        self._warned: set[str] = set()
-        self._loader = Loader(self.get)
-        self._closed = False
-        files.prepare(self._root, ("objects", "tmp", "quarantine"))
-        with files.locked(self._root / "lock"):
-            files.check_format(self._root, FORMAT_VERSION)
-            files.sweep(self._root / "tmp")
-            self._index = DiskIndex(self._root / "index")
-            if self._index.stale:
-                self._index.rebuild(self._scan())
-        self.index: Index = self._index
-
-    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
-        """Return the chunk's KV, proven to be that of ``identity``, or ``None``; no fault of stored data is raised."""
-        kv = None if self._closed else self._read(chunk_key(identity), identity)
-        with self._lock:
-            self._hits += kv is not None
-            self._misses += kv is None
-        return kv
-
-    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
-        """Load several chunks at once; one that is not there in time is ``None``."""
-        return self._loader.load_many(identities, timeout_s=timeout_s)
-
-    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
         """Store a chunk and return the bytes written; 0 if it was there already (then only the reference is added).
 
         Raises
         ------
         StoreError
-            If it can't be written. Nothing of it is left then.
+            If it can't be written, or there is no room for it. Nothing of it is left then.
         """
-        if self._closed:
-            raise StoreError(f"the store {self._root} is closed; open it again")
-        if self.link(identity, text=text, doc_id=doc_id):
-            return 0
-        header, pieces = blob.encode(identity, kv, text=text, doc_id=doc_id)
-        record = header.record()
-        is_new = self._publish(record.key, pieces)
-        try:
-            self.index.add(record, doc_id=doc_id)
-        except StoreError:
-            if is_new:
-                # Without its row a chunk can't be found by its text nor erased with its document.
-                with suppress(OSError):
-                    files.unlink(self._path(record.key))
-            raise
-        return record.num_bytes if is_new else 0
+        self._check_writable()
+        for _ in range(ATTEMPTS):
+            if self.link(identity, text=text, doc_id=doc_id):
+                return 0
+            plan = blob.plan(identity, kv, text=text)
+            self._make_room(plan.header, retention)
+            written = self._write(plan, kv, doc_id)
+            if self.objects.contains(chunk_key(identity)):
+                if retention is not None:
+                    self.rows.retain(chunk_key(identity), retention)
+                return written
+        raise StoreError(f"the chunk is erased from {self._root} as fast as it is written; try again later")
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already; return whether it is."""
         key = chunk_key(identity)
-        if self._closed or not self.contains(key):
+        if self._closed or self.read_only or not self.contains(key):
             return False
-        record = self.index.get(key)
+        record = self.rows.get(key)
         if record is None:
-            header = self._header(key)
+            header = self._reading(key, lambda: self.objects.header(key))
             if header is None:
                 return False
+            self._restore(header)
             record = header.record()
-            self.index.add(record, doc_id=header.doc_id)
-        self.index.add(replace(record, text=text), doc_id=doc_id)
-        return True
-
-    def contains(self, key: ChunkKey) -> bool:
-        """Whether a chunk's file is there, without proving its integrity."""
-        return KEY.fullmatch(key) is not None and files.is_regular(self._path(key))
+        self._add(replace(record, text=text), doc_id)
+        if self.contains(key):
+            return True
+        # Erased meanwhile by another process, which did not see the new reference.
+        self.rows.remove(key)
+        return False
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks and return how many were there.
@@ -134,133 +108,142 @@ class DiskStore(ForkAware):
         StoreError
             If something could not be erased; everything else is.
         """
+        self._check_writable()
         found = 0
-        fault: Exception | None = None
+        fault: OSError | None = None
         for key in dict.fromkeys(keys):
             if not KEY.fullmatch(key):
                 continue
             try:
-                found += files.unlink(self._path(key))
-                files.unlink(self._quarantine(key))
-                self.index.remove(key)
+                found += self._erase(key)
             except OSError as error:
                 fault = error
+        recovery.drop_references(self.rows, self.references)
+        self.rows.scrub()
         if fault is not None:
             raise StoreError(
                 f"not everything could be erased from {self._root}: {fault}; make it writable, then delete again"
             )
         return found
 
-    def stats(self) -> dict[str, StoreStats]:
-        """Return the statistics of this tier, ``"disk"``."""
-        chunks, num_bytes = self._index.totals()
-        with self._lock:
-            return {"disk": StoreStats(chunks, num_bytes, self._hits, self._misses, self._rejected)}
+    def forget(self, namespace: str, doc_id: str) -> int:
+        """Erase a document and all KV that only it held on to; return how many chunks were erased.
 
-    def close(self) -> None:
-        """Release resources; idempotent. A closed store has nothing and takes nothing."""
-        self._closed = True
-        self._index.close()
+        It is one step: killed in its midst, it is finished when the store is opened next, and a chunk that another
+        process adds again meanwhile stays.
 
-    def _path(self, key: str) -> Path:
-        return self._root / "objects" / key[:2] / (key + SUFFIX)
+        Raises
+        ------
+        StoreError
+            If something could not be erased; it will be at the next opening.
+        """
+        self._check_writable()
+        erased = 0
+        for key in self.rows.unlink(namespace, doc_id):
+            if self.rows.settle((key,), partial(self.objects.erase, key)):
+                erased += 1
+                self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
+        recovery.drop_references(self.rows, self.references)
+        self.rows.scrub()
+        return erased
 
-    def _quarantine(self, key: str) -> Path:
-        return self._root / "quarantine" / (key + SUFFIX)
+    def clear(self) -> int:
+        """Erase all chunks, texts and references, and return how many chunks there were."""
+        self._check_writable()
+        found = 0
+        for key in self.objects.keys() | set(self.rows.keys()):
+            found += self.rows.drop(key, partial(self.objects.erase, key))
+        for namespace, digest, _ in self.rows.references():
+            self.rows.unlink_text(namespace, digest)
+        recovery.drop_references(self.rows, self.references)
+        self.rows.scrub()
+        self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))
+        return found
 
-    def _read(self, key: ChunkKey, identity: ChunkIdentity) -> ChunkKV | None:
-        path = self._path(key)
-        seen = files.inode(path)
-        try:
-            kv, header = blob.read(path, identity)
-        except BlobRejected as fault:
-            self._reject(key, seen, fault.reason)
-            return None
-        except (FileNotFoundError, NotADirectoryError):
-            self._forget(key)
-            return None
-        except OSError as error:
-            self._warn_once(f"a chunk could not be read: {error.strerror}; it counts as absent")
-            return None
-        if self.index.get(key) is None:
-            self._restore(header)
-        return kv
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> None:
+        """Give chunks a priority for eviction; unknown ones are left out."""
+        self._check_writable()
+        for key in keys:
+            self.rows.retain(key, retention)
 
-    def _header(self, key: ChunkKey) -> Header | None:
-        """Return the header of the file under this key, or put away what is not a blob of this key."""
-        path = self._path(key)
-        seen = files.inode(path)
-        try:
-            header = blob.read_header(path)
-            if chunk_key(header.identity) != key:
-                raise BlobRejected("it belongs to another chunk")
-        except BlobRejected as fault:
-            self._reject(key, seen, fault.reason)
-        except OSError as error:
-            self._warn_once(f"a chunk could not be read: {error.strerror}; it counts as absent")
-        else:
-            return header
-        return None
+    def make_room(self, need: int = 0) -> None:
+        """Evict until the budgets hold with ``need`` more bytes; ``StoreError`` if that can't be."""
+        self._check_writable()
+        self._flush_hits()
+        self._evictor.make_room(need, priority=100)
 
-    def _reject(self, key: ChunkKey, seen: tuple[int, int] | None, reason: str) -> None:
-        """Put a file away that is not what its name says, with its row."""
-        with self._lock:
-            self._rejected += 1
-        self._warn_once(
-            f"a file was moved to {self._root / 'quarantine'}, because {reason}; its chunk is computed again"
+    def _make_room(self, header: Header, retention: Retention | None) -> None:
+        self._flush_hits()
+        self._evictor.make_room(
+            header.num_bytes, priority=DEFAULT_PRIORITY if retention is None else retention.priority
         )
-        path = self._path(key)
-        with suppress(OSError):
-            # Another process may have put it away and written a good one since.
-            if files.inode(path) == seen:
-                os.replace(path, self._quarantine(key))
-        with suppress(StoreError):
-            self._index.remove(key)
 
-    def _forget(self, key: ChunkKey) -> None:
-        """Drop the row of a file that is gone; not if all are, because then the directory is, perhaps only for now."""
-        if self._index.get(key) is None or not (self._root / "objects").is_dir():
-            return
-        with suppress(StoreError):
-            self._index.remove(key)
-        if self.contains(key) and (header := self._header(key)):
-            self._restore(header)
-
-    def _restore(self, header: Header) -> None:
+    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None) -> int:
+        """Write a blob, its reference and its row; return the bytes written, 0 if another writer was faster."""
+        record = plan.header.record()
+        is_new = self._publish(record.key, plan, kv)
         try:
-            self._index.add(header.record(), doc_id=header.doc_id)
-        except StoreError as error:
-            self._warn_once(str(error))
+            self._add(record, doc_id)
+        except StoreError:
+            if is_new:
+                # Without its row a chunk can't be found by its text nor erased with its document.
+                with suppress(OSError):
+                    self.objects.erase(record.key)
+            raise
+        if is_new:
+            event = StoreEvent("BlockStored", "disk", (record.key,), "put", record.num_tokens, record.num_bytes)
+            self._events.emit(event)
+        return record.num_bytes if is_new else 0
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            log.warning("%s", message)
-
-    def _publish(self, key: ChunkKey, pieces: Sequence[memoryview]) -> bool:
+    def _publish(self, key: ChunkKey, plan: blob.Plan, kv: ChunkKV) -> bool:
         """Write a blob; ``False`` if another writer was faster."""
-        path = self._path(key)
         try:
-            if files.inode(path) and not files.is_regular(path):
-                os.replace(path, self._quarantine(key))
-            return files.publish(pieces, path, tmp=self._root / "tmp" / files.tmp_name(key[:16]))
+            return self.objects.publish(plan, kv, key)
+        except StoreError:
+            raise
         except OSError as error:
             raise StoreError(
-                f"the chunk can't be written to {path}: {error.strerror or error}; "
+                f"the chunk {key[:12]} can't be written to {self._root}: {error.strerror or error}; "
                 "make sure that the directory exists, is writable and has free space"
             ) from error
 
-    def _scan(self) -> Iterator[tuple[Record, str | None]]:
-        """Yield what the index must know of every blob, oldest first."""
-        paths = [path for path in (self._root / "objects").glob(f"??/*{SUFFIX}") if KEY.fullmatch(path.stem)]
-        log.info("rebuilding the index of %s from %s files", self._root, len(paths))
-        for path in sorted(paths, key=_age):
-            if self._path(path.stem) == path and (header := self._header(ChunkKey(path.stem))):
-                yield header.record(), header.doc_id
+    def _add(self, record: Record, doc_id: str | None) -> None:
+        """Add a row, with the file of its reference, which comes first: no chunk may outlive its document."""
+        if doc_id is None or record.text is None:
+            return self.rows.add(record, doc_id=doc_id)
+        file = ReferenceFile(record.namespace, doc_id, record.text, record.key)
+        for _ in range(ATTEMPTS):
+            try:
+                is_new = self.references.add(file)
+            except OSError as error:
+                raise StoreError(
+                    f"a reference can't be written to {self._root}: {error.strerror or error}; "
+                    "make sure that the directory exists, is writable and has free space"
+                ) from error
+            try:
+                self.rows.add(record, doc_id=doc_id)
+            except StoreError:
+                if is_new:
+                    with suppress(OSError):
+                        self.references.remove(file.reference)
+                raise
+            if self.references.contains(file.reference):
+                return None
+        raise StoreError(f"the document is erased from {self._root} as fast as it is written; try again later")
 
+    def _erase(self, key: ChunkKey) -> bool:
+        """Erase a chunk everywhere; on a full disk the file goes first, which may make the room for the rest."""
+        try:
+            erased = self.rows.drop(key, partial(self.objects.erase, key))
+        except StoreError:
+            erased = self.objects.erase(key)
+            self.rows.remove(key)
+        if erased:
+            self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
+        return erased
 
-def _age(path: Path) -> int:
-    try:
-        return os.lstat(path).st_mtime_ns
-    except OSError:
-        return 0
+    def _check_writable(self) -> None:
+        if self._closed:
+            raise StoreError(f"the store {self._root} is closed; open it again")
+        if self.read_only:
+            raise StoreError(f"the store {self._root} is open for reading only; make it writable and open it again")

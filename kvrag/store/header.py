@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,14 @@ MAX_HEADER_BYTES = 4 * 2**20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+ENCODER = json.JSONEncoder(separators=(",", ":"))
+
 Shape = tuple[int, int, int]
+
+
+DIGEST = re.compile(r"[0-9a-f]{32}")
+NO_DIGEST = "0" * 32
+"""Stands for a layer's digest until the layer is written; a header's length does not depend on it."""
 
 
 class BlobRejected(Exception):
@@ -39,6 +46,13 @@ class BlobRejected(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class OtherVersion(BlobRejected):
+    """A file says that it has another version of the format: nothing is wrong with it, and nothing can be read."""
+
+    def __init__(self) -> None:
+        super().__init__("it has another version of the format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +69,8 @@ class Header:
         Shapes of keys and values, layer after layer.
     digests
         xxh3-128 (hex) of each layer's bytes, keys then values.
-    text, doc_id
-        What the index must know again when it is rebuilt; ``doc_id`` is the first writer's.
+    text
+        What the index must know again when it is rebuilt; the first writer's.
     """
 
     identity: ChunkIdentity
@@ -64,7 +78,6 @@ class Header:
     shapes: tuple[tuple[Shape, Shape], ...]
     digests: tuple[str, ...]
     text: TextEntry | None
-    doc_id: str | None
 
     def sizes(self) -> list[tuple[int, int]]:
         """Bytes of keys and values, layer after layer."""
@@ -92,9 +105,10 @@ class Header:
 
     def encode(self) -> bytes:
         """Length and padded header, as they stand at the head of the file."""
-        metadata, tensors = self._metadata(), self._tensors()
-        metadata["header_digest"] = xxhash.xxh3_128_hexdigest(_dump({"__metadata__": metadata, **tensors}))
-        text = _dump({"__metadata__": metadata, **tensors})
+        metadata, tensors = _dump(self._metadata()), _dump(self._tensors())
+        digest = xxhash.xxh3_128_hexdigest(b'{"__metadata__":' + metadata + b"," + tensors[1:])
+        metadata = metadata[:-1] + b',"header_digest":"' + digest.encode() + b'"}'
+        text = b'{"__metadata__":' + metadata + b"," + tensors[1:]
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         return struct.pack("<Q", len(text)) + text
 
@@ -112,9 +126,6 @@ class Header:
         }
         if self.text is not None:
             fields["text"] = json.dumps([self.text.digest, self.text.head, self.text.tail, self.text.num_chars])
-        if self.doc_id is not None:
-            # JSON within JSON, because an id may hold a lone surrogate, which safetensors refuses in a string.
-            fields["doc_id"] = json.dumps(self.doc_id)
         return fields
 
     def _tensors(self) -> dict[str, Any]:
@@ -134,15 +145,19 @@ def decode(head: bytearray) -> Header:
         header = _parse(json.loads(head[8:].decode("ascii")))
         if header.encode() != head:
             raise BlobRejected("its header is damaged")
-    except (ValueError, TypeError, KeyError, RecursionError, struct.error, OverflowError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError):
         raise BlobRejected("its header is damaged") from None
     return header
 
 
 def _parse(fields: dict[str, Any]) -> Header:
     metadata = fields["__metadata__"]
-    ids = base64.b64decode(metadata["token_ids"], validate=True)
     digests = tuple(metadata["layer_digests"].split(","))
+    if metadata["format"] == "kvrag" and metadata["version"] != str(FORMAT_VERSION) and metadata["version"].isdecimal():
+        raise OtherVersion
+    if not all(map(DIGEST.fullmatch, digests)):
+        raise ValueError("not a digest")
+    ids = base64.b64decode(metadata["token_ids"], validate=True)
     shapes = [
         shape_of(fields[f"layer.{i:03d}.{name}"]["shape"]) for i in range(len(digests)) for name in ("keys", "values")
     ]
@@ -156,13 +171,8 @@ def _parse(fields: dict[str, Any]) -> Header:
         dtype=DTYPES[fields["layer.000.keys"]["dtype"]],
         shapes=tuple(zip(shapes[::2], shapes[1::2], strict=True)),
         digests=digests,
-        text=_optional(metadata, "text", parse_text),
-        doc_id=_optional(metadata, "doc_id", str),
+        text=parse_text(json.loads(metadata["text"])) if "text" in metadata else None,
     )
-
-
-def _optional(metadata: dict[str, str], name: str, parse: Callable[[Any], Any]) -> Any:
-    return parse(json.loads(metadata[name])) if name in metadata else None
 
 
 def parse_text(value: object) -> TextEntry:
@@ -182,4 +192,4 @@ def shape_of(value: list[int]) -> Shape:
 
 
 def _dump(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode("ascii")
+    return ENCODER.encode(fields).encode("ascii")

@@ -1,81 +1,74 @@
-"""The two homes of an index: a directory shared by processes, and memory.
+"""An index in a directory shared by processes, in a database of diskcache or of sqlite3 alone.
 
-The directory's is a :class:`diskcache.Cache` cut down to what is safe here: no pickles, no files beside the database,
-no eviction, one connection per process. It may be lost at any time; the blobs say the same.
+It may be lost at any time: the files of the store say the same.
 """
 
 from __future__ import annotations
 
-import bisect
 import json
 import logging
 import os
 import shutil
-import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import islice
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
-
-import diskcache
-from diskcache.core import DBNAME
+from typing import Any, Protocol, TypeVar
 
 from kvrag.errors import StoreError
-from kvrag.store.base import Record
-from kvrag.store.cache import BUSY_TIMEOUT_S, SETTINGS, JsonDisk, Rows, examine
+from kvrag.store import connect
 from kvrag.store.fork import ForkAware
-from kvrag.store.rows import RowIndex
+from kvrag.store.rows import end_of
+from kvrag.store.store_index import StoreIndex
+from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 BUSY_RETRIES = 3
-REBUILD_BATCH = 500
 
 COMPLETE = "complete"
 """Row that is written when the index knows every blob; without it, it must be rebuilt."""
 
+FILES = {"diskcache": "cache.db", "sqlite": "rows.db"}
+"""Database of each kind of index."""
 
-class MemoryIndex(RowIndex, ForkAware):
-    """An index in memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._rows: dict[str, Any] = {}
-        self._order: list[str] = []
+class Rows(Protocol):
+    """A database of names and values, both strings."""
+
+    errors: tuple[type[Exception], ...]
+
+    def __init__(self, directory: Path) -> None: ...
+
+    @staticmethod
+    def examine(path: Path) -> str | None:
+        """Say what is wrong with a database; ``None`` if nothing is."""
+
+    def fetch(self, name: str) -> str | None:
+        """Return a row's value."""
+
+    def insert(self, name: str, value: str) -> None:
+        """Insert or replace a row."""
+
+    def erase(self, name: str) -> None:
+        """Remove a row; absent ones are fine."""
+
+    def scan(self, low: str, high: str, limit: int) -> list[tuple[str, str]]:
+        """Return the rows between two names."""
+
+    def sql(self, statement: str) -> list[tuple[object, ...]]:
+        """Run a statement without parameters."""
+
+    def transact(self) -> AbstractContextManager[None]:
+        """Make what happens inside atomic."""
 
     def close(self) -> None:
-        """Nothing to release."""
-
-    def _read(self, row: str) -> Any:
-        return self._rows.get(row)
-
-    def _write(self, row: str, value: Any) -> None:
-        if row not in self._rows:
-            bisect.insort(self._order, row)
-        self._rows[row] = value
-
-    def _erase(self, row: str) -> None:
-        if self._rows.pop(row, None) is not None:
-            del self._order[bisect.bisect_left(self._order, row)]
-
-    def _scan(self, prefix: str, after: str = "", limit: int = -1) -> list[tuple[str, Any]]:
-        with self._lock:
-            start = bisect.bisect_right(self._order, prefix + after)
-            stop = bisect.bisect_left(self._order, _end(prefix))
-            names = self._order[start : stop if limit < 0 else min(stop, start + limit)]
-            return [(name[len(prefix) :], self._rows[name]) for name in names]
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            yield
+        """Close the connection; the next call opens another one."""
 
 
-class DiskIndex(RowIndex, ForkAware):
+class DiskIndex(StoreIndex, ForkAware):
     """An index in a directory, shared by threads and processes.
 
     A damaged database is moved aside and begun anew; :attr:`stale` then says that it has to be rebuilt. Reads of rows
@@ -85,6 +78,8 @@ class DiskIndex(RowIndex, ForkAware):
     ----------
     directory
         Where the database lives; made if absent.
+    kind
+        ``"diskcache"`` or ``"sqlite"`` (the standard library alone).
 
     Raises
     ------
@@ -92,32 +87,41 @@ class DiskIndex(RowIndex, ForkAware):
         If the directory can't be used.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    has_files = True
+
+    def __init__(self, directory: str | os.PathLike[str], kind: str = "diskcache") -> None:
         super().__init__()
         self._directory = Path(directory)
-        self._path = self._directory / DBNAME
+        self._make: type[Rows]
+        self._make = _backend(kind)
+        self._errors = self._make.errors
+        self._path = self._directory / FILES[kind]
         self._rows: Rows | None = None
         self._file: tuple[int, int] = (0, 0)
         self._closed = False
         self._warned = False
+        self.make_room: Callable[[], bool] = lambda: False
+        """Called when the disk is full in the middle of an erasure; returns whether it may be tried again."""
         with self._lock, self._as_store_error():
-            if self._path.exists() and (fault := examine(self._path)):
+            self._drop_other_kinds(kind)
+            if os.path.lexists(self._path) and (fault := self._make.examine(self._path)):
                 log.warning("the index %s is damaged (%s); it is moved aside and rebuilt", self._path, fault)
                 _move_aside(self._directory)
             self._open()
         self.stale = self._peek(COMPLETE) is None
-        """Whether the index may not know every blob, and :meth:`rebuild` is due."""
+        """Whether the index may not know every blob; :meth:`complete` ends it."""
 
-    def rebuild(self, records: Iterable[tuple[Record, str | None]]) -> None:
-        """Add the rows of all blobs, given as records and the document that wrote each first."""
-        left = iter(records)
-        while batch := list(islice(left, REBUILD_BATCH)):
-            with self._transaction():
-                for record, doc_id in batch:
-                    self._add(record, doc_id)
+    def complete(self) -> None:
+        """Note that the index knows every blob."""
         with self._transaction():
             self._write(COMPLETE, 1)
         self.stale = False
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Make several changes one transaction, which is quicker."""
+        with self._transaction():
+            yield
 
     def close(self) -> None:
         """Close the database; idempotent. A closed index is empty and can't be changed."""
@@ -125,20 +129,61 @@ class DiskIndex(RowIndex, ForkAware):
             self._closed = True
             self._before_fork()
 
+    def unlink(self, namespace: str, doc_id: str) -> list[ChunkKey]:
+        """Drop document ``doc_id``; return and remove the keys of the texts that no document references any more."""
+        return self._with_room(lambda: super(DiskIndex, self).unlink(namespace, doc_id))
+
+    def unlink_text(self, namespace: str, digest: str) -> list[ChunkKey]:
+        """Drop every reference to the text with this digest; return and remove all its keys."""
+        return self._with_room(lambda: super(DiskIndex, self).unlink_text(namespace, digest))
+
+    def remove(self, key: ChunkKey) -> None:
+        """Remove one row; unknown keys are fine."""
+        self._with_room(lambda: super(DiskIndex, self).remove(key))
+
+    def settle(self, names: tuple[str, ...], erase: Callable[[], bool]) -> bool:
+        """Erase the file of a chunk or of a reference if it still is to go; see :class:`StoreIndex`."""
+        return self._with_room(lambda: super(DiskIndex, self).settle(names, erase))
+
+    def drop(self, key: ChunkKey, erase: Callable[[], bool]) -> bool:
+        """Erase a chunk's file and remove its row in one step, and return what ``erase`` did."""
+        return self._with_room(lambda: super(DiskIndex, self).drop(key, erase))
+
+    def scrub(self) -> None:
+        """Let nothing of erased rows remain in the database's journal, as far as other readers allow it."""
+        with suppress(StoreError), self._lock, self._as_store_error():
+            self._database().sql("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _with_room(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except StoreError:
+            if not self.make_room():
+                raise
+            return work()
+
     def _before_fork(self) -> None:
         if self._rows is not None:
             self._rows.close()
 
+    def _drop_other_kinds(self, kind: str) -> None:
+        """Forget a database of another kind: it does not know what happens in this one."""
+        for file in (file for other, file in FILES.items() if other != kind):
+            for suffix in ("", "-wal", "-shm"):
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    os.unlink(self._directory / (file + suffix))
+
     def _open(self) -> None:
+        if self._directory.is_symlink():
+            raise OSError("its directory is a link")
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        # Before diskcache would make it with the umask's mode; SQLite gives its other files the same.
-        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        connect.create(self._path)
         self._before_fork()
-        self._rows = Rows(str(self._directory), timeout=BUSY_TIMEOUT_S, disk=JsonDisk, **SETTINGS)
+        self._rows = self._make(self._directory)
         self._file = _inode(self._path)
 
-    def _cache(self) -> Rows:
-        """Return the cache on the file that is there now: another process may have moved ours aside."""
+    def _database(self) -> Rows:
+        """Return the database on the file that is there now: another process may have moved ours aside."""
         if self._closed:
             raise OSError("the store is closed")
         if self._rows is None or _inode(self._path) != self._file:
@@ -148,18 +193,18 @@ class DiskIndex(RowIndex, ForkAware):
 
     def _read(self, row: str) -> Any:
         with self._lock:
-            return _load(self._cache().get(row))
+            return load_value(self._database().fetch(row))
 
     def _write(self, row: str, value: Any) -> None:
-        self._cache().set(row, json.dumps(value, separators=(",", ":")))
+        self._database().insert(row, json.dumps(value, separators=(",", ":")))
 
     def _erase(self, row: str) -> None:
-        self._cache().delete(row)
+        self._database().erase(row)
 
     def _scan(self, prefix: str, after: str = "", limit: int = -1) -> list[tuple[str, Any]]:
         with self._lock:
-            rows = self._cache().scan(prefix + after, _end(prefix), limit)
-        return [(name[len(prefix) :], _load(value)) for name, value in rows]
+            rows = self._database().scan(prefix + after, end_of(prefix), limit)
+        return [(name[len(prefix) :], load_value(value)) for name, value in rows]
 
     def _peek(self, row: str) -> Any:
         return self._tolerant(lambda: self._read(row), None)
@@ -170,7 +215,7 @@ class DiskIndex(RowIndex, ForkAware):
     def _tolerant(self, read: Callable[[], T], nothing: T) -> T:
         try:
             return read()
-        except (sqlite3.Error, diskcache.Timeout, OSError) as error:
+        except self._errors as error:
             if not self._closed and not self._warned:
                 self._warned = True
                 log.warning("the index %s can't be read (%s); it counts as empty", self._path, error)
@@ -187,13 +232,14 @@ class DiskIndex(RowIndex, ForkAware):
 
     def _begin(self, stack: ExitStack) -> None:
         """Begin a transaction, in bounded time: diskcache's own retry goes on for ever on a full or read-only disk."""
+        fault: Exception | None = None
         for _ in range(BUSY_RETRIES):
             try:
-                stack.enter_context(self._cache().transact())
+                stack.enter_context(self._database().transact())
                 return
-            except diskcache.Timeout:
-                continue
-        raise OSError("the database stays locked, or can't be written to")
+            except self._errors as error:
+                fault = error
+        raise OSError(f"the database stays locked, or can't be written to ({fault})")
 
     @contextmanager
     def _as_store_error(self) -> Iterator[None]:
@@ -201,7 +247,7 @@ class DiskIndex(RowIndex, ForkAware):
             yield
         except StoreError:
             raise
-        except (sqlite3.Error, diskcache.Timeout, OSError) as error:
+        except self._errors as error:
             # A failed commit leaves its transaction open; closing the connection ends it.
             self._before_fork()
             raise StoreError(
@@ -210,17 +256,23 @@ class DiskIndex(RowIndex, ForkAware):
             ) from error
 
 
+def _backend(kind: str) -> type[Rows]:
+    """Import the database of a kind only when it is asked for: diskcache may not be installed."""
+    if kind == "sqlite":
+        from kvrag.store.sqlite import SqliteRows
+
+        return SqliteRows
+    from kvrag.store.cache import CacheRows
+
+    return CacheRows
+
+
 def _inode(path: Path) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
 
 
-def _end(prefix: str) -> str:
-    """Return the first string after all that begin with ``prefix``."""
-    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
-
-
-def _load(value: Any) -> Any:
+def load_value(value: Any) -> Any:
     """Parse a row's value; what is not JSON is absent."""
     try:
         return None if value is None else json.loads(value)

@@ -9,10 +9,10 @@ import torch
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key
-from kvrag.store.base import Index, Record, StoreStats
+from kvrag.store.base import Index, Record, Retention, StoreStats
 from kvrag.store.blob import check_kv
 from kvrag.store.fork import ForkAware
-from kvrag.store.index import MemoryIndex
+from kvrag.store.memory_index import MemoryIndex
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV, TextEntry
 
 
@@ -53,8 +53,16 @@ class MemoryStore(ForkAware):
         """Return several chunks; memory is never late."""
         return [self.get(identity) for identity in identities]
 
-    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
-        """Keep a copy of a chunk and return its bytes; 0 if it was there already.
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
+        """Keep a copy of a chunk and return its bytes; 0 if it was there already. ``retention`` is not used.
 
         Raises
         ------
@@ -97,6 +105,10 @@ class MemoryStore(ForkAware):
         for key in keys:
             self.index.remove(key)
         return found
+
+    def forget(self, namespace: str, doc_id: str) -> int:
+        """Erase a document and all KV that only it held on to; return how many chunks were erased."""
+        return self.delete(self.index.unlink(namespace, doc_id))
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of this tier, ``"host"``."""

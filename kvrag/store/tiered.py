@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrag.store.base import Index, KVStore, StoreStats
+from kvrag.fingerprint import chunk_key
+from kvrag.store.base import Index, KVStore, Retention, StoreStats
+from kvrag.store.disk import DiskStore
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
@@ -33,16 +35,29 @@ class TieredStore:
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the chunk's KV from the nearest tier that has it, or ``None``."""
         kv = self._memory.get(identity)
-        return self._promote(identity) if kv is None else kv
+        if kv is None:
+            return self._promote(identity)
+        self._touch(identity)
+        return kv
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Load several chunks at once; one that is late is ``None``, and is promoted when it comes."""
         found = {identity: self._memory.get(identity) for identity in dict.fromkeys(identities)}
         absent = [identity for identity, kv in found.items() if kv is None]
+        for identity in found.keys() - set(absent):
+            self._touch(identity)
         found.update(zip(absent, self._loader.load_many(absent, timeout_s=timeout_s), strict=True))
         return [found[identity] for identity in identities]
 
-    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
         """Write a chunk through to the lower tier and return the bytes written; 0 if it was there already.
 
         Raises
@@ -51,7 +66,7 @@ class TieredStore:
             If it can't be written; then it isn't kept in memory either.
         """
         erasures = self._memory.erasures
-        written = self._disk.put(identity, kv, text=text, doc_id=doc_id)
+        written = self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
         if written:
             self._memory.keep(identity, copy_kv(kv), erasures=erasures)
         return written
@@ -74,6 +89,14 @@ class TieredStore:
             self._memory.delete(keys)
         return found
 
+    def forget(self, namespace: str, doc_id: str) -> int:
+        """Erase a document and all KV that only it held on to, in every tier; return how many chunks were erased."""
+        keys = self.index.document_keys(namespace, doc_id)
+        try:
+            return self._disk.forget(namespace, doc_id)
+        finally:
+            self._memory.delete([key for key in keys if not self._disk.contains(key)])
+
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name."""
         return {**self._memory.stats(), **self._disk.stats()}
@@ -82,6 +105,11 @@ class TieredStore:
         """Release both tiers; idempotent."""
         self._memory.close()
         self._disk.close()
+
+    def _touch(self, identity: ChunkIdentity) -> None:
+        """Let the lower tier know that a chunk is in use, so that it does not evict it for want of hits."""
+        if isinstance(self._disk, DiskStore):
+            self._disk.touch(chunk_key(identity))
 
     def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
         erasures = self._memory.erasures

@@ -219,6 +219,20 @@ class StoreContract:
         assert store.index.documents(NAMESPACE) == ["two"]
         assert store.index.texts(NAMESPACE, 0)[0] == [make_text("b")]
 
+    def test_forgetting_a_document_erases_what_only_it_held(self, store: KVStore) -> None:
+        self.put(store, make_identity(1), "a", "one")
+        self.put(store, make_identity(1), "a", "two")
+        only = self.put(store, make_identity(2), "b", "one")
+        assert store.index.document_keys(NAMESPACE, "two") == [chunk_key(make_identity(1))]
+        assert store.forget(NAMESPACE, "one") == 1
+        assert not store.contains(only)
+        assert store.get(make_identity(2)) is None
+        assert same_bits(store.get(make_identity(1)), self.kv(make_identity(1)))
+        assert store.index.documents(NAMESPACE) == ["two"]
+        assert store.forget(NAMESPACE, "one") == 0
+        assert store.put(make_identity(2), self.kv(make_identity(2)), text=make_text("b"), doc_id="one") > 0
+        assert same_bits(store.get(make_identity(2)), self.kv(make_identity(2)))
+
     def test_a_link_adds_a_reference_without_kv(self, store: KVStore) -> None:
         key = self.put(store, make_identity(), "a", "one")
         assert store.link(make_identity(), text=make_text("a"), doc_id="two")

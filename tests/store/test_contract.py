@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from kvrag.config import StoreConfig
 from kvrag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from kvrag.testing.store import StoreContract
 
@@ -16,6 +17,11 @@ class TestMemoryStore(StoreContract):
 class TestDiskStore(StoreContract):
     def make_store(self, directory: Path) -> KVStore:
         return DiskStore(directory)
+
+
+class TestDiskStoreOnSqliteAlone(StoreContract):
+    def make_store(self, directory: Path) -> KVStore:
+        return DiskStore(directory, StoreConfig(index="sqlite", durability="cache"))
 
 
 class TestTieredStore(StoreContract):

@@ -15,7 +15,7 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.fingerprint import FORMAT_VERSION, chunk_key
-from kvrag.store import DiskStore, MemoryStore, TieredStore, blob, files, open_store
+from kvrag.store import DiskStore, MemoryStore, TieredStore, blob, directory, draft, files, open_store
 from kvrag.store.loader import MAX_STUCK, Loader
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -41,8 +41,8 @@ def failing(number, after=0):
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("write", errno.ENOSPC),
-        ("write", errno.EDQUOT),
+        ("pwrite", errno.ENOSPC),
+        ("pwrite", errno.EDQUOT),
         ("link", errno.EIO),
         ("fsync", errno.EIO),
         ("open", errno.EMFILE),
@@ -51,7 +51,7 @@ def failing(number, after=0):
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_write_that_fails_leaves_nothing(disk, root, monkeypatch, name, number, after):
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, name, failing(number, after)(getattr(os, name)))
+        patch.setattr(draft.os, name, failing(number, after)(getattr(os, name)))
         fault = None
         try:
             disk.put(ME, make_kv(ME), text=make_text("a"), doc_id="doc")
@@ -71,7 +71,7 @@ def test_a_write_that_fails_leaves_nothing(disk, root, monkeypatch, name, number
 
 def test_a_failed_data_sync_leaves_nothing(disk, root, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(files, "sync_data", failing(errno.EIO)(None))
+        patch.setattr(draft, "sync_data", failing(errno.EIO)(None))
         with pytest.raises(StoreError, match="can't be written"):
             disk.put(ME, make_kv(ME), text=None)
     assert os.listdir(root / "tmp") == []
@@ -79,8 +79,8 @@ def test_a_failed_data_sync_leaves_nothing(disk, root, monkeypatch):
 
 
 def test_short_writes_are_continued(disk, monkeypatch):
-    real = os.write
-    monkeypatch.setattr(files.os, "write", lambda fd, view: real(fd, view[:7]))
+    real = os.pwrite
+    monkeypatch.setattr(draft.os, "pwrite", lambda fd, view, at: real(fd, view[:700], at))
     disk.put(ME, make_kv(ME), text=None)
     assert same_bits(disk.get(ME), make_kv(ME))
 
@@ -93,7 +93,7 @@ def test_short_reads_are_continued(disk, monkeypatch):
 
 
 def test_file_systems_without_hard_links_will_do(disk, root, monkeypatch):
-    monkeypatch.setattr(files.os, "link", failing(errno.EPERM)(None))
+    monkeypatch.setattr(draft.os, "link", failing(errno.EPERM)(None))
     assert disk.put(ME, make_kv(ME), text=None) > 0
     assert same_bits(disk.get(ME), make_kv(ME))
     assert os.listdir(root / "tmp") == []
@@ -195,28 +195,36 @@ def test_leftovers_of_dead_writers_are_swept(disk, root):
     disk.close()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    mine = files.tmp_name("x")
+    mine = draft.tmp_name()
     dead = mine.replace(str(os.getpid()), str(child.pid), 1)
     foreign = f"{child.pid}.otherhost.x.1"
-    for name in (mine, dead, foreign, "garbage"):
+    for name in (mine, dead, foreign):
         (root / "tmp" / name).write_text("x")
-    os.utime(root / "tmp" / "garbage", (1, 1))
     DiskStore(root).close()
     assert sorted(os.listdir(root / "tmp")) == sorted([mine, foreign])
+
+
+def test_leftovers_that_nobody_holds_are_swept_when_they_are_old(disk, root, monkeypatch):
+    monkeypatch.setattr(draft, "YOUNG_S", -1.0)
+    for name in ("1.otherhost.x", "garbage"):
+        (root / "tmp" / name).write_text("x")
+    with draft.Draft(disk.directory, 10) as held:
+        assert draft.sweep(disk.directory) == 2
+        assert os.listdir(root / "tmp") == [held._name]
 
 
 @pytest.fixture
 def stuck(monkeypatch):
     """Reads of chunk ``ME`` hang until the event is set."""
     release = threading.Event()
-    real = blob.read
+    real = blob.open_blob
 
-    def slow(path, identity):
+    def slow(*args, identity):
         if identity == ME:
             release.wait(30)
-        return real(path, identity)
+        return real(*args, identity=identity)
 
-    monkeypatch.setattr(blob, "read", slow)
+    monkeypatch.setattr(blob, "open_blob", slow)
     yield release
     release.set()
 
@@ -291,25 +299,25 @@ def test_what_can_not_be_erased_is_an_error_after_everything_else_is_erased(disk
     keys = [chunk_key(identity) for identity in identities]
     real = os.unlink
 
-    def unlink(path):
+    def unlink(path, **kwargs):
         if keys[0] in str(path):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        real(path)
+        real(path, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "unlink", unlink)
+        patch.setattr(directory.os, "unlink", unlink)
         with pytest.raises(StoreError, match="delete again"):
             disk.delete(keys)
     assert [disk.contains(key) for key in keys] == [True, False, False]
     assert disk.delete(keys) == 1
 
 
-def test_a_link_to_a_blob_without_a_row_restores_it(disk):
+def test_a_chunk_that_is_being_erased_may_be_linked_again(disk):
     disk.put(ME, make_kv(ME), text=make_text("a"), doc_id="one")
     disk.index.unlink(NAMESPACE, "one")
     assert disk.link(ME, text=make_text("b"), doc_id="two")
-    assert disk.index.documents(NAMESPACE) == ["one", "two"]
-    assert len(disk.index.texts(NAMESPACE, 0)[0]) == 2
+    assert disk.index.documents(NAMESPACE) == ["two"]
+    assert [text.digest for text in disk.index.texts(NAMESPACE, 0)[0]] == [make_text("b").digest]
 
 
 def test_a_process_that_holds_the_lock_too_long_is_named(disk, root, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskIndex, DiskStore
+from kvrag.store import DiskIndex, DiskStore, recovery
 from kvrag.store.cache import JsonDisk
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -73,7 +73,14 @@ def execute(*statements):
     return damage
 
 
+def linked(root):
+    path = database(root)
+    path.rename(root.parent / "elsewhere.db")
+    path.symlink_to(root.parent / "elsewhere.db")
+
+
 DAMAGES = {
+    "link": linked,
     "lost": lose,
     "garbage": garbage,
     "empty": empty,
@@ -82,6 +89,13 @@ DAMAGES = {
     "dropped table": execute("DROP TABLE Cache"),
     "other columns": execute("DROP TABLE Cache", "CREATE TABLE Cache (key, raw, mode, filename, value)"),
     "trigger": execute("CREATE TRIGGER t AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END"),
+    "trigger of a known name": execute(
+        "DROP TRIGGER Settings_count_insert",
+        "CREATE TRIGGER Settings_count_insert AFTER INSERT ON Cache FOR EACH ROW BEGIN DELETE FROM Cache; END",
+    ),
+    "index on an expression": execute(
+        "DROP INDEX Cache_expire_time", "CREATE INDEX Cache_expire_time ON Cache (abs(mode))"
+    ),
     "view": execute("ALTER TABLE Cache RENAME TO C", "CREATE VIEW Cache AS SELECT * FROM C"),
     "foreign setting": execute("INSERT INTO Settings VALUES ('close', 1)"),
     "word in a setting": execute("UPDATE Settings SET value = '0; DROP TABLE Cache' WHERE key = 'sqlite_mmap_size'"),
@@ -100,7 +114,7 @@ def test_a_damaged_index_is_rebuilt_from_the_blobs(filled, root, damage, no_pick
 def test_a_sound_index_is_not_rebuilt(filled, root, monkeypatch):
     filled.index.add(filled.index.get(chunk_key(IDENTITIES[0])), doc_id="late")
     filled.close()
-    monkeypatch.setattr(DiskIndex, "rebuild", lambda *args: pytest.fail("rebuilt"))
+    monkeypatch.setattr(recovery, "headers", lambda *args: pytest.fail("rebuilt") if args[1] else [])
     store = DiskStore(root)
     assert "late" in store.index.documents(NAMESPACE)
     assert not (root / "index.damaged").exists()
@@ -223,7 +237,7 @@ def test_the_database_is_not_mapped_and_never_evicts(filled):
 
 
 def test_a_locked_index_is_an_error_in_bounded_time(filled, root, monkeypatch):
-    monkeypatch.setattr("kvrag.store.cache.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvrag.store.connect.BUSY_TIMEOUT_S", 0.05)
     filled.index._before_fork()
     blocker = sqlite3.connect(database(root), isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")

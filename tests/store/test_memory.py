@@ -5,7 +5,7 @@ import torch
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, TieredStore, blob
+from kvrag.store import DiskStore, MemoryStore, TieredStore, blob, reader
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 
@@ -54,7 +54,7 @@ def test_a_promoted_chunk_is_served_from_memory_with_the_same_bits(root, monkeyp
     DiskStore(root).put(IDENTITIES[0], make_kv(IDENTITIES[0]), text=None)
     store = TieredStore(MemoryStore(2**20), DiskStore(root))
     first = store.get_many([IDENTITIES[0]], timeout_s=30)[0]
-    monkeypatch.setattr(blob, "read", lambda *args: pytest.fail("read from disk"))
+    monkeypatch.setattr(blob, "open_blob", lambda *args, **kwargs: pytest.fail("read from disk"))
     assert store.get(IDENTITIES[0]) is first
     assert same_bits(first, make_kv(IDENTITIES[0]))
     stats = store.stats()
@@ -79,21 +79,21 @@ def test_what_is_erased_during_a_load_is_not_promoted(root, monkeypatch):
     identity = IDENTITIES[0]
     store.put(identity, make_kv(identity), text=None)
     store._memory.delete([chunk_key(identity)])
-    real, began, go_on = blob.read, threading.Event(), threading.Event()
+    real, began, go_on = reader.read_all, threading.Event(), threading.Event()
 
-    def slow(*args):
-        found = real(*args)
+    def slow(*args, **kwargs):
+        found = real(*args, **kwargs)
         began.set()
         go_on.wait(30)
         return found
 
-    monkeypatch.setattr(blob, "read", slow)
-    reader = threading.Thread(target=store.get, args=(identity,))
-    reader.start()
+    monkeypatch.setattr(reader, "read_all", slow)
+    thread = threading.Thread(target=store.get, args=(identity,))
+    thread.start()
     began.wait(30)
     store.delete([chunk_key(identity)])
     go_on.set()
-    reader.join()
+    thread.join()
     assert store.get(identity) is None
     assert store.stats()["host"].chunks == 0
     store.close()

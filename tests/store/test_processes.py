@@ -25,7 +25,7 @@ from kvrag.testing.chunks import make_identity
 from test_processes import write_all
 store = DiskStore(sys.argv[1])
 print(write_all(store, "other"), flush=True)
-blob.read = lambda *args: time.sleep(120)
+blob.open_blob = lambda *args, **kwargs: time.sleep(120)
 print(store.get_many([make_identity()], timeout_s=0.1))
 """
 

@@ -1,0 +1,39 @@
+"""``kvrag export``: copy chunks to a store of their own, to ship with an image or to another machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvrag.commands.maintenance import existing_store, index_kind, report_copy
+from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
+
+
+def export(
+    target: Annotated[Path, typer.Argument(help="Directory of the copy: a store by itself, made if absent.")],
+    kv_dir: KVDir = DEFAULT_KV_DIR,
+    document: Annotated[
+        list[str] | None, typer.Option("--document", help="Only this document; may be repeated.")
+    ] = None,
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Copy all chunks, or those of some documents; every byte is proven. The copy can be opened with read_only=True."""
+    from kvrag.config import StoreConfig
+    from kvrag.fingerprint import namespace_digest
+    from kvrag.store import DiskStore
+    from kvrag.store import fsck as checks
+
+    space = namespace_digest(namespace)
+    with existing_store(kv_dir) as store:
+        keys = None
+        if document:
+            keys = sorted({key for name in document for key in store.index.document_keys(space, name)})
+        other = DiskStore(target, StoreConfig(index=index_kind(target)))
+        try:
+            counts = checks.copy(store, other, keys)
+        finally:
+            other.close()
+    report_copy(f"Copied to {target}", counts, as_json=as_json)

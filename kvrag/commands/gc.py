@@ -1,0 +1,31 @@
+"""``kvrag gc``: remove what nobody needs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from kvrag.commands.maintenance import existing_store
+from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir
+from kvrag.commands.output import console, facts, print_json
+
+
+def gc(
+    kv_dir: KVDir = DEFAULT_KV_DIR,
+    disk_bytes: Annotated[
+        int | None,
+        typer.Option("--disk-bytes", min=0, help="Evict what is worth least until this many bytes are left."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove leftovers of killed writers, the quarantine, chunks of other versions, and what is over a budget."""
+    from kvrag.store import fsck as checks
+
+    with existing_store(kv_dir, disk_bytes=disk_bytes) as store:
+        report = asdict(checks.gc(store))
+    if as_json:
+        print_json(report)
+    else:
+        console().print(facts(f"Removed from {kv_dir}", {name.replace("_", " "): n for name, n in report.items()}))

@@ -1,0 +1,65 @@
+"""What the commands share that look after a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvrag.commands.output import console, facts, print_json
+from kvrag.errors import StoreError
+
+if TYPE_CHECKING:
+    from kvrag.store import DiskStore
+
+
+def index_kind(kv_dir: Path) -> str:
+    """Kind of a store's index: the one that it has, otherwise the default. Another one would take its place."""
+    return "sqlite" if (kv_dir / "index" / "rows.db").exists() else "diskcache"
+
+
+def check_is_store(kv_dir: Path) -> None:
+    """Refuse what is no store before opening it, which would make one there.
+
+    Raises
+    ------
+    StoreError
+        If it is none.
+    """
+    if not kv_dir.exists():
+        raise StoreError(f"there is no KV store {str(kv_dir)!r}; check --kv-dir, or run kvrag precompute first")
+    if not kv_dir.is_dir():
+        raise StoreError(f"{str(kv_dir)!r} is a file; --kv-dir must name the directory of a KV store")
+    if not (kv_dir / "format.json").is_file():
+        raise StoreError(f"{str(kv_dir)!r} is no KV store; check --kv-dir, or run kvrag precompute first")
+
+
+@contextmanager
+def existing_store(kv_dir: Path, *, disk_bytes: int | None = None) -> Iterator[DiskStore]:
+    """Open a store that is there, and close it afterwards."""
+    check_is_store(kv_dir)
+    from kvrag.config import StoreConfig
+    from kvrag.store import DiskStore
+
+    config = StoreConfig(
+        index=index_kind(kv_dir), disk_bytes=disk_bytes, min_free_bytes=0, high_watermark=1.0, low_watermark=1.0
+    )
+    store = DiskStore(kv_dir, config)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def report_copy(title: str, counts: tuple[int, int, int], *, as_json: bool) -> None:
+    """Print what was copied; exit status 1 if something could not be read."""
+    named = dict(zip(("copied", "there already", "unreadable"), counts, strict=True))
+    if as_json:
+        print_json({name.replace(" ", "_"): count for name, count in named.items()})
+    else:
+        console().print(facts(title, named))
+    if named["unreadable"]:
+        raise typer.Exit(1)

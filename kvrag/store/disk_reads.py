@@ -1,0 +1,206 @@
+"""What reading from a directory needs: the half of the disk tier that works where nothing can be written."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvrag.config import StoreConfig
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key
+from kvrag.store.base import Index, StoreStats
+from kvrag.store.directory import Directory
+from kvrag.store.events import Events, StoreEvent
+from kvrag.store.evict import Budget, Evictor
+from kvrag.store.fork import ForkAware
+from kvrag.store.header import Header
+from kvrag.store.loader import Loader
+from kvrag.store.objects import Objects, place_of
+from kvrag.store.opening import open_directory
+from kvrag.store.reader import LayerStream, read_layers
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class DiskReads(ForkAware):
+    """Reads of a :class:`~kvrag.store.disk.DiskStore`, and what is counted and reported about them."""
+
+    def __init__(self, root: str | os.PathLike[str], config: StoreConfig | None = None) -> None:
+        super().__init__()
+        config = config or StoreConfig()
+        self._root = Path(root).absolute()
+        self._hits = self._misses = self._rejected = 0
+        self._touched: Counter[ChunkKey] = Counter()
+        self._warned: set[str] = set()
+        self._closed = False
+        self.directory = Directory(self._root, durable=config.durability == "durable")
+        self._events = Events(config.on_event, config.event_log)
+        self.read_only = True
+        """Whether nothing can be changed, by :class:`~kvrag.StoreConfig` or because the directory is so."""
+        opened = open_directory(self.directory, config, self._on_rejected)
+        self.read_only = opened.read_only
+        self.objects: Objects = opened.objects
+        self.references = opened.references
+        self.rows = opened.index
+        self.index: Index = self.rows
+        budget = Budget(config.disk_bytes, config.min_free_bytes, config.high_watermark, config.low_watermark)
+        self._evictor = Evictor(self.directory, self.rows, budget, self.objects.erase, self._on_evicted)
+        self._loader = Loader(lambda identity: self._get(identity, helpers=0))
+
+    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return the chunk's KV, proven to be that of ``identity``, or ``None``; no fault of stored data is raised."""
+        return self._get(identity, helpers=1)
+
+    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
+        """Load several chunks at once; one that is not there in time is ``None``."""
+        with self._evictor.pinned(map(chunk_key, identities)):
+            return self._loader.load_many(identities, timeout_s=timeout_s)
+
+    def stream(self, identity: ChunkIdentity) -> LayerStream | None:
+        """Return the chunk's layers one by one, layer 0 first, each proven when it is given; ``None`` for a miss.
+
+        The stream ends early at the first layer that is damaged or can't be read: those before it may be used, and
+        the rest is to be computed. It holds a file open and must be exhausted or closed.
+        """
+        key = chunk_key(identity)
+        seen = self.directory.inode(*place_of(key))
+        file = (
+            None if self._closed or self.rows.is_gone(key) else self._reading(key, lambda: self.objects.open(identity))
+        )
+        self._count(key, hit=file is not None)
+        if file is None:
+            return None
+        try:
+            buffer = self.objects.buffer(file.header.num_bytes)
+        except OSError as error:
+            file.close()
+            self._warn_unreadable(error)
+            return None
+        return LayerStream(
+            file,
+            read_layers(file, buffer),
+            rejected=lambda reason: self.objects.put_away(key, seen, reason),
+            failed=self._warn_unreadable,
+        )
+
+    def files(self) -> set[ChunkKey]:
+        """Keys of all files that are named like chunks, sound or not."""
+        return self.objects.keys()
+
+    def header(self, key: ChunkKey) -> Header | None:
+        """Return the header of a chunk's file; ``None`` if it is absent or no chunk of this format."""
+        return self._reading(key, lambda: self.objects.header(key))
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether a chunk's file is there, without proving its integrity."""
+        return self.objects.contains(key)
+
+    def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+        """Keep chunks from being evicted by this process until the context ends."""
+        return self._evictor.pinned(keys)
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of this tier, ``"disk"``."""
+        chunks, num_bytes = self.rows.totals()
+        with self._lock:
+            return {"disk": StoreStats(chunks, num_bytes, self._hits, self._misses, self._rejected)}
+
+    def close(self) -> None:
+        """Release resources; idempotent. A closed store has nothing and takes nothing."""
+        if not self._closed:
+            with suppress(StoreError):
+                self._flush_hits()
+        self._closed = True
+        self.rows.close()
+
+    def _get(self, identity: ChunkIdentity, *, helpers: int) -> ChunkKV | None:
+        key = chunk_key(identity)
+        found = None
+        if not self._closed:
+            found = self._reading(key, lambda: self.objects.read(identity, helpers=helpers))
+        if found is not None and self.rows.get(key) is None and not self._restore(found[1]):
+            found = None
+        self._count(key, hit=found is not None)
+        return None if found is None else found[0]
+
+    def _reading(self, key: ChunkKey, read: Callable[[], T]) -> T | None:
+        """Run a read; what is absent is forgotten, and any other fault is a miss."""
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError):
+            self._forget(key)
+        except OSError as error:
+            self._warn_unreadable(error)
+        return None
+
+    def _count(self, key: ChunkKey, *, hit: bool) -> None:
+        with self._lock:
+            self._hits += hit
+            self._misses += not hit
+            if hit and not self.read_only:
+                self._touched[key] += 1
+
+    def touch(self, key: ChunkKey) -> None:
+        """Count a hit that a tier above has answered; nothing is written now."""
+        with self._lock:
+            if not self.read_only:
+                self._touched[key] += 1
+
+    def _flush_hits(self) -> None:
+        """Hand the counted hits to the index. Only changes do that: a read must not wait for another one's change."""
+        with self._lock:
+            touched, self._touched = self._touched, Counter()
+        if touched and not self.read_only:
+            self.rows.touch(touched)
+
+    def _forget(self, key: ChunkKey) -> None:
+        """Drop the row of a file that is gone; not if all are, because then the directory is, perhaps only for now."""
+        if self.read_only or self.rows.get(key) is None or not (self._root / "objects").is_dir():
+            return
+        with suppress(OSError):
+            self.rows.remove(key)
+            if self.contains(key) and (header := self.objects.header(key)):
+                self._restore(header)
+
+    def _restore(self, header: Header) -> bool:
+        """Give a chunk without a row its row back; ``False`` if it has none because it is being erased."""
+        key = chunk_key(header.identity)
+        if self.rows.is_gone(key):
+            return False
+        if not self.read_only:
+            try:
+                self.rows.add(header.record(), doc_id=None)
+            except StoreError as error:
+                self._warn_once(str(error))
+        return True
+
+    def _on_rejected(self, key: ChunkKey, reason: str) -> None:
+        """Note that a file was put away that is not what its name says, and drop its row."""
+        with self._lock:
+            self._rejected += 1
+        self._warn_once(
+            f"a file was moved to {self._root / 'quarantine'}, because {reason}; its chunk is computed again"
+        )
+        if not self.read_only:
+            with suppress(StoreError):
+                self.rows.remove(key)
+        self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "rejected"))
+
+    def _on_evicted(self, key: ChunkKey) -> None:
+        self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "evicted"))
+
+    def _warn_unreadable(self, error: OSError) -> None:
+        self._warn_once(f"a chunk could not be read: {error.strerror or error}; it counts as absent")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning("%s", message)

@@ -1,0 +1,175 @@
+"""Check a store, and clean it up. Nothing is ever mended: what fails its proof is put away, and computed again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key
+from kvrag.store import blob, recovery
+from kvrag.store.disk import DiskStore
+from kvrag.store.draft import sweep
+from kvrag.store.header import BlobRejected, OtherVersion
+from kvrag.store.objects import QUARANTINE, place_of
+from kvrag.types import ChunkKey
+
+
+@dataclass(slots=True)
+class FsckReport:
+    """What a check found.
+
+    Parameters
+    ----------
+    checked, verified
+        Chunks whose headers were checked, and chunks of which every byte was.
+    rejected
+        ``(key, reason)`` of what was put away.
+    other_versions
+        Files of another version of the format; :func:`gc` removes them.
+    unknown_rows
+        Rows without a file, which were dropped.
+    """
+
+    checked: int = 0
+    verified: int = 0
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    other_versions: int = 0
+    unknown_rows: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing had to be put away."""
+        return not self.rejected
+
+
+@dataclass(slots=True)
+class GcReport:
+    """What was removed: files in ``tmp/`` and in quarantine, blobs of other versions, references without meaning, chunks evicted."""
+
+    swept: int = 0
+    quarantined: int = 0
+    other_versions: int = 0
+    references: int = 0
+    evicted: int = 0
+
+
+def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
+    """Return the ``part``-th (from 1) of ``parts`` samples of the keys: together they are all, and never overlap."""
+    if not 1 <= part <= parts:
+        raise StoreError(f"the sample {part}/{parts} does not exist; give n/t with 1 <= n <= t")
+    return [key for key in keys if int(key[:8], 16) % parts == part - 1]
+
+
+def fsck(store: DiskStore, keys: Sequence[ChunkKey] | None = None, *, verify_data: bool = False) -> FsckReport:
+    """Check the headers of all chunks, and every byte of some.
+
+    Parameters
+    ----------
+    store
+        Open for writing: what fails its proof is put away.
+    keys
+        Chunks to verify byte by byte, as of :func:`sample`.
+    verify_data
+        Verify all.
+    """
+    report = FsckReport()
+    wanted = set(keys or ())
+    for key in sorted(store.files()):
+        _check(store, key, report, data=verify_data or key in wanted)
+    for key in set(store.index.keys()) - store.files():
+        store.index.remove(key)
+        report.unknown_rows += 1
+    return report
+
+
+def _check(store: DiskStore, key: ChunkKey, report: FsckReport, *, data: bool) -> None:
+    seen = store.directory.inode(*place_of(key))
+    try:
+        with blob.Blob(store.directory, *place_of(key)) as file:
+            if chunk_key(file.header.identity) != key:
+                raise BlobRejected("it belongs to another chunk")
+            report.checked += 1
+            if data:
+                buffer = store.objects.buffer(file.header.num_bytes)
+                for index in range(file.num_layers):
+                    file.layer(index, buffer)
+                report.verified += 1
+    except OtherVersion:
+        report.other_versions += 1
+    except BlobRejected as fault:
+        report.rejected.append((key, fault.reason))
+        store.objects.put_away(key, seen, fault.reason)
+    except OSError as error:
+        report.rejected.append((key, f"it can't be read: {error.strerror or error}"))
+
+
+def gc(store: DiskStore) -> GcReport:
+    """Remove what nobody needs: leftovers, quarantine, other versions, references of nothing, and what is over budget."""
+    report = GcReport(swept=sweep(store.directory))
+    report.quarantined = _empty_quarantine(store)
+    for key in _other_versions(store):
+        report.other_versions += store.directory.unlink(*place_of(key))
+    for name in store.references.names():
+        report.references += store.references.read(name) is None and store.references.discard(name)
+    recovery.finish_erasures(store.rows, store.objects, store.references)
+    before = store.stats()["disk"].chunks
+    with suppress(StoreError):
+        store.make_room()
+    report.evicted = before - store.stats()["disk"].chunks
+    shutil.rmtree(store.directory.root / "index.damaged", ignore_errors=True)
+    store.rows.scrub()
+    return report
+
+
+def _empty_quarantine(store: DiskStore) -> int:
+    count = 0
+    for name in store.directory.names(QUARANTINE):
+        with suppress(OSError), store.directory.folder(QUARANTINE) as folder:
+            try:
+                os.unlink(name, dir_fd=folder)
+            except IsADirectoryError:
+                shutil.rmtree(name, dir_fd=folder)
+            count += 1
+    return count
+
+
+def _other_versions(store: DiskStore) -> Iterator[ChunkKey]:
+    for key in store.files():
+        try:
+            blob.Blob(store.directory, *place_of(key)).close()
+        except OtherVersion:
+            yield key
+        except (BlobRejected, OSError):
+            continue
+
+
+def copy(source: DiskStore, target: DiskStore, keys: Sequence[ChunkKey] | None = None) -> tuple[int, int, int]:
+    """Copy chunks with their texts and references; every byte is proven on the way, whoever wrote the source.
+
+    Returns
+    -------
+    tuple of int
+        Chunks copied, chunks that were there already, and chunks that could not be read.
+    """
+    copied = there = failed = 0
+    by_text: dict[tuple[str, str], list[str]] = {}
+    for namespace, digest, doc_id in source.rows.references():
+        by_text.setdefault((namespace, digest), []).append(doc_id)
+    for key in sorted(source.files()) if keys is None else keys:
+        header = source.header(key)
+        kv = None if header is None else source.get(header.identity)
+        if header is None or kv is None:
+            failed += 1
+            continue
+        put = partial(target.put, header.identity, kv)
+        written = put(text=header.text)
+        for text in source.rows.key_texts(key):
+            for doc_id in by_text.get((header.identity.namespace, text.digest), []):
+                put(text=text, doc_id=doc_id)
+        copied, there = copied + (written > 0), there + (written == 0)
+    return copied, there, failed

@@ -1,0 +1,151 @@
+"""The blobs of a store's directory, by their keys: no index, no tensors of anyone else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from kvrag.fingerprint import chunk_key
+from kvrag.store import blob, reader
+from kvrag.store.buffers import Buffers
+from kvrag.store.directory import Directory
+from kvrag.store.draft import Draft
+from kvrag.store.header import BlobRejected, Header, OtherVersion
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
+
+KEY = re.compile(r"[0-9a-f]{64}")
+SUFFIX = ".safetensors"
+OBJECTS, QUARANTINE = "objects", "quarantine"
+
+Rejected = Callable[[ChunkKey, str], None]
+
+
+class Objects:
+    """Blobs in a directory. What is not the proven blob of its key is put away in ``quarantine/``.
+
+    Parameters
+    ----------
+    directory
+        The store's.
+    rejected
+        Told key and reason of what is put away.
+    read_only
+        Leave everything where it is.
+    """
+
+    def __init__(self, directory: Directory, rejected: Rejected, *, read_only: bool = False) -> None:
+        self._directory = directory
+        self._rejected = rejected
+        self._read_only = read_only
+        self._buffers = Buffers()
+
+    def contains(self, key: str) -> bool:
+        """Whether a chunk's file is there, without proving its integrity."""
+        return KEY.fullmatch(key) is not None and self._directory.is_file(*place_of(key))
+
+    def open(self, identity: ChunkIdentity) -> blob.Blob | None:
+        """Open the blob of a chunk; ``None`` if what is there is not that, which is put away. Raises ``OSError``."""
+        key = chunk_key(identity)
+        seen = self._directory.inode(*place_of(key))
+        try:
+            return blob.open_blob(self._directory, *place_of(key), identity=identity)
+        except BlobRejected as fault:
+            self.put_away(key, seen, fault.reason)
+            return None
+
+    def read(self, identity: ChunkIdentity, *, helpers: int) -> tuple[ChunkKV, Header] | None:
+        """Read and prove a chunk; ``None`` if it is damaged, and then put away. Raises ``OSError``."""
+        key = chunk_key(identity)
+        seen = self._directory.inode(*place_of(key))
+        try:
+            with blob.open_blob(self._directory, *place_of(key), identity=identity) as file:
+                return reader.read_all(file, self.buffer(file.header.num_bytes), helpers=helpers), file.header
+        except BlobRejected as fault:
+            self.put_away(key, seen, fault.reason)
+            return None
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return memory for a chunk's tensors, uint8, pinned where there is CUDA; ``OSError`` if there is not enough."""
+        try:
+            return self._buffers.take(num_bytes)
+        except (MemoryError, RuntimeError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
+
+    def header(self, key: ChunkKey) -> Header | None:
+        """Return the header of the file under this key, or put away what is not a blob of this key."""
+        seen = self._directory.inode(*place_of(key))
+        try:
+            with blob.Blob(self._directory, *place_of(key)) as file:
+                if chunk_key(file.header.identity) != key:
+                    raise BlobRejected("it belongs to another chunk")
+                return file.header
+        except OtherVersion:
+            pass  # an older or newer kvrag may want it
+        except BlobRejected as fault:
+            self.put_away(key, seen, fault.reason)
+        return None
+
+    def publish(self, plan: blob.Plan, kv: ChunkKV, key: ChunkKey) -> bool:
+        """Write a blob; ``False`` if it is there already. Raises ``OSError``, and leaves nothing then."""
+        self._clear_way(key)
+        with Draft(self._directory, plan.size) as draft:
+            blob.write(plan, kv, draft.write)
+            return draft.publish(*place_of(key))
+
+    def erase(self, key: ChunkKey) -> bool:
+        """Erase a chunk's file, in quarantine too, and return whether it was there. Raises ``OSError``."""
+        found = self._directory.unlink(*place_of(key))
+        if self._directory.is_file(QUARANTINE, key + SUFFIX):
+            self._directory.unlink(QUARANTINE, key + SUFFIX)
+        return found
+
+    def put_away(self, key: ChunkKey, seen: tuple[int, int] | None, reason: str) -> None:
+        """Move a file that is not what its name says to quarantine, and tell."""
+        with suppress(OSError):
+            # Another process may have put it away and written a good one since.
+            if not self._read_only and self._directory.inode(*place_of(key)) == seen:
+                self._move_away(place_of(key))
+        self._rejected(key, reason)
+
+    def _move_away(self, place: tuple[str, ...]) -> None:
+        """Move a file, or a link or whatever, to quarantine; files keep their names, to be erased with their chunks."""
+        target = place[-1] if self._directory.is_file(*place) else f"{place[-1]}.{secrets.token_hex(4)}"
+        try:
+            self._directory.move(place, (QUARANTINE, target))
+        except OSError:
+            self._directory.unlink(*place)
+
+    def keys(self) -> set[ChunkKey]:
+        """Keys of all files that have the name of a blob, whatever they are."""
+        found = set()
+        for shard in self._directory.names(OBJECTS):
+            for name in self._directory.names(OBJECTS, shard):
+                key = name.removesuffix(SUFFIX)
+                if name.endswith(SUFFIX) and KEY.fullmatch(key) and key[:2] == shard:
+                    found.add(ChunkKey(key))
+        return found
+
+    def age(self, key: ChunkKey) -> int:
+        """Time of the last change, for sorting."""
+        status = self._directory.status(*place_of(key))
+        return 0 if status is None else status.st_mtime_ns
+
+    def _clear_way(self, key: ChunkKey) -> None:
+        """Put away what is no folder or no file where one has to be: a link itself goes, not what it leads to."""
+        place = place_of(key)
+        for what, is_right in ((place[:2], stat.S_ISDIR), (place, stat.S_ISREG)):
+            status = self._directory.status(*what)
+            if status is not None and not is_right(status.st_mode):
+                self._move_away(what)
+
+
+def place_of(key: str) -> tuple[str, str, str]:
+    """Place of a key's blob below the store's root."""
+    return OBJECTS, key[:2], key + SUFFIX

@@ -1,0 +1,137 @@
+"""Open a store's directory: folders, format, leftovers of the dead, and an index that knows what is there."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrag.config import StoreConfig
+from kvrag.errors import StoreError
+from kvrag.fingerprint import FORMAT_VERSION
+from kvrag.store import files, recovery
+from kvrag.store.directory import Directory
+from kvrag.store.draft import sweep, write_file
+from kvrag.store.index import COMPLETE, FILES, DiskIndex, load_value
+from kvrag.store.memory_index import MemoryIndex
+from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
+from kvrag.store.references import FOLDER as REFERENCES
+from kvrag.store.references import References
+
+log = logging.getLogger(__name__)
+
+FOLDERS = (OBJECTS, REFERENCES, "tmp", QUARANTINE)
+LOCK_FILE, BALLAST = "lock", "ballast"
+
+BALLAST_BYTES = 2**20
+"""Enough for the rows that an erasure changes."""
+
+BALLAST_SHARE = 64
+"""No ballast where it would take more than this part of what is free."""
+
+UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Parts of an open store."""
+
+    objects: Objects
+    references: References
+    index: DiskIndex | MemoryIndex
+    read_only: bool
+
+
+def open_directory(directory: Directory, config: StoreConfig, rejected: Rejected) -> Opened:
+    """Open or make a store; raises as :class:`~kvrag.store.disk.DiskStore`."""
+    if not config.read_only:
+        try:
+            files.prepare(directory, FOLDERS)
+        except StoreError as error:
+            cause = error.__cause__
+            is_unwritable = isinstance(cause, OSError) and cause.errno in UNWRITABLE
+            if not (is_unwritable and directory.is_file(files.FORMAT_FILE)):
+                raise
+            log.warning("%s can't be written to (%s); it is open for reading only", directory.root, cause)
+        else:
+            return _open_for_writing(directory, config, rejected)
+    if not directory.is_file(files.FORMAT_FILE):
+        raise StoreError(f"{directory.root} is no store, or can't be read; choose the directory of one to read from it")
+    files.check_format(directory, FORMAT_VERSION, write=False)
+    objects, references = Objects(directory, rejected, read_only=True), References(directory)
+    return Opened(objects, references, _read_index(directory, objects, references), read_only=True)
+
+
+def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejected) -> Opened:
+    objects, references = Objects(directory, rejected), References(directory)
+    with files.locked(directory.root / LOCK_FILE):
+        files.check_format(directory, FORMAT_VERSION)
+        sweep(directory)
+        index = DiskIndex(directory.root / "index", config.index)
+        index.make_room = lambda: give_up_ballast(directory)
+        recovery.finish_erasures(index, objects, references)
+        recovery.reconcile(index, objects, references)
+        lay_ballast(directory)
+    return Opened(objects, references, index, read_only=False)
+
+
+def lay_ballast(directory: Directory) -> None:
+    """Occupy a little space that can be given up, if there is plenty."""
+    with suppress(OSError):
+        if not directory.is_file(BALLAST) and directory.free_bytes() > BALLAST_SHARE * BALLAST_BYTES:
+            write_file(directory, b"\1" * BALLAST_BYTES, BALLAST)
+
+
+def give_up_ballast(directory: Directory) -> bool:
+    """Free the ballast; whether there was one."""
+    try:
+        return directory.unlink(BALLAST)
+    except OSError:
+        return False
+
+
+def _read_index(directory: Directory, objects: Objects, references: References) -> MemoryIndex:
+    """Make an index in memory: from the database if it is sound and complete, otherwise from the files themselves."""
+    index = MemoryIndex()
+    for kind, file in FILES.items():
+        rows = _read_rows(directory, kind, file)
+        if any(name == COMPLETE for name, _ in rows):
+            index.load(rows)
+            return index
+    for header in recovery.headers(objects, sorted(objects.keys(), key=objects.age)):
+        index.add(header.record(), doc_id=None)
+    for name in references.names():
+        reference = references.read(name)
+        if reference is not None:
+            recovery.add_reference(index, reference)
+    return index
+
+
+def _read_rows(directory: Directory, kind: str, file: str) -> list[tuple[str, Any]]:
+    """Read a whole database that nobody changes; nothing if it is damaged, absent or was not closed."""
+    path = directory.root / "index" / file
+    journal = directory.status("index", f"{file}-wal")
+    if not directory.is_file("index", file) or (journal is not None and journal.st_size):
+        return []
+    try:
+        return [(name, load_value(value)) for name, value in _all_rows(path, kind)]
+    except (sqlite3.Error, OSError, ImportError):
+        return []
+
+
+def _all_rows(path: Path, kind: str) -> list[tuple[str, str]]:
+    if kind == "sqlite":
+        from kvrag.store import sqlite as rows
+    else:
+        from kvrag.store import cache as rows  # type: ignore[no-redef]
+    from kvrag.store.connect import connect
+
+    with closing(connect(path, read_only=True)) as database:
+        ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
+        if verdict != "ok" or rows.fault_of(database) is not None:
+            return []
+        return list(database.execute(rows.SCAN, ("", "\U0010ffff", -1)).fetchall())

@@ -1,0 +1,120 @@
+"""What a chunk is worth: its priority, and what it would cost to compute it again.
+
+Time is logical where it can be (accesses counted by the index) and otherwise the time since the machine's start: a
+clock that is set to another year changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvrag.store.base import DEFAULT_PRIORITY, Record, Retention
+
+HALF_LIFE = 4096
+"""Accesses of the store after which a hit counts half."""
+
+TOKEN_MS = 1.0
+"""Assumed cost of a token where none was measured. Only ratios matter, and only among chunks of one store."""
+
+KINDS = (int, str, float, float, float, int, float)
+
+
+def since_boot() -> float:
+    """Seconds since the machine's start, standby included."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+@functools.cache
+def boot_id() -> str:
+    """Name of the machine's present run; empty where the kernel has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What eviction must know of one chunk.
+
+    Parameters
+    ----------
+    priority
+        0 to 100.
+    boot, deadline, duration_s
+        The priority lasts until ``deadline`` (seconds since the start named ``boot``), ``duration_s`` in all; -1: for ever. After a
+        restart of the machine the duration begins anew.
+    hits, last
+        Hits, halved every :data:`HALF_LIFE` accesses, as of access ``last``.
+    cost_ms
+        Time that computing it took; -1 if nobody said.
+    """
+
+    priority: int = DEFAULT_PRIORITY
+    boot: str = ""
+    deadline: float = -1.0
+    duration_s: float = -1.0
+    hits: float = 0.0
+    last: int = 0
+    cost_ms: float = -1.0
+
+    @classmethod
+    def of(cls, value: object) -> Usage:
+        """Parse a row; one that is not of this form is that of a chunk nobody said anything about."""
+        if not isinstance(value, list) or len(value) != len(KINDS):
+            return cls()
+        for item, kind in zip(value, KINDS, strict=True):
+            if type(item) is not kind or (isinstance(item, (int, float)) and not -1 <= item < 2**63):
+                return cls()
+        return cls(*value)
+
+    def row(self) -> list[object]:
+        """Value of the row."""
+        return [self.priority, self.boot, self.deadline, self.duration_s, self.hits, self.last, self.cost_ms]
+
+    def retained(self, retention: Retention) -> Usage:
+        """With another priority, from now on."""
+        duration = -1.0 if retention.duration_s is None else float(retention.duration_s)
+        return replace(
+            self,
+            priority=retention.priority,
+            boot=boot_id(),
+            deadline=-1.0 if duration < 0 else since_boot() + duration,
+            duration_s=duration,
+            cost_ms=self.cost_ms if retention.cost_ms is None else float(retention.cost_ms),
+        )
+
+    def touched(self, hits: int, now: int) -> Usage:
+        """With more hits, at access ``now``."""
+        return replace(self, hits=self.recent_hits(now) + hits, last=now)
+
+    def recent_hits(self, now: int) -> float:
+        """Hits, decayed to access ``now``."""
+        return float(self.hits * 0.5 ** (min(max(now - self.last, 0), 2**20) / HALF_LIFE))
+
+    def priority_now(self) -> int:
+        """Priority at present; the default again when its duration is over."""
+        if self.deadline < 0:
+            return self.priority
+        deadline = self.deadline if self.boot == boot_id() else since_boot() + self.duration_s
+        return self.priority if since_boot() < deadline else DEFAULT_PRIORITY
+
+    def worth(self, record: Record, now: int) -> float:
+        """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes."""
+        cost = self.cost_ms if self.cost_ms >= 0 else record.num_tokens * TOKEN_MS
+        return cost * (1.0 + self.recent_hits(now)) / max(1, record.num_bytes)
+
+
+def order(now: int) -> Callable[[tuple[Record, Usage]], tuple[int, float, int]]:
+    """Sort key: what is to be evicted first comes first."""
+
+    def key(item: tuple[Record, Usage]) -> tuple[int, float, int]:
+        record, usage = item
+        return usage.priority_now(), usage.worth(record, now), usage.last
+
+    return key

@@ -1,0 +1,212 @@
+"""The store beside plain files: write, verified read, first layer, index look-up, opening.
+
+Plain files are written with one ``write`` and read with one ``preadv`` into a buffer that is there, in the same run, in turns. Ratios are
+medians over rounds of plain time ÷ store time, so above 1 the store is quicker.
+
+    python tests/benchmarks/bench_store.py [--folder DIR] [--rows 100000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, machine, write_result
+
+from kvrag.config import StoreConfig
+from kvrag.fingerprint import chunk_key
+from kvrag.store import DiskStore
+from kvrag.store.base import Record
+from kvrag.store.index import DiskIndex
+from kvrag.testing.chunks import make_identity, make_text
+from kvrag.types import ChunkIdentity, ChunkKV, LayerKV
+
+MB = 10**6
+LAYERS, HEADS, DIM = 28, 8, 128
+TARGETS = {"write": 0.85, "read": 0.75, "lookup_us": 50.0, "open_s": 1.0, "first_layer_ms": 2.0}
+CONFIG = StoreConfig(min_free_bytes=0)
+OPEN_CHUNKS = 10_000
+
+
+def chunk(num_bytes: int, number: int) -> tuple[ChunkIdentity, ChunkKV]:
+    """Make bfloat16 KV of about this size."""
+    tokens = num_bytes // (LAYERS * 2 * HEADS * DIM * 2)
+    flat = torch.randn(LAYERS, 2, HEADS, tokens, DIM).to(torch.bfloat16)
+    return make_identity(number, tokens=tokens), ChunkKV(tuple(LayerKV(layer[0], layer[1]) for layer in flat))
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def plain_write(path: Path, view: memoryview) -> None:
+    """Write a file as one does who promises nothing."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    done = 0
+    while done < len(view):
+        done += os.write(fd, view[done:])
+    os.close(fd)
+
+
+def plain_read(path: Path, view: memoryview) -> None:
+    """Read a file into a buffer that is there."""
+    fd = os.open(path, os.O_RDONLY)
+    done = 0
+    while done < len(view):
+        done += os.preadv(fd, [view[done:]], done)
+    os.close(fd)
+
+
+def blobs(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[str, float]:
+    """Compare writes and verified reads of one size with plain files, warm."""
+    store = DiskStore(folder / "store", config)
+    identity, kv = chunk(size, 1)
+    raw = torch.cat([torch.cat([layer.keys.flatten(), layer.values.flatten()]) for layer in kv.layers])
+    view = raw.view(torch.uint8).numpy().data
+    plain, key = folder / "plain", chunk_key(identity)
+    rows: dict[str, list[float]] = {name: [] for name in ("plain_write", "write", "plain_read", "read", "first_layer")}
+    for _ in range(rounds + 1):
+        plain.unlink(missing_ok=True)
+        store.delete([key])
+        rows["plain_write"].append(timed(lambda: plain_write(plain, view)))
+        rows["write"].append(timed(lambda: store.put(identity, kv, text=make_text("a"), doc_id="doc")))
+        rows["plain_read"].append(timed(lambda: plain_read(plain, view)))
+        rows["read"].append(timed(lambda: store.get(identity)))
+        rows["first_layer"].append(first_layer(store, identity))
+    store.close()
+    shutil.rmtree(folder / "store")
+    times = {name: values[1:] for name, values in rows.items()}  # the first round fills caches
+    ratios = {
+        name: [p / s for p, s in zip(times[f"plain_{name}"], times[name], strict=True)] for name in ("write", "read")
+    }
+    return {
+        "bytes": len(view),
+        **{f"{name}_ms": statistics.median(values) * 1e3 for name, values in times.items()},
+        **{f"{name}_ratio": statistics.median(values) for name, values in ratios.items()},
+        **{f"{name}_best_ratio": min(times[f"plain_{name}"]) / min(times[name]) for name in ratios},
+    }
+
+
+def first_layer(store: DiskStore, identity: ChunkIdentity) -> float:
+    """Seconds until layer 0 of a stream is proven and usable."""
+    start = time.perf_counter()
+    stream = store.stream(identity)
+    assert stream is not None
+    next(stream)
+    taken = time.perf_counter() - start
+    stream.close()
+    return taken
+
+
+def lookups(folder: Path, rows: int, kind: str) -> dict[str, float]:
+    """Fill an index, and look up random keys."""
+    index = DiskIndex(folder / f"index-{kind}", kind)
+    records = [record(number) for number in range(rows)]
+    start = time.perf_counter()
+    for first in range(0, rows, 1000):
+        with index.batch():
+            for number, each in enumerate(records[first : first + 1000]):
+                index.add(each, doc_id=f"doc {first + number}")
+    filled = time.perf_counter() - start
+    keys = [records[number * 7919 % rows].key for number in range(2000)]
+    times = [timed(lambda key=key: index.get(key)) for key in keys]  # type: ignore[misc]
+    index.close()
+    return {
+        "rows": rows,
+        "insert_us": filled / rows * 1e6,
+        "lookup_us": statistics.median(times) * 1e6,
+        "lookup_p99_us": statistics.quantiles(times, n=100)[98] * 1e6,
+    }
+
+
+def record(number: int) -> Record:
+    """Row of a chunk that is nowhere."""
+    text = make_text(str(number))
+    return Record(chunk_key(make_identity(number)), text.digest, "model", "namespace", "prefix", 512, 10**6, text)
+
+
+def opening(folder: Path, chunks: int) -> dict[str, float]:
+    """Open a store of many small chunks: as it was left, and without its index."""
+    config = replace(CONFIG, durability="cache")
+    store = DiskStore(folder / "many", config)
+    row = torch.ones(1, 3, 2)
+    for number in range(chunks):
+        kv = ChunkKV((LayerKV(row, row),))
+        store.put(make_identity(number), kv, text=make_text(str(number)), doc_id=f"doc {number}")
+    store.close()
+    times = [timed(lambda: DiskStore(folder / "many", config).close()) for _ in range(3)]
+    shutil.rmtree(folder / "many" / "index")
+    rebuilt = timed(lambda: DiskStore(folder / "many", config).close())
+    read_only = timed(lambda: DiskStore(folder / "many", replace(config, read_only=True)).close())
+    return {"chunks": chunks, "open_s": statistics.median(times), "rebuild_s": rebuilt, "read_only_s": read_only}
+
+
+def main() -> None:
+    """Measure everything, write the result, and say which targets are missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--folder", type=Path, help="on another file system; default: one in memory, and one on the disk"
+    )
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    places = (
+        {"given": args.folder} if args.folder else {"memory": Path("/dev/shm"), "disk": Path(tempfile.gettempdir())}
+    )
+    result: dict[str, Any] = {"machine": machine(), "targets": TARGETS, "blobs": {}, "index": {}}
+    for place, parent in places.items():
+        for durability in ("durable", "cache"):
+            for size in (8, 64):
+                with tempfile.TemporaryDirectory(dir=parent) as folder:
+                    row = blobs(Path(folder), size * MB, args.rounds, replace(CONFIG, durability=durability))
+                result["blobs"][f"{place}/{durability}/{size}"] = row
+                print(place, durability, size, {name: round(value, 2) for name, value in row.items()}, flush=True)
+    with tempfile.TemporaryDirectory(dir=next(iter(places.values()))) as folder:
+        for kind in ("diskcache", "sqlite"):
+            result["index"][kind] = lookups(Path(folder), args.rows, kind)
+            print(kind, result["index"][kind], flush=True)
+        result["opening"] = opening(Path(folder), OPEN_CHUNKS)
+        print(result["opening"], flush=True)
+    write_result("store", result, args.out)
+    missed = misses(result)
+    print("missed: " + "; ".join(missed) if missed else "all targets are met")
+    sys.exit(1 if missed else 0)
+
+
+def misses(result: dict[str, Any]) -> list[str]:
+    """Targets that were missed, where the file system is memory: a disk's own speed says nothing about the store."""
+    found = []
+    for name, row in result["blobs"].items():
+        if not name.startswith("disk/"):
+            found += [
+                f"{name}: {k} {row[f'{k}_ratio']:.2f}" for k in ("write", "read") if row[f"{k}_ratio"] < TARGETS[k]
+            ]
+        if row["first_layer_ms"] > TARGETS["first_layer_ms"]:
+            found.append(f"{name}: first layer after {row['first_layer_ms']:.2f} ms")
+    found += [
+        f"{kind}: {row['lookup_us']:.0f} µs"
+        for kind, row in result["index"].items()
+        if row["lookup_us"] > TARGETS["lookup_us"]
+    ]
+    if result["opening"]["open_s"] > TARGETS["open_s"]:
+        found.append(f"opening took {result['opening']['open_s']:.2f} s")
+    return found
+
+
+if __name__ == "__main__":
+    main()

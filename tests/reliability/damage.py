@@ -1,0 +1,195 @@
+"""Damage of stored bytes, hostile files, and values that must not be stored: all misses, nothing run, nothing slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import socket
+import time
+from pathlib import Path
+
+import torch
+from world import CONFIG, Outcome, identity, key, put, state
+
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key
+from kvrag.store import DiskStore, blob
+from kvrag.store.directory import Directory
+from kvrag.store.header import BlobRejected
+from kvrag.store.objects import place_of
+from kvrag.store.reader import read_all
+from kvrag.testing.chunks import make_identity, make_kv, make_text
+from kvrag.types import ChunkKV, LayerKV
+
+REJECTED_WITHIN_S = 0.05
+TOKENS = 40
+
+
+def _file(folder: Path, *, tokens: int) -> tuple[Directory, Path, bytes]:
+    me = make_identity(1, tokens=tokens)
+    path = folder / "blob"
+    with path.open("wb", buffering=0) as file:
+        header = blob.plan(me, make_kv(me), text=make_text("a"))
+        blob.write(header, make_kv(me), lambda view, at: os.pwrite(file.fileno(), view, at))
+    return Directory(folder), path, path.read_bytes()
+
+
+def _is_miss(directory: Directory, *, tokens: int) -> bool:
+    try:
+        with blob.open_blob(directory, "blob", identity=make_identity(1, tokens=tokens)) as file:
+            read_all(file, torch.empty(file.header.num_bytes, dtype=torch.uint8), helpers=0)
+    except BlobRejected:
+        return True
+    return False
+
+
+def truncations(folder: Path) -> Outcome:
+    """Cut a blob at every byte of its header, and at every 4 KiB; fill the tail with zeros too."""
+    outcome = Outcome()
+    directory, path, raw = _file(folder, tokens=600)
+    start = 8 + int.from_bytes(raw[:8], "little")
+    lengths = {*range(start), *range(start, len(raw), 4096), len(raw) - 1}
+    for length in sorted(lengths):
+        for tail in (b"", bytes(len(raw) - length)):
+            if raw[:length] + tail == raw:
+                continue
+            path.write_bytes(raw[:length] + tail)
+            outcome.check(_is_miss(directory, tokens=600), f"cut at {length}, {len(tail)} zeros after it: read")
+            outcome.add("truncations")
+    return outcome
+
+
+def flips(folder: Path, *, count: int, seed: int = 0) -> Outcome:
+    """Flip one bit at a time: every bit of the header's first part, and random ones of the whole file."""
+    outcome, rng = Outcome(), random.Random(seed)
+    directory, path, raw = _file(folder, tokens=TOKENS)
+    with path.open("r+b", buffering=0) as file:
+        outcome.check(not _is_miss(directory, tokens=TOKENS), "the undamaged file is a miss")
+        for number in range(count):
+            bit = number if number < min(count // 10, 8 * len(raw)) else rng.randrange(8 * len(raw))
+            os.pwrite(file.fileno(), bytes([raw[bit // 8] ^ 1 << bit % 8]), bit // 8)
+            outcome.check(_is_miss(directory, tokens=TOKENS), f"bit {bit} flipped: read")
+            os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
+        outcome.check(not _is_miss(directory, tokens=TOKENS), "the mended file is a miss")
+    outcome.counts["flips"] = count
+    return outcome
+
+
+def _padded(head: bytes) -> bytes:
+    head += b" " * (-(len(head) + 8) % 4096)
+    return len(head).to_bytes(8, "little") + head
+
+
+def _sparse(path: Path, length: int) -> None:
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(length + 8)
+
+
+def _million_tensors() -> bytes:
+    place = b'"data_offsets":[0,0],"dtype":"F32","shape":[1,1,1]'
+    return b"{" + b",".join(b'"%d":{%s}' % (n, place) for n in range(70_000)) + b"}"
+
+
+class Bomb:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def hostile(folder: Path) -> Outcome:
+    """Plant files that want to be run, followed, waited for, or swallowed whole."""
+    outcome, root = Outcome(), folder / "store"
+    secret, ran = folder / "secret", folder / "ran"
+    plants = {
+        "pickle": lambda p: p.write_bytes(pickle.dumps(Bomb(ran))),
+        "torch file": lambda p: torch.save({"a": torch.zeros(3)}, p),
+        "100 MB header": lambda p: _sparse(p, 100 * 2**20),
+        "header of 2^63": lambda p: p.write_bytes((2**63).to_bytes(8, "little") * 1000),
+        "many tensors": lambda p: p.write_bytes(_padded(_million_tensors())),
+        "deep JSON": lambda p: p.write_bytes(_padded(b"[" * 400_000)),
+        "long number": lambda p: p.write_bytes(_padded(b'{"a":' + b"9" * 400_000 + b"}")),
+        "link": lambda p: p.symlink_to(secret),
+        "link to itself": lambda p: p.symlink_to(p),
+        "hard link": lambda p: os.link(secret, p),
+        "FIFO": os.mkfifo,
+        "socket": _socket,
+        "folder": Path.mkdir,
+        "device": lambda p: p.symlink_to("/dev/zero"),
+        "empty": lambda p: p.touch(),
+    }
+    secret.write_bytes(b"secret" * 1000)
+    slowest = 0.0
+    for name, plant in plants.items():
+        store = DiskStore(root, CONFIG)
+        put(store, 1)
+        path = root.joinpath(*place_of(key(1)))
+        path.unlink()
+        plant(path)
+        start = time.perf_counter()
+        found = state(store, 1)
+        slowest = max(slowest, time.perf_counter() - start)
+        outcome.check(found == "missing", f"{name}: {found}")
+        outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", f"{name}: does not heal")
+        store.close()
+        outcome.add("plants")
+    outcome.check(not ran.exists(), "a pickle was run")
+    outcome.check(secret.read_bytes() == b"secret" * 1000, "a file outside was written to")
+    outcome.counts["slowest_rejection_ms"] = round(slowest * 1e3, 2)
+    outcome.check(slowest < REJECTED_WITHIN_S, f"a rejection took {slowest * 1e3:.0f} ms")
+    _hostile_names(folder, outcome)
+    return outcome
+
+
+def _hostile_names(folder: Path, outcome: Outcome) -> None:
+    """Rows and references may name anything; nothing but blobs of the store is read or erased."""
+    store = DiskStore(folder / "names", CONFIG)
+    victim = folder / "victim"
+    victim.write_text("x")
+    for name in ("../../victim", str(victim), "a" * 63 + "/", ""):
+        store.rows._write(f"key {json.dumps(name)}", {"content": "x"})
+        store.rows._write(f"gone {json.dumps(name)}", 1)
+        outcome.check(not store.contains(name), f"{name!r} is a chunk")
+        outcome.check(store.delete([name]) == 0, f"{name!r} was erased")
+    store.close()
+    DiskStore(folder / "names", CONFIG).close()
+    outcome.check(victim.read_text() == "x", "a file outside was erased")
+
+
+def not_finite(folder: Path) -> Outcome:
+    """NaN and infinity, in every dtype, place and sign, are never stored."""
+    outcome = Outcome()
+    store = DiskStore(folder / "store", CONFIG)
+    me = identity(1)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+            for layer in range(2):
+                for part in ("keys", "values"):
+                    kv = make_kv(me, dtype=dtype)
+                    layers = [LayerKV(each.keys.clone(), each.values.clone()) for each in kv.layers]
+                    getattr(layers[layer], part)[-1, -1, -1] = value
+                    try:
+                        store.put(me, ChunkKV(tuple(layers)), text=None)
+                        outcome.check(False, f"{dtype} {value} in {part} of layer {layer} was stored")
+                    except StoreError:
+                        outcome.add("refused")
+    outcome.check(not store.files() and not store.directory.names("tmp"), "something was left behind")
+    outcome.check(not store.contains(chunk_key(me)), "it is there")
+    store.close()
+    return outcome

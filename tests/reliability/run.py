@@ -1,0 +1,87 @@
+"""Faults below the store: kills, failing system calls, damage, full disks, racing processes, clocks that jump.
+
+    python tests/reliability/run.py            # long form, for `make reliability`
+    python tests/reliability/run.py --short    # what CI runs
+
+Exit status 1 if a promise was broken; figures go to tests/benchmarks/results/reliability.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import clocks
+import damage
+import faults
+import history
+import kills
+import space
+from world import Outcome, warm_up
+
+Scenario = Callable[[Path], Outcome]
+
+SHORT: dict[str, Scenario] = {
+    "kills": partial(kills.run, kills=300),
+    "system calls": partial(faults.run, limit=300),
+    "truncations": damage.truncations,
+    "bit flips": partial(damage.flips, count=50_000),
+    "hostile files": damage.hostile,
+    "values that are not finite": damage.not_finite,
+    "full disk": space.full_disk,
+    "directory lost": space.vanished,
+    "histories": partial(history.run, processes=8, seconds=6),
+    "first openings": partial(history.openings, rounds=5),
+    "clocks": clocks.run,
+}
+LONG: dict[str, Scenario] = {
+    **SHORT,
+    "kills": partial(kills.run, kills=3000),
+    "system calls": partial(faults.run, limit=None),
+    "bit flips": partial(damage.flips, count=100_000),
+    "histories": partial(history.run, processes=8, seconds=60),
+    "first openings": partial(history.openings, rounds=40),
+}
+RAM_DISK = Path("/dev/shm")
+
+
+def run(name: str, scenario: Scenario) -> dict[str, Any]:
+    """Run one scenario in a folder of its own."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=RAM_DISK if RAM_DISK.is_dir() else None, prefix="kvrag-") as folder:
+        outcome = scenario(Path(folder))
+    result = {"failures": outcome.failures, **outcome.counts, "seconds": round(time.monotonic() - start, 1)}
+    if outcome.skipped:
+        result["skipped"] = outcome.skipped
+    print(f"{name}: {result}", flush=True)
+    return result
+
+
+def main() -> None:
+    """Run the scenarios asked for."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    from common import RESULTS, machine, write_result
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--only", action="append", choices=list(LONG))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    warm_up()
+    chosen = SHORT if args.short else LONG
+    results = {name: run(name, scenario) for name, scenario in chosen.items() if not args.only or name in args.only}
+    if not args.only:
+        form = "short" if args.short else "long"
+        write_result("reliability", {"machine": machine(), "form": form, "scenarios": results}, args.out)
+    if any(result["failures"] for result in results.values()):
+        sys.exit("a promise was broken")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A disk that is full, and a directory that is lost while the store is open."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from world import CONFIG, Outcome, key, put, state
+
+from kvrag.errors import StoreError
+from kvrag.store import DiskStore
+from kvrag.testing.chunks import NAMESPACE
+
+SIZE = "24m"
+FILLERS = range(0, 4000, 5)  # the long ones
+
+
+def used(path: Path) -> int:
+    """Bytes of the file system that are in use."""
+    return shutil.disk_usage(path).used
+
+
+def full_disk(folder: Path) -> Outcome:
+    """Fill a small tmpfs to the brim; reads go on, erasing works, writing works again when there is room."""
+    disk = folder / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", disk], capture_output=True)
+    if done.returncode:
+        return Outcome(skipped="file systems may not be mounted here")
+    try:
+        return _fill(disk)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=False, capture_output=True)
+
+
+def _fill(disk: Path) -> Outcome:
+    outcome = Outcome()
+    root = disk / "store"
+    store = DiskStore(root, CONFIG)
+    acknowledged, fault = [], None
+    for number in FILLERS:
+        try:
+            put(store, number)
+            acknowledged.append(number)
+        except StoreError as error:
+            fault = error
+            break
+    outcome.check(fault is not None, "the disk never was full")
+    outcome.check("No space left" in str(fault) or "full" in str(fault), f"the error does not say why: {fault}")
+    _fill_the_rest(disk)
+    before = used(disk)
+    for number in FILLERS[len(acknowledged) : len(acknowledged) + 30]:
+        try:
+            put(store, number)
+            outcome.check(False, f"chunk {number} was stored on a full disk")
+        except StoreError:
+            outcome.add("refused")
+    outcome.counts["leaked_bytes"] = max(0, used(disk) - before)
+    outcome.check(used(disk) <= before, f"{used(disk) - before} bytes leaked by refused writes")
+    outcome.counts["stored"] = len(acknowledged)
+    for number in acknowledged:
+        outcome.check(state(store, number) == "readable", f"chunk {number} can't be read on a full disk")
+    _recover(disk, store, acknowledged, outcome)
+    return outcome
+
+
+def _fill_the_rest(disk: Path) -> None:
+    """Leave not one byte."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (2**16, 2**12, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+
+
+def _recover(disk: Path, store: DiskStore, acknowledged: list[int], outcome: Outcome) -> None:
+    first, second, *rest = acknowledged
+    outcome.check(store.forget(NAMESPACE, f"doc {first}") == 1, "a document can't be erased on a full disk")
+    outcome.check(state(store, first) == "missing", "an erased chunk is still there")
+    outcome.check(store.delete([key(second)]) == 1, "a chunk can't be erased on a full disk")
+    outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", "it does not heal when there is room")
+    outcome.check(all(state(store, number) == "readable" for number in rest), "something else was lost")
+    store.close()
+    (disk / "filler").unlink()
+    # The same disk with a budget: what is there makes room by itself.
+    small = DiskStore(store.directory.root, replace(CONFIG, disk_bytes=6 * 10**6))
+    for number in FILLERS[1000 // 5 : 1000 // 5 + 60]:
+        put(small, number)
+        outcome.check(small.stats()["disk"].num_bytes <= 6 * 10**6, "the budget does not hold")
+    outcome.check(state(small, FILLERS[1000 // 5 + 59]) == "readable", "the newest chunk was evicted")
+    small.close()
+
+
+def vanished(folder: Path) -> Outcome:
+    """Take the directory away: misses and refusals at no cost; give it back: everything is there."""
+    outcome, root = Outcome(), folder / "store"
+    store = DiskStore(root, CONFIG)
+    for number in range(1, 5):
+        put(store, number)
+    root.rename(folder / "away")
+    start, cpu = time.monotonic(), time.process_time()
+    while time.monotonic() < start + 2:
+        outcome.check(state(store, 1) == "missing", "a chunk was read from nowhere")
+        try:
+            put(store, 9)
+            outcome.check(False, "a chunk was written to nowhere")
+        except StoreError:
+            outcome.add("refused")
+        time.sleep(0.05)
+    share = (time.process_time() - cpu) / (time.monotonic() - start)
+    outcome.counts["share_of_a_core"] = round(share, 4)
+    outcome.check(share < 0.05, f"{share:.0%} of a core was used")
+    outcome.check(not root.exists(), "the directory was made again")
+    (folder / "away").rename(root)
+    outcome.check(all(state(store, number) == "readable" for number in range(1, 5)), "it does not heal")
+    outcome.check(put(store, 9) > 0, "it does not take writes again")
+    store.close()
+    return outcome

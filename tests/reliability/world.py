@@ -1,0 +1,134 @@
+"""What the scenarios share: chunks that prove themselves, forked workers, and what they report."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrag.config import StoreConfig
+from kvrag.fingerprint import chunk_key
+from kvrag.store import DiskStore
+from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
+
+torch.set_num_threads(1)
+
+CONFIG = StoreConfig(min_free_bytes=0)
+LONG_TOKENS = 1500
+
+
+@dataclass
+class Outcome:
+    """What a scenario did, and every promise that it saw broken."""
+
+    counts: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    def check(self, kept: bool, what: str) -> None:
+        """Note a promise that was not kept."""
+        if not kept and len(self.failures) < 20:
+            self.failures.append(what)
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count something."""
+        self.counts[name] = self.counts.get(name, 0) + count
+
+
+def identity(number: int):
+    """Chunk of this number; every fifth is long, so that kills hit writes."""
+    return make_identity(number, tokens=LONG_TOKENS if number % 5 == 0 else 3)
+
+
+def put(store: DiskStore, number: int, **options: Any) -> int:
+    """Store a chunk under a text and a document of its own."""
+    me = identity(number)
+    return store.put(me, make_kv(me), text=make_text(str(number)), doc_id=f"doc {number}", **options)
+
+
+def key(number: int) -> str:
+    """Key of this chunk."""
+    return chunk_key(identity(number))
+
+
+def state(store: DiskStore, number: int) -> str:
+    """Say whether a chunk is ``readable`` with the right bits, ``missing``, or ``wrong``."""
+    kv = store.get(identity(number))
+    if kv is None:
+        return "missing"
+    return "readable" if same_bits(kv, make_kv(identity(number))) else "wrong"
+
+
+def warm_up() -> None:
+    """Load everything that children would load, so that a fork is ready at once."""
+    import tempfile
+
+    from kvrag.store.cache import own_schema
+
+    own_schema()
+    with tempfile.TemporaryDirectory() as folder:
+        store = DiskStore(folder, CONFIG)
+        put(store, 1)
+        assert state(store, 1) == "readable"
+        store.close()
+
+
+def fork(work: Callable[[], int | None]) -> int:
+    """Run ``work`` in a child; its result is the exit status, 99 for an exception. Returns the child's process id."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 99
+    try:
+        status = work() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def wait(pid: int) -> int:
+    """Exit status of a child; negative: the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_after(pids: list[int], rng: random.Random, low: float, high: float) -> list[int]:
+    """Kill children at random moments, and return their statuses."""
+    for pid in rng.sample(pids, len(pids)):
+        time.sleep(rng.uniform(low, high) / len(pids))
+        os.kill(pid, signal.SIGKILL)
+    return [wait(pid) for pid in pids]
+
+
+def agree(store: DiskStore, outcome: Outcome, where: str) -> None:
+    """Check that files and rows name the same chunks, and that nothing is left over."""
+    outcome.check(store.files() == set(store.index.keys()), f"{where}: files and rows differ")
+    outcome.check(not store.directory.names("tmp"), f"{where}: tmp/ is not empty")
+    outcome.check(not store.rows.gone(), f"{where}: an erasure was not finished")
+
+
+class Journal:
+    """Numbers that a worker wrote down, each in one write, so that a kill loses none that was acknowledged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def note(self, number: int) -> None:
+        """Write a number down."""
+        with self.path.open("a") as file:
+            file.write(f"{number}\n")
+
+    def read(self) -> list[int]:
+        """Return all numbers; a torn last line counts as not written."""
+        text = self.path.read_text() if self.path.exists() else ""
+        return [int(line) for line in text.split("\n")[:-1]]

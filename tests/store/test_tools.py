@@ -1,0 +1,176 @@
+"""fsck, gc, rm, export and import, as functions and as commands."""
+
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from kvrag.cli import app
+from kvrag.config import StoreConfig
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key
+from kvrag.store import DiskStore, fsck
+from kvrag.store.index import FILES
+from kvrag.store.objects import place_of
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+
+CHUNKS = [make_identity(number) for number in range(12)]
+SIZE = make_kv(CHUNKS[0]).num_bytes
+
+
+@pytest.fixture(params=["diskcache", "sqlite"])
+def config(request):
+    return StoreConfig(index=request.param, min_free_bytes=0)
+
+
+@pytest.fixture
+def filled(root, config):
+    store = DiskStore(root, config)
+    for number, chunk in enumerate(CHUNKS):
+        store.put(chunk, make_kv(chunk), text=make_text(str(number)), doc_id=f"doc {number}")
+    store.put(CHUNKS[0], make_kv(CHUNKS[0]), text=make_text("again"), doc_id="second")
+    yield store
+    store.close()
+
+
+def path_of(root, number):
+    return root.joinpath(*place_of(chunk_key(CHUNKS[number])))
+
+
+def flip(path, place):
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, list(map(str, args)))
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_a_sound_store_is_ok(filled):
+    report = fsck.fsck(filled, verify_data=True)
+    assert (report.ok, report.checked, report.verified) == (True, 12, 12)
+
+
+def test_damage_of_headers_is_found_at_once_and_of_data_when_asked(filled, root):
+    flip(path_of(root, 1), 100)
+    flip(path_of(root, 2), -1)
+    report = fsck.fsck(filled)
+    assert [key for key, _ in report.rejected] == [chunk_key(CHUNKS[1])]
+    assert report.verified == 0
+    report = fsck.fsck(filled, verify_data=True)
+    assert report.rejected == [(chunk_key(CHUNKS[2]), "its data is damaged")]
+    assert fsck.fsck(filled, verify_data=True).ok
+    assert not filled.contains(chunk_key(CHUNKS[2]))
+    assert filled.index.get(chunk_key(CHUNKS[2])) is None
+    assert len(os.listdir(root / "quarantine")) == 2
+
+
+def test_nothing_is_mended(filled, root):
+    """A file of another length is put away, not noted with its new length."""
+    os.truncate(path_of(root, 3), path_of(root, 3).stat().st_size - 1)
+    assert fsck.fsck(filled).rejected == [(chunk_key(CHUNKS[3]), "it has the wrong length")]
+
+
+def test_samples_are_everything_once(filled):
+    keys = sorted(filled.files())
+    parts = [fsck.sample(keys, part, 3) for part in (1, 2, 3)]
+    assert sorted(key for part in parts for key in part) == keys
+    assert fsck.fsck(filled, parts[0]).verified == len(parts[0])
+    for bad in ((0, 3), (4, 3)):
+        with pytest.raises(StoreError, match="sample"):
+            fsck.sample(keys, *bad)
+
+
+def test_rows_without_files_are_dropped(filled, root):
+    path_of(root, 4).unlink()
+    assert fsck.fsck(filled).unknown_rows == 1
+    assert filled.stats()["disk"].chunks == 11
+
+
+def test_gc_removes_what_nobody_needs(filled, root):
+    flip(path_of(root, 1), -1)
+    filled.get(CHUNKS[1])
+    (root / "quarantine" / "folder").mkdir()
+    (root / "quarantine" / "folder" / "file").write_text("x")
+    other = path_of(root, 2).read_bytes().replace(b'"version":"2"', b'"version":"1"')
+    stray = root / "objects" / "aa" / ("a" * 64 + ".safetensors")
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(other)
+    reference = next((root / "references").rglob("*.json"))
+    (reference.parent / (reference.name[:2] + "0" * 62 + ".json")).write_text("{}")
+    (root / "index.damaged").mkdir()
+    report = fsck.gc(filled)
+    assert (report.quarantined, report.other_versions, report.references) == (2, 1, 1)
+    assert os.listdir(root / "quarantine") == []
+    assert not stray.exists()
+    assert not (root / "index.damaged").exists()
+    assert fsck.fsck(filled, verify_data=True).ok
+    assert filled.stats()["disk"].chunks == 11
+
+
+def test_copies_hold_the_same(filled, tmp_path, root, config):
+    flip(path_of(root, 5), -1)
+    other = DiskStore(tmp_path / "copy", config)
+    assert fsck.copy(filled, other) == (11, 0, 1)
+    assert fsck.copy(filled, other, filled.index.document_keys(NAMESPACE, "second")) == (0, 1, 0)
+    assert set(other.index.documents(NAMESPACE)) == {*(f"doc {n}" for n in range(12) if n != 5), "second"}
+    assert all(same_bits(other.get(chunk), make_kv(chunk)) for n, chunk in enumerate(CHUNKS) if n != 5)
+    assert other.forget(NAMESPACE, "doc 0") == 0
+    assert other.forget(NAMESPACE, "second") == 1
+    other.close()
+
+
+def test_the_command_line_checks_and_cleans(filled, root):
+    filled.close()
+    kind = [file for file in FILES.values() if (root / "index" / file).exists()]
+    assert json.loads(run("fsck", "--kv-dir", root, "--verify-data", "--json"))["verified"] == 12
+    assert json.loads(run("fsck", "--kv-dir", root, "--sample", "1/1", "--json"))["verified"] == 12
+    assert "checked" in run("fsck", "--kv-dir", root)
+    flip(path_of(root, 1), -1)
+    assert "damaged" in run("fsck", "--kv-dir", root, "--verify-data", code=1)
+    run("fsck", "--kv-dir", root, "--sample", "one", code=2)
+    assert json.loads(run("gc", "--kv-dir", root, "--json"))["quarantined"] == 1
+    assert "evicted" in run("gc", "--kv-dir", root, "--disk-bytes", 4 * SIZE)
+    assert json.loads(run("stats", "--kv-dir", root, "--json"))["tiers"]["disk"]["chunks"] == 4
+    assert [file for file in FILES.values() if (root / "index" / file).exists()] == kind
+
+
+def test_the_command_line_erases_documents(run_store):
+    out = json.loads(run("rm", "--kv-dir", run_store, "--document", "doc 0", "--document", "nobody", "--json"))
+    assert out == {"erased_chunks": {"doc 0": 0, "nobody": 0}, "unknown": ["nobody"]}
+    assert "1 chunk" in run("rm", "--kv-dir", run_store, "--document", "second")
+    assert "not known" in run("rm", "--kv-dir", run_store, "--document", "second", code=1)
+    run("rm", "--kv-dir", run_store, "--document", "doc 1", "--namespace", "other", code=1)
+
+
+@pytest.fixture
+def run_store(filled, root):
+    filled.close()
+    return root
+
+
+def test_the_command_line_exports_and_imports(run_store, tmp_path, config):
+    out = json.loads(run("export", tmp_path / "part", "--kv-dir", run_store, "--document", "doc 3", "--json"))
+    assert out == {"copied": 1, "there_already": 0, "unreadable": 0}
+    run("export", tmp_path / "all", "--kv-dir", run_store)
+    shipped = DiskStore(tmp_path / "all", StoreConfig(read_only=True))
+    assert all(same_bits(shipped.get(chunk), make_kv(chunk)) for chunk in CHUNKS)
+    shipped.close()
+    assert json.loads(run("import", tmp_path / "part", "--kv-dir", tmp_path / "new", "--json"))["copied"] == 1
+    path = (tmp_path / "all").joinpath(*place_of(chunk_key(CHUNKS[1])))
+    flip(path, -1)
+    raw = path.read_bytes()
+    out = json.loads(run("import", tmp_path / "all", "--kv-dir", tmp_path / "new", "--json", code=1))
+    assert out == {"copied": 10, "there_already": 1, "unreadable": 1}
+    assert path.read_bytes() == raw, "the source is not changed"
+
+
+@pytest.mark.parametrize("command", [["fsck"], ["gc"], ["rm", "--document", "x"], ["export", "target"]])
+def test_what_is_no_store_is_not_made_one(tmp_path, command):
+    run(*command, "--kv-dir", tmp_path / "nowhere", code=2)
+    run("import", tmp_path / "nowhere", "--kv-dir", tmp_path / "new", code=2)
+    assert os.listdir(tmp_path) == []
