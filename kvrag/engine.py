@@ -296,8 +296,7 @@ class KVRagEngine:
         """
         space = self._namespace(namespace)
         ids = [ids] if isinstance(ids, str) else ids
-        keys = [key for doc_id in ids for key in self.store.index.unlink(space, doc_id)]
-        return self.store.delete(keys)
+        return sum(self.store.forget(space, doc_id) for doc_id in ids)
 
     def document_ids(self, *, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents that KV is kept for."""
