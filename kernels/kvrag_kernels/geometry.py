@@ -56,7 +56,9 @@ class Geometry:
 
 
 _TILES = {64: (128, 64, 4), 96: (128, 64, 8), 128: (128, 64, 8), 256: (64, 32, 4)}
-_TILES_CAPPED = {64: (128, 64, 8)}  # four warps of two slabs would spill the cap's temporaries on sm_100
+_TILES_LIGHT = {
+    64: (128, 64, 8)
+}  # half as many registers a thread: four warps of two slabs spill with a soft cap, or on sm_100
 _TILES_SM75 = {64: (128, 64, 4), 96: (64, 32, 4), 128: (64, 32, 4), 256: (64, 16, 4)}
 
 
@@ -67,7 +69,7 @@ def geometry_of(dim: int, capability: tuple[int, int] = (8, 0), *, has_softcap: 
     """
     if capability < (8, 0):
         return Geometry(dim, *_TILES_SM75[dim])
-    return Geometry(dim, *(_TILES | _TILES_CAPPED if has_softcap else _TILES)[dim])
+    return Geometry(dim, *(_TILES | _TILES_LIGHT if has_softcap or capability >= (10, 0) else _TILES)[dim])
 
 
 def supports(dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -149,6 +150,13 @@ def _libraries(groups: Iterable[tuple[Path, ...]]) -> Iterator[str]:
                 yield from (str(x) for x in sorted(folder.glob("libnvrtc.so.*")) if ".alt." not in x.name)
 
 
+def installed() -> Iterator[Nvrtc]:
+    """Yield every NVRTC that can be loaded."""
+    for path in candidates():
+        with contextlib.suppress(OSError):
+            yield Nvrtc(path)
+
+
 def find() -> Nvrtc:
     """Return the first NVRTC whose major version is that of torch's CUDA, or any where torch has none.
 
@@ -158,14 +166,10 @@ def find() -> Nvrtc:
         If there is none.
     """
     cuda, passed = torch.version.cuda, []
-    for path in candidates():
-        try:
-            library = Nvrtc(path)
-        except OSError:
-            continue
+    for library in installed():
         if cuda is None or library.version[0] == int(cuda.partition(".")[0]):
             return library
-        passed.append(f"{path} is {library.version[0]}.{library.version[1]}")
+        passed.append(f"{library.path} is {library.version[0]}.{library.version[1]}")
     wanted = f"for CUDA {cuda}" if cuda else "of any version"
     raise CompileError(
         f"no NVRTC {wanted} was found ({'; '.join(passed) or 'none at all'}); pip install nvidia-cuda-nvrtc"

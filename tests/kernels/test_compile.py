@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from functools import cache
 
-from kvrag_kernels import nvrtc, runtime, sources
+import pytest
+import torch
+from stitch_cases import CASES as STITCH_CASES
+from stitch_cases import stitching_of
+
+from kvrag_kernels import nvrtc, runtime, sources, stitch_launch
 from kvrag_kernels.geometry import ARCHS
 
 BUDGET = {
     "ragged_mma": 255,  # blocks of 128 threads: two on a multiprocessor; of 256 threads: one
     "ragged_plan": 64,
     "ragged_combine": 80,
-    "probe": 255,
+    "probe": 168,
+    "stitch": 80,  # three blocks of 256 threads on a multiprocessor
 }
 
 
-def compiler_or_skip() -> nvrtc.Nvrtc:
-    try:
-        return nvrtc.find()
-    except nvrtc.CompileError as error:
-        pytest.skip(f"no kernel can be compiled here: {error}")
+@cache
+def compilers() -> dict[int, nvrtc.Nvrtc]:
+    """One NVRTC per major version that is installed: users have the one that their torch brings."""
+    return {c.version[0]: c for c in nvrtc.installed()}
+
+
+def compiler_for(major: int, arch: str) -> nvrtc.Nvrtc:
+    compiler = compilers().get(major)
+    if compiler is None:
+        pytest.skip(
+            f"NVRTC {major} is not installed: pip install {'nvidia-cuda-nvrtc-cu12' if major == 12 else 'nvidia-cuda-nvrtc'}"
+        )
+    if int(arch[3:]) not in compiler.archs():
+        pytest.skip(f"NVRTC {compiler.version} does not compile for {arch}")
+    return compiler
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("major", [12, 13])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_variant_spills(arch: str) -> None:
-    compiler = compiler_or_skip()
-    if int(arch[3:]) not in compiler.archs():
-        pytest.skip(f"NVRTC {compiler.version} does not compile for {arch}")
+def test_no_variant_spills(arch: str, major: int) -> None:
+    compiler = compiler_for(major, arch)
     variants = runtime.variants(arch)
-    assert len(variants) >= 8
+    assert len(variants) >= 16
     for variant in variants:
         made = compiler.compile(sources.flat(variant.source), variant.options, arch)
         assert made.cubin[:4] == b"\x7fELF"
@@ -37,6 +53,20 @@ def test_no_variant_spills(arch: str) -> None:
         for kernel, usage in made.usage.items():
             assert usage.spill_bytes == 0, f"{kernel} of {variant} spills {usage.spill_bytes} bytes"
             assert usage.registers <= BUDGET[kernel], f"{kernel} of {variant} uses {usage.registers} registers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("major", [12, 13])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_form_of_the_stitch_spills(arch: str, major: int) -> None:
+    compiler = compiler_for(major, arch)
+    for case in STITCH_CASES:
+        case = replace(case, dtype=torch.float16) if arch == "sm_75" else case
+        options = stitch_launch.defines(stitching_of(case))
+        assert options is not None
+        usage = compiler.compile(sources.flat("stitch.cu"), options, arch).usage["stitch"]
+        assert usage.spill_bytes == 0, f"{case.name} spills {usage.spill_bytes} bytes"
+        assert usage.registers <= BUDGET["stitch"], f"{case.name} uses {usage.registers} registers"
 
 
 def test_registers_and_spills_are_read_from_the_report() -> None:

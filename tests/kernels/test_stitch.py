@@ -11,8 +11,7 @@ from emulated import needs_compiler
 from emulator.build import EmulatedModule
 from stitch_cases import CASES, StitchCase, as_options, assert_stitched, stitching_of
 
-from kvrag_kernels import nvrtc, reference, sources, stitch, stitch_launch
-from kvrag_kernels.geometry import ARCHS
+from kvrag_kernels import reference, stitch, stitch_launch
 from kvrag_kernels.stitch import rotate
 from kvrag_kernels.stitch_launch import Stitching
 
@@ -77,24 +76,6 @@ def test_planted_bugs_are_caught(bug: str) -> None:
 
     with pytest.raises(AssertionError):
         check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHS)
-def test_no_form_of_the_kernel_spills(arch: str) -> None:
-    try:
-        compiler = nvrtc.find()
-    except nvrtc.CompileError as error:
-        pytest.skip(f"no kernel can be compiled here: {error}")
-    if int(arch[3:]) not in compiler.archs():
-        pytest.skip(f"NVRTC {compiler.version} does not compile for {arch}")
-    for case in CASES:
-        if arch == "sm_75" and case.dtype == torch.bfloat16:
-            case = replace(case, dtype=torch.float16)
-        made = compiler.compile(sources.flat("stitch.cu"), stitch_launch.defines(stitching_of(case)) or (), arch)
-        usage = made.usage["stitch"]
-        assert usage.spill_bytes == 0, f"{case.name} spills {usage.spill_bytes} bytes"
-        assert usage.registers <= 80, f"{case.name} uses {usage.registers} registers"
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

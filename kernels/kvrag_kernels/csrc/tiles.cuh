@@ -11,7 +11,7 @@ constexpr int SLABS = BM / (WARPS * 16);      // 16-row slabs of a warp
 constexpr u32 ROW_BYTES = D * 2;
 constexpr u32 Q_BYTES = BM * ROW_BYTES;
 constexpr u32 KV_BYTES = BN * ROW_BYTES;
-constexpr int COPIES = D <= 128 ? 16 : 2;     // unrolled copies a thread: their addresses are registers that wide heads lack
+constexpr int COPIES = D <= 128 ? 16 : 1;     // unrolled copies a thread: their addresses are registers that wide heads lack
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 
