@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams wheel-test support fuzz gpu-check kernel-check reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams bench-store wheel-test support fuzz gpu-check kernel-check reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -42,7 +42,7 @@ types: setup ## Check types (strict)
 
 check: lint types test ## What CI runs
 
-bench: bench-ttft bench-quality bench-memory bench-seams ## All benchmarks; results go to tests/benchmarks/results
+bench: bench-ttft bench-quality bench-memory bench-seams bench-store ## All benchmarks; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -58,6 +58,9 @@ bench-seams: setup ## What tokenising segment by segment changes
 
 wheel-test: setup ## Build the wheel and run its tests in a fresh environment
 	bash tests/wheel_test.sh
+
+bench-store: setup ## Writes, verified reads, look-ups and opening of the store beside plain files
+	cd tests/benchmarks && ../../$(BIN)/python bench_store.py $(ARGS)
 
 reliability: setup ## Faults below the store, long form (about ten minutes); ARGS=--short is what CI runs
 	$(BIN)/python tests/reliability/run.py $(ARGS)

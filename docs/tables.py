@@ -224,6 +224,47 @@ def fuzz(result: dict[str, Any]) -> str:
     return table(["", ""], rows) + f"\nSeed {result['seed']}; {m['cpu']}; {versions}; commit {m['commit'][:10]}.\n"
 
 
+def machine_of(result: dict[str, Any], file: str) -> str:
+    """Say where figures come from that need no model."""
+    m = result["machine"]
+    return f"\n{m['cpu']}, {m['cores']} cores; commit {m['commit'][:10]}; everything in `tests/benchmarks/results/{file}`.\n"
+
+
+def store(result: dict[str, Any]) -> str:
+    """Blobs beside plain files, in memory and on the disk."""
+    rows = []
+    for name, r in result["blobs"].items():
+        place, durability, _ = name.split("/")
+        times = [f"{r[f'{plain}{kind}_ms']:.1f}" for kind in ("write", "read") for plain in ("plain_", "")]
+        ratios = [f"**{r['write_ratio']:.2f}**", f"**{r['read_ratio']:.2f}**", f"{r['first_layer_ms']:.2f}"]
+        rows.append([f"{r['bytes'] / 1e6:.0f} MB", place, durability, *times, *ratios])
+    header = ["blob", "file system", "durability", "plain write, ms", "store write", "plain read", "store read"]
+    return table([*header, "write ratio", "read ratio", "first layer, ms"], rows) + machine_of(result, "store.json")
+
+
+def store_index(result: dict[str, Any]) -> str:
+    """Look-ups, and opening."""
+    rows = [
+        [f"look-up among {r['rows']:,} rows, {kind}", f"{r['lookup_us']:.0f} µs", "50 µs"]
+        for kind, r in result["index"].items()
+    ]
+    r = result["opening"]
+    rows.append([f"opening a store of {r['chunks']:,} chunks", f"{r['open_s']:.2f} s", "1 s"])
+    rows.append(["the same, for reading only", f"{r['read_only_s']:.2f} s", "–"])
+    rows.append(["the same, when the index was lost", f"{r['rebuild_s']:.1f} s", "–"])
+    return table(["", "measured", "target"], rows) + machine_of(result, "store.json")
+
+
+def reliability(result: dict[str, Any]) -> str:
+    """List what each scenario did, and what it saw broken."""
+    rows = []
+    for name, r in result["scenarios"].items():
+        counts = [f"{key}: {value:,}" for key, value in r.items() if key not in ("failures", "seconds", "skipped")]
+        broken = f"not run: {r['skipped']}" if "skipped" in r else str(len(r["failures"]))
+        rows.append([name, "; ".join(counts), broken])
+    return table(["scenario", "what happened", "promises broken"], rows) + machine_of(result, "reliability.json")
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-short": ("ttft.json", ttft_short),
@@ -234,6 +275,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "support": ("support.json", support),
     "support-refused": ("support.json", support_refused),
     "fuzz": ("fuzz.json", fuzz),
+    "store": ("store.json", store),
+    "store-index": ("store.json", store_index),
+    "reliability": ("reliability.json", reliability),
 }
 
 

@@ -22,7 +22,7 @@ from kvrag.store.header import Header
 from kvrag.store.loader import Loader
 from kvrag.store.objects import Objects, place_of
 from kvrag.store.opening import open_directory
-from kvrag.store.reader import LayerStream, read_layers
+from kvrag.store.reader import HELPERS, LayerStream, read_layers
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class DiskReads(ForkAware):
 
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the chunk's KV, proven to be that of ``identity``, or ``None``; no fault of stored data is raised."""
-        return self._get(identity, helpers=1)
+        return self._get(identity, helpers=HELPERS)
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Load several chunks at once; one that is not there in time is ``None``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Generator
 
@@ -11,8 +12,9 @@ from kvrag.store.blob import Blob
 from kvrag.store.header import BlobRejected
 from kvrag.types import ChunkKV, LayerKV
 
-HELPERS = 1
-"""Threads beside the caller's own: one hashes while another one reads."""
+HELPERS = 1 if (os.cpu_count() or 1) > 2 else 0
+"""Threads beside the caller's own: one hashes while another one reads. With two processors that others use too, it costs more
+than it saves."""
 
 SMALL_BYTES = 16 * 2**20
 """Shorter blobs are read by the caller alone; a thread would come too late."""
@@ -58,6 +60,8 @@ def read_layers(blob: Blob, buffer: torch.Tensor, *, helpers: int = HELPERS) -> 
 
 def read_all(blob: Blob, buffer: torch.Tensor, *, helpers: int = HELPERS) -> ChunkKV:
     """Read and prove all layers; raises as :func:`read_layers`."""
+    if blob.header.num_bytes < SMALL_BYTES:
+        return blob.all(buffer)
     return ChunkKV(tuple(read_layers(blob, buffer, helpers=helpers)))
 
 

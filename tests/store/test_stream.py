@@ -21,6 +21,7 @@ LAYERS = 6
 @pytest.fixture(params=[0, reader.SMALL_BYTES], ids=["helped", "alone"])
 def filled(disk, monkeypatch, request):
     monkeypatch.setattr(reader, "SMALL_BYTES", request.param)
+    monkeypatch.setattr(reader.read_layers, "__kwdefaults__", {"helpers": 1})
     disk.put(ME, make_kv(ME, layers=LAYERS), text=None)
     return disk
 
@@ -40,6 +41,7 @@ def test_all_layers_come_in_order(filled):
         assert (stream.num_layers, stream.num_bytes) == (LAYERS, make_kv(ME, layers=LAYERS).num_bytes)
         assert same_bits(ChunkKV(tuple(stream)), make_kv(ME, layers=LAYERS))
     assert filled.stats()["disk"].hits == 1
+    assert same_bits(filled._get(ME, helpers=2), make_kv(ME, layers=LAYERS))
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
