@@ -7,7 +7,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -101,6 +101,7 @@ class KVRagEngine:
         revision: str | None = None,
         store_config: StoreConfig | None = None,
         prove: Prove = "auto",
+        extra_keys: Mapping[str, str] | None = None,
         **hf_kwargs: Any,
     ) -> KVRagEngine:
         """Describe an engine; weights are loaded at first use, and shared by all engines of this process with the same source.
@@ -131,6 +132,8 @@ class KVRagEngine:
         prove
             ``"auto"``: prove on the loaded model that reuse is exact where it says so (a moment, kept on disk); a model that it can't be
             proven for answers by full prefill, and every result says why. ``"off"``: look at the model's structure only.
+        extra_keys
+            Names and values of your own: KV is shared only where they are equal.
         **hf_kwargs
             For ``AutoModelForCausalLM.from_pretrained``.
 
@@ -148,21 +151,22 @@ class KVRagEngine:
         for name in hf_kwargs:  # a misspelt option of ours would travel far before transformers refused it
             if difflib.get_close_matches(name, own, n=1, cutoff=0.8):
                 raise unknown_option(name, own, of="KVRagEngine.from_pretrained")
-        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, prove=prove)
+        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
         return cls(source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config)
 
     @classmethod
     def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
         """Return the process-wide engine for these arguments (those of :meth:`from_pretrained`), made on first call."""
-        names = ("tokenizer", "revision", "dtype", "device", "prove")
+        names = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
         own = ("kv_dir", "prefix", "repair", "namespace", "store_config")
         hf_kwargs = {k: v for k, v in options.items() if k not in (*names, *own)}
-        source = ModelSource(model, **{k: options[k] for k in names if k in options}, hf_kwargs=hf_kwargs)
+        source = ModelSource(model, **{k: options[k] for k in names if options.get(k) is not None}, hf_kwargs=hf_kwargs)
         check_source(source)
         _check_repair(options.get("repair"))
         kv_dir = None if options.get("kv_dir") is None else os.path.abspath(options["kv_dir"])
         settings = (repr(options.get("prefix")), options.get("repair"), options.get("namespace", "default"))
-        key = (source.key, kv_dir, *settings, options.get("store_config"))
+        extra = tuple(sorted(source.extra_keys.items()))
+        key = (source.key, extra, kv_dir, *settings, options.get("store_config"))
         with cls._shared_lock:
             if key not in cls._shared:
                 cls._shared[key] = cls.from_pretrained(model, **options)

@@ -154,10 +154,17 @@ def _load(source: ModelSource) -> LoadedModel:
         _keep_freed_memory()
     # Identified after a first forward: quantised layers may pack their weights anew in it, and adapters unmerge.
     weights = (_origin(source, model) if given is None else None) or weights_digest(model)
-    identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=getattr(lm, "rope_regime", "")))
+    identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=_regime(lm)))
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
     return LoadedModel(lm, PromptEncoder(tokenizer), identity)
+
+
+def _regime(lm: CausalLM | PlainLM) -> str:
+    """Name the regime of a RoPE whose angles change where a prompt grows long: KV is stored for prompts up to that length."""
+    if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:
+        return f"up to {lm.reuse_window} tokens"
+    return ""
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:

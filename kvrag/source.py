@@ -55,6 +55,8 @@ class ModelSource:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(self.model))
+        if not isinstance(self.extra_keys, Mapping):
+            raise ConfigError(f"extra_keys is {self.extra_keys!r}; pass a dict of names and values, both strings")
         for name, value in self.extra_keys.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise ConfigError(f"extra_keys holds {name!r}: {value!r}; names and values must be strings")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from texts import make_chunks
 
 import kvrag.identity
-from kvrag import KVRagEngine
+from kvrag import ConfigError, KVRagEngine
 from kvrag.identity import LiveIdentity, describe
 from kvrag.loading import load
 from kvrag.source import ModelSource
@@ -192,6 +194,26 @@ def test_extra_keys_follow_a_model_that_has_changed(tokenizer: Any) -> None:
     keyed = identity.with_extra_keys({"a": "b"})
     other = load(ModelSource(model, tokenizer, extra_keys={"a": "b"}))
     assert keyed.fingerprint == other.fingerprint != identity.fingerprint
+
+
+def test_engines_with_other_extra_keys_share_weights_and_no_kv(tiny_dir: str, tmp_path: Path) -> None:
+    text = make_chunks(1, words=60)[0]
+    plain = KVRagEngine.get(tiny_dir, kv_dir=tmp_path / "kv")
+    keyed = KVRagEngine.get(tiny_dir, kv_dir=tmp_path / "kv", extra_keys={"team": "search"})
+    plain.precompute([text])
+    assert plain.explain(text + "Who?").hits == 1
+    assert keyed.explain(text + "Who?").hits == 0
+    assert keyed.loaded.lm is plain.loaded.lm
+    with pytest.raises(ConfigError, match="extra_keys is 'team'; pass a dict"):
+        KVRagEngine.from_pretrained(tiny_dir, extra_keys="team")  # type: ignore[arg-type]
+    plain.close()
+    keyed.close()
+
+
+def test_a_model_of_two_ropes_names_the_regime_that_its_kv_holds_for(tokenizer: Any) -> None:
+    long, plain = (load(ModelSource(tiny_model(name), tokenizer)) for name in ("phi3-longrope", "phi3"))
+    assert long.identity._identity.regime == f"up to {long.reusable.reuse_window} tokens"
+    assert plain.identity._identity.regime == ""
 
 
 # -- bytes of tensors --------------------------------------------------------------------------------------------------------
