@@ -120,6 +120,10 @@ class RowPlan:
             self._blocks[kind] = list(_cut(self.hi, *kind))
         return self._blocks[kind]
 
+    def last(self, count: int) -> RowPlan:
+        """Return the limits of the last ``count`` rows alone; mass is collected in the same tensor."""
+        return RowPlan(self.hi[-count:], self.num_keys, self.mass, self.mass_rows)
+
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
         """Return the limits for a layer with this reach and these shapes; made once for all layers like it, on their device."""
         import kvrag_kernels

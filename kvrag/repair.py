@@ -70,8 +70,6 @@ def deviation(
     buffer.before_write = compare
     try:
         model.forward(token_ids, slice(0, layout.num_tokens), buffer, logits=0)
-    except StopForward:
-        pass
     finally:
         buffer.before_write = None
     return found[0].cpu()

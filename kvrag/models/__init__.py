@@ -14,7 +14,8 @@ lm        forwards over chosen rows, rotations, capture
 ```
 """
 
-from kvrag.models.lm import CausalLM, StopForward
+from kvrag.models.lm import CausalLM
 from kvrag.models.support import check_supported
+from kvrag.models.switch import StopForward
 
 __all__ = ["CausalLM", "StopForward", "check_supported"]

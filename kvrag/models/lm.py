@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -16,12 +16,8 @@ from kvrag.models.layers import attention_modules, decoder_of
 from kvrag.models.probe import LayerTraits, accepted, observe, probe_positions, prove
 from kvrag.models.rotary import Turning
 from kvrag.models.support import check_placement, check_supported, context_window, regime_limit
-from kvrag.models.switch import ATTENTION, DENSE, Call, lock_of, switched
+from kvrag.models.switch import ATTENTION, DENSE, Call, StopForward, lock_of, switched
 from kvrag.rope import Rotations, Rows
-
-
-class StopForward(Exception):
-    """Raised by a ``before_write`` callback to end a forward whose rest is not needed."""
 
 
 class CausalLM:
@@ -166,9 +162,12 @@ class CausalLM:
         options = {name: value for name, value in options.items() if name in names}
         run = self.model if logits else self._base
         name = DENSE if self._is_dense else ATTENTION
-        with switched(self.model, name, Call(plan, self._reach)), self._weighed(plan):
+        call = Call(plan, self._reach, self._final, logits)
+        with switched(self.model, name, call), self._weighed(plan), suppress(StopForward):
             out = run(input_ids=ids, past_key_values=buffer, use_cache=True, **options)
-        return cast(torch.Tensor, out.logits[:, -logits:]) if logits else torch.empty(0)
+            if logits:
+                return cast(torch.Tensor, out.logits[:, -logits:])
+        return torch.empty(0)
 
     @contextmanager
     def _weighed(self, plan: RowPlan) -> Iterator[None]:
@@ -227,6 +226,7 @@ class CausalLM:
             observed = observe(self.model, self._attentions, positions)
             self.traits = prove(self.model, self._attentions, observed, positions)
         self._is_dense = not observed.masks
+        self._final = next(reversed(observed.masks), None)
         self._reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
         for trait in self.traits:
             if trait.turning not in self._turnings:

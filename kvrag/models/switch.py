@@ -40,12 +40,22 @@ _UNDERSTOOD = frozenset(
 )
 
 
+class StopForward(Exception):
+    """Raised inside a forward to end it where its rest is not needed."""
+
+
 @dataclass(slots=True)
 class Call:
-    """One forward: its limits, the reach of each attention module by ``id``, and what a probe notes."""
+    """One forward: its limits, the reach of each attention module by ``id``, and what a probe notes.
+
+    ``final`` is the ``id`` of the last attention module to run. What it returns matters for the last ``outputs`` rows alone, because
+    nothing mixes rows after it: its keys and values are written, and the others' part ends there.
+    """
 
     plan: RowPlan
     reach: Mapping[int, Reach] = field(default_factory=dict)
+    final: int | None = None
+    outputs: int = 0
     masks: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
     noted: dict[int, MaskFunction | None] = field(default_factory=dict)
 
@@ -98,17 +108,40 @@ def _attention(
     """Adapt :func:`ragged_attention` to transformers' attention interface; the mask is the plan's business."""
     _refuse_unknown(module, others)
     call = _current.call
-    out = ragged_attention(
-        query,
-        key,
-        value,
-        call.plan,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        reach=call.reach.get(id(module), EVERYTHING),
-        softcap=softcap,
-        sinks=s_aux,
-    )
+
+    def attend(rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        return ragged_attention(
+            rows,
+            key,
+            value,
+            plan,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            reach=call.reach.get(id(module), EVERYTHING),
+            softcap=softcap,
+            sinks=s_aux,
+        )
+
+    out = attend(query, call.plan) if id(module) != call.final else _last_rows(query, value.shape[-1], call, attend)
     return out.transpose(1, 2), None
+
+
+def _last_rows(
+    query: torch.Tensor, value_dim: int, call: Call, attend: Callable[[torch.Tensor, RowPlan], torch.Tensor]
+) -> torch.Tensor:
+    """Attend in the last layer: for the rows that somebody will look at, the others get zeros.
+
+    Raises
+    ------
+    StopForward
+        If nobody looks at the layer's output at all.
+    """
+    total, wanted = query.shape[2], max(call.outputs, call.plan.mass_rows)
+    out = attend(query, call.plan) if wanted >= total else query.new_zeros((*query.shape[:3], value_dim))
+    if 0 < wanted < total:
+        out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], call.plan.last(wanted))
+    if not call.outputs:
+        raise StopForward
+    return out
 
 
 def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, object]) -> None:
