@@ -10,7 +10,7 @@ all but whole prompts and single rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -123,6 +123,10 @@ class RowPlan:
     def last(self, count: int) -> RowPlan:
         """Return the limits of the last ``count`` rows alone; mass is collected in the same tensor."""
         return RowPlan(self.hi[-count:], self.num_keys, self.mass, self.mass_rows)
+
+    def without_mass(self) -> RowPlan:
+        """Return the same limits, for layers whose attention is not collected."""
+        return replace(self, mass=None, mass_rows=0)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
         """Return the limits for a layer with this reach and these shapes; made once for all layers like it, on their device."""

@@ -61,6 +61,14 @@ def _check_number(owner: str, name: str, value: object, low: float, high: float 
         raise ConfigError(f"{owner}.{name} is {value!r}; it must be a number {span}")
 
 
+def _check_span(owner: str, name: str, value: object) -> None:
+    """Raise unless ``value`` is two numbers that ascend in [0, 1]."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
+    are_numbers = len(pair) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in pair)
+    if not are_numbers or not 0 <= pair[0] < pair[1] <= 1:
+        raise ConfigError(f"{owner}.{name} is {value!r}; it must be two numbers that ascend in [0, 1]")
+
+
 def _check_count(owner: str, name: str, value: object, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{owner}.{name} is {value!r}; it must be a whole number of at least {low}")
@@ -86,6 +94,9 @@ class RepairConfig:
         Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind.
     check_layer
         Layer at which ``hkvd`` measures deviation; at least 1, because layer 0 can't deviate.
+    probe_span
+        Layers whose attention ``query`` goes by, as fractions of all layers, from and to. The middle ones tell best what a question
+        asks for: the first attend to neighbours, the last ones to what is about to be said; and the probe ends with the span.
     seed
         Seed of ``random``.
     """
@@ -96,6 +107,7 @@ class RepairConfig:
     shift: float = 0.5
     mismatch_ratio: float = 0.20
     check_layer: int = 1
+    probe_span: tuple[float, float] = (1 / 3, 0.8)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +119,7 @@ class RepairConfig:
             )
         for name in ("recompute_ratio", "shift", "mismatch_ratio"):
             _check_number("RepairConfig", name, getattr(self, name), 0, 1)
+        _check_span("RepairConfig", "probe_span", self.probe_span)
         _check_count("RepairConfig", "first_k", self.first_k, 0)
         _check_count("RepairConfig", "check_layer", self.check_layer, 1)
         _check_count("RepairConfig", "seed", self.seed, 0)

@@ -289,7 +289,7 @@ def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int)
 
 
 def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> int:
-    """Estimate the rows that repair computes, counting rows of the probe, and of the pass to the check layer by its share of layers."""
+    """Estimate the rows that repair computes, counting rows of the probe, and of the pass to the check layer, by their share of layers."""
     num_stale = sum(s.num_rows for s in layout.stale)
     strategy = strategy_of(config)
     rows = layout.num_live
@@ -299,7 +299,7 @@ def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> 
         heads = sum(min(config.first_k, s.num_rows) for s in layout.stale)
         rows += max(heads, round(effective_ratio(layout, config) * num_stale))
     if "mass" in strategy.needs:
-        rows += layout.num_live
+        rows += round(layout.num_live * config.probe_span[1])
     if "deviation" in strategy.needs:
         rows += layout.num_tokens * (config.check_layer + 1) // num_layers
     return rows

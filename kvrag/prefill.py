@@ -206,7 +206,7 @@ def _blend(
     kvs.clear()
     with clock.stage("select"):
         needs = strategy_of(config).needs if layout.stale else frozenset()
-        mass = probe(model, buffer, layout, ids) if "mass" in needs else None
+        mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None
         change = deviation(model, buffer, layout, ids, check_layer=config.check_layer) if "deviation" in needs else None
         selected = select_rows(layout, config, mass=mass, deviation=change)
     with clock.stage("repair" if layout.reused else "prefill"):

@@ -22,7 +22,20 @@ SHIFT_MIN_ROWS = 3
 """Fewer repaired rows than this give no estimate of a chunk's change worth applying."""
 
 
-def probe(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor) -> torch.Tensor:
+def probed_layers(span: tuple[float, float], num_layers: int) -> range:
+    """Return the layers that a span of fractions takes in: at least one."""
+    first = min(round(span[0] * num_layers), num_layers - 1)
+    return range(first, max(first + 1, round(span[1] * num_layers)))
+
+
+def probe(
+    model: CausalLM,
+    buffer: KVBuffer,
+    layout: Layout,
+    token_ids: torch.Tensor,
+    *,
+    span: tuple[float, float] = (0.0, 1.0),
+) -> torch.Tensor:
     """Measure the attention that the suffix pays to every row of the stitched, unrepaired prompt.
 
     Parameters
@@ -31,6 +44,8 @@ def probe(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Te
         The stitched prompt. Live rows of the buffer are written on the way; the repair writes them again.
     token_ids
         Ids of the whole prompt, int64 ``(N,)``.
+    span
+        Layers that count, as fractions of all: :attr:`kvrag.RepairConfig.probe_span`.
 
     Returns
     -------
@@ -38,7 +53,10 @@ def probe(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Te
         Float32 ``(N,)`` on the host: probability per row, averaged over layers, heads and suffix rows would differ by a constant only.
     """
     rows = rows_of(layout.live).to(model.device)
-    _, mass = model.forward(token_ids[rows.cpu()], rows, buffer, logits=0, mass_rows=layout.num_suffix)
+    layers = probed_layers(span, model.num_layers)
+    _, mass = model.forward(
+        token_ids[rows.cpu()], rows, buffer, logits=0, mass_rows=layout.num_suffix, mass_layers=layers
+    )
     assert mass is not None
     return mass.cpu()
 

@@ -118,6 +118,11 @@ def test_a_missing_package_names_the_extra() -> None:
         ({"first_k": -1}, "first_k"),
         ({"first_k": 1.5}, "first_k"),
         ({"check_layer": 0}, "check_layer"),
+        ({"probe_span": (0.8, 0.3)}, "probe_span is .*two numbers that ascend"),
+        ({"probe_span": (0.0, 1.5)}, "probe_span"),
+        ({"probe_span": 0.5}, "probe_span"),
+        ({"probe_span": (False, True)}, "probe_span"),
+        ({"probe_span": (float("nan"), 1.0)}, "probe_span"),
     ],
 )
 def test_a_repair_config_out_of_range_is_named(options: dict[str, object], message: str) -> None:

@@ -116,7 +116,7 @@ def test_modes_decide_how_much_is_reused(mode: str, kinds: list[str]) -> None:
 
 
 def test_auto_weighs_the_cost() -> None:
-    short, reason = decide(LAYOUT, "auto", RepairConfig(), num_layers=30)
+    short, reason = decide(LAYOUT, "auto", RepairConfig(recompute_ratio=0.15), num_layers=30)
     assert short.is_exact
     assert "cost" in str(reason)
     long = place(
@@ -130,5 +130,5 @@ def test_auto_weighs_the_cost() -> None:
 def test_estimates_count_every_pass() -> None:
     assert estimated_rows(LAYOUT, RepairConfig(strategy="none"), num_layers=30) == 20
     assert estimated_rows(LAYOUT, RepairConfig(strategy="all"), num_layers=30) == 220
-    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 20 + 20
+    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 20 + 16  # the probe ends at 0.8 of the layers
     assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 20 + 330 * 2 // 30

@@ -108,6 +108,7 @@ class CausalLM:
         *,
         logits: int = 1,
         mass_rows: int = 0,
+        mass_layers: range | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute rows of a prompt against everything before them in the buffer, and write their KV into it.
 
@@ -123,13 +124,15 @@ class CausalLM:
             How many last rows need logits; 0 skips the language model's head.
         mass_rows
             How many last rows' attention to collect; 0 for none.
+        mass_layers
+            Layers whose attention to collect; ``None``: all. The rest is not computed where it isn't needed for anything else.
 
         Returns
         -------
         logits : torch.Tensor
             ``(B, logits, vocab)`` in the model's dtype; empty where none are asked for.
         mass : torch.Tensor or None
-            Float32 ``(visible,)``: attention probability per key, summed over layers, heads and the last ``mass_rows`` rows.
+            Float32 ``(visible,)``: attention probability per key, summed over these layers, heads and the last ``mass_rows`` rows.
         """
         ids = token_ids if token_ids.dim() == 2 else token_ids[None]
         if buffer.token_ids is not None:
@@ -140,7 +143,7 @@ class CausalLM:
         if mass_rows:
             plan.mass, plan.mass_rows = torch.zeros(buffer.visible, device=self.device), mass_rows
         with self._lock:
-            out = self._run(ids.to(self.device), hi, buffer, plan, logits)
+            out = self._run(ids.to(self.device), hi, buffer, plan, logits, mass_layers or range(self.num_layers))
             if self._capturing is not None:
                 self._capture_cached(buffer, rows, self._capturing)
         buffer.length = max(buffer.length, buffer.visible)
@@ -154,7 +157,9 @@ class CausalLM:
         is_crossing = isinstance(rows, slice) and 0 < buffer.length <= self.reuse_window < rows.stop
         return (known[None, : rows.stop], slice(0, rows.stop)) if is_crossing else (ids, rows)  # type: ignore[union-attr]
 
-    def _run(self, ids: torch.Tensor, hi: torch.Tensor, buffer: KVBuffer, plan: RowPlan, logits: int) -> torch.Tensor:
+    def _run(
+        self, ids: torch.Tensor, hi: torch.Tensor, buffer: KVBuffer, plan: RowPlan, logits: int, mass_layers: range
+    ) -> torch.Tensor:
         options: dict[str, Any] = {"position_ids": hi[None].expand(ids.shape[0], -1), "logits_to_keep": logits}
         if self._is_dense:  # ALiBi is made from the mask of padding
             options["attention_mask"] = hi.new_ones((ids.shape[0], plan.num_keys))
@@ -162,15 +167,17 @@ class CausalLM:
         options = {name: value for name, value in options.items() if name in names}
         run = self.model if logits else self._base
         name = DENSE if self._is_dense else ATTENTION
-        call = Call(plan, self._reach, self._final, logits)
-        with switched(self.model, name, call), self._weighed(plan), suppress(StopForward):
+        weighed = [self._attentions[layer] for layer in mass_layers] if plan.mass is not None else []
+        final = self._final if logits or not weighed else id(weighed[-1])
+        call = Call(plan, self._reach, frozenset(map(id, weighed)), final, logits)
+        with switched(self.model, name, call), self._weighed(plan, weighed), suppress(StopForward):
             out = run(input_ids=ids, past_key_values=buffer, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
         return torch.empty(0)
 
     @contextmanager
-    def _weighed(self, plan: RowPlan) -> Iterator[None]:
+    def _weighed(self, plan: RowPlan, attentions: list[torch.nn.Module]) -> Iterator[None]:
         """Collect the mass of attention that can't be replaced from the weights that it returns."""
         if plan.mass is None or not self._is_dense:
             yield
@@ -180,7 +187,7 @@ class CausalLM:
             assert plan.mass is not None
             plan.mass += output[1][:, :, -plan.mass_rows :].float().sum(dim=(0, 1, 2))
 
-        handles = [attention.register_forward_hook(collect) for attention in self._attentions]
+        handles = [attention.register_forward_hook(collect) for attention in attentions]
         try:
             yield
         finally:

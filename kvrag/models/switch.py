@@ -48,16 +48,21 @@ class StopForward(Exception):
 class Call:
     """One forward: its limits, the reach of each attention module by ``id``, and what a probe notes.
 
-    ``final`` is the ``id`` of the last attention module to run. What it returns matters for the last ``outputs`` rows alone, because
-    nothing mixes rows after it: its keys and values are written, and the others' part ends there.
+    ``weighed`` are the ``id``s of the modules whose attention is collected, where the plan collects any. ``final`` is that of the last
+    attention module that is needed: what it returns matters for the last ``outputs`` rows alone, because nothing mixes rows after it.
     """
 
     plan: RowPlan
     reach: Mapping[int, Reach] = field(default_factory=dict)
+    weighed: frozenset[int] = frozenset()
     final: int | None = None
     outputs: int = 0
     masks: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
     noted: dict[int, MaskFunction | None] = field(default_factory=dict)
+    unweighed: RowPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unweighed = self.plan.without_mass()
 
 
 class _Current(threading.local):
@@ -121,24 +126,29 @@ def _attention(
             sinks=s_aux,
         )
 
-    out = attend(query, call.plan) if id(module) != call.final else _last_rows(query, value.shape[-1], call, attend)
+    plan = call.plan if id(module) in call.weighed else call.unweighed
+    out = attend(query, plan) if id(module) != call.final else _last_rows(query, value.shape[-1], plan, call, attend)
     return out.transpose(1, 2), None
 
 
 def _last_rows(
-    query: torch.Tensor, value_dim: int, call: Call, attend: Callable[[torch.Tensor, RowPlan], torch.Tensor]
+    query: torch.Tensor,
+    value_dim: int,
+    plan: RowPlan,
+    call: Call,
+    attend: Callable[[torch.Tensor, RowPlan], torch.Tensor],
 ) -> torch.Tensor:
-    """Attend in the last layer: for the rows that somebody will look at, the others get zeros.
+    """Attend in the last layer that is needed: for the rows that somebody will look at, the others get zeros.
 
     Raises
     ------
     StopForward
         If nobody looks at the layer's output at all.
     """
-    total, wanted = query.shape[2], max(call.outputs, call.plan.mass_rows)
-    out = attend(query, call.plan) if wanted >= total else query.new_zeros((*query.shape[:3], value_dim))
+    total, wanted = query.shape[2], max(call.outputs, plan.mass_rows)
+    out = attend(query, plan) if wanted >= total else query.new_zeros((*query.shape[:3], value_dim))
     if 0 < wanted < total:
-        out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], call.plan.last(wanted))
+        out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], plan.last(wanted))
     if not call.outputs:
         raise StopForward
     return out

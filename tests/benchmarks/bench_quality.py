@@ -140,7 +140,7 @@ class Case:
         rotary = self.lm.rotary(layout.num_tokens)
         stitched = self.lm.buffer(layout.num_tokens)
         stitch(stitched, layout, kvs, rotary)
-        mass = probe(self.lm, self.copy(stitched, self.scratch), layout, self.ids)
+        mass = probe(self.lm, self.copy(stitched, self.scratch), layout, self.ids, span=RepairConfig().probe_span)
         compared = self.copy(stitched, self.lm.buffer(layout.num_tokens))
         change = deviation(self.lm, compared, layout, self.ids)
         out = {}

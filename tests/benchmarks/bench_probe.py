@@ -1,0 +1,72 @@
+"""Which layers' attention should choose the rows to repair: the default strategy with the probe's span varied.
+
+The same questions, measures and reference as bench_quality.py, chunks encoded behind the prefix.
+
+    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_probe.py [--count 20] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_quality import Case, bootstrap
+from common import RESULTS, items, machine, small_model, write_result
+
+from kvrag import KVRagEngine, RepairConfig
+from kvrag.repair import probe, repair
+from kvrag.selection import select_rows
+from kvrag.stitch import stitch
+
+SPANS = ((0.0, 1.0), (0.0, 0.8), (0.0, 0.5), (1 / 3, 2 / 3), (1 / 3, 0.8), (1 / 3, 1.0), (0.5, 0.8))
+RATIOS = (0.05, 0.15)
+
+
+def measure(case: Case) -> dict[str, dict[str, float]]:
+    """Measure every span at every ratio on one question."""
+    kvs, layout = case.encode("prefix")
+    rotary = case.lm.rotary(layout.num_tokens)
+    stitched = case.lm.buffer(layout.num_tokens)
+    stitch(stitched, layout, kvs, rotary)
+    out = {}
+    for span in SPANS:
+        mass = probe(case.lm, case.copy(stitched, case.scratch), layout, case.ids, span=span)
+        for ratio in RATIOS:
+            config = RepairConfig(recompute_ratio=ratio, probe_span=span)
+            rows = select_rows(layout, config, mass=mass, deviation=None)
+            buffer = case.copy(stitched, case.scratch)
+            first = repair(case.lm, buffer, layout, case.ids, rows, shift=config.shift, rotary=rotary)
+            out[f"{span[0]:.2f}-{span[1]:.2f}@{ratio:.2f}"] = case.compare(buffer, first, rows, layout)
+    return out
+
+
+def main() -> None:
+    """Measure and write ``probe.json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    cases: list[dict[str, Any]] = []
+    for item in items(engine.tokenizer, count=args.count):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            cases.append(measure(Case(engine, item)))
+        print(f"question {len(cases)}/{args.count}: {time.perf_counter() - start:.0f} s", flush=True)
+    summary = {}
+    for name in cases[0]:
+        row = {key: sum(case[name][key] for case in cases) / len(cases) for key in ("kl_own", "kl_first", "kl_gold")}
+        intervals = {f"{key}_ci": bootstrap([case[name][key] for case in cases]) for key in ("kl_own", "kl_gold")}
+        summary[name] = row | intervals
+        print(f"{name:16} KL own {row['kl_own']:.4f}, first {row['kl_first']:.4f}, gold {row['kl_gold']:.4f}")
+    found = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "cases": cases, "summary": summary}
+    write_result("probe", found, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Forwards stop where nobody looks any more, and the probe asks the layers that it is told to, with the results of whole forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvrag.layout import Layout, place
+from kvrag.models import CausalLM
+from kvrag.repair import probe, probed_layers
+from kvrag.testing.models import tiny_model
+
+TOKENS = 60
+IDS = torch.randint(1, 90, (TOKENS,), generator=torch.Generator().manual_seed(3))
+LAYOUT: Layout = place([(40, "chunk", False, 0, False), (TOKENS - 40, "live", False, -1, False)])
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "bloom"])
+def lm(request: pytest.FixtureRequest) -> CausalLM:
+    """A plain model, one with soft caps and windows, and one whose attention can't be replaced."""
+    return CausalLM(tiny_model(request.param))
+
+
+@contextmanager
+def rows_of_each_layer(lm: CausalLM) -> Iterator[dict[int, int]]:
+    """Count, by layer, the rows whose attention output is not zero."""
+    seen: dict[int, int] = {}
+    handles = []
+    for layer, attention in enumerate(lm._attentions):
+
+        def note(_: object, __: object, out: tuple[torch.Tensor, ...], layer: int = layer) -> None:
+            seen[layer] = int((out[0].abs().sum(dim=-1) > 0).sum())
+
+        handles.append(attention.register_forward_hook(note))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def filled(lm: CausalLM) -> tuple[torch.Tensor, object]:
+    buffer = lm.buffer(TOKENS)
+    return lm.forward(IDS, slice(0, TOKENS), buffer, logits=TOKENS)[0], buffer
+
+
+@pytest.mark.parametrize("logits", [1, 3])
+def test_the_last_layer_attends_for_the_rows_that_are_looked_at(lm: CausalLM, logits: int) -> None:
+    expected, whole = filled(lm)
+    buffer = lm.buffer(TOKENS)
+    with rows_of_each_layer(lm) as seen:
+        out, _ = lm.forward(IDS, slice(0, TOKENS), buffer, logits=logits)
+    assert torch.allclose(out, expected[:, -logits:], atol=1e-4)
+    for layer in range(lm.num_layers):
+        assert torch.equal(buffer.keys(layer), whole.keys(layer))
+        assert torch.equal(buffer.values(layer), whole.values(layer))
+    last = TOKENS if lm._is_dense else logits
+    assert [seen[layer] for layer in range(lm.num_layers)] == [TOKENS] * (lm.num_layers - 1) + [last]
+
+
+def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm: CausalLM) -> None:
+    _, whole = filled(lm)
+    buffer = lm.buffer(TOKENS)
+    with rows_of_each_layer(lm) as seen:
+        out, mass = lm.forward(IDS, slice(0, TOKENS), buffer, logits=0)
+    assert out.numel() == 0
+    assert mass is None
+    assert lm._is_dense or lm.num_layers - 1 not in seen
+    assert all(torch.equal(buffer.keys(layer), whole.keys(layer)) for layer in range(lm.num_layers))
+    assert all(torch.equal(buffer.values(layer), whole.values(layer)) for layer in range(lm.num_layers))
+
+
+def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm: CausalLM) -> None:
+    def mass_of(layers: range | None) -> torch.Tensor:
+        _, buffer = filled(lm)
+        _, mass = lm.forward(IDS[40:], slice(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=layers)
+        assert mass is not None
+        return mass
+
+    single = [mass_of(range(layer, layer + 1)) for layer in range(lm.num_layers)]
+    assert torch.allclose(torch.stack(single).sum(dim=0), mass_of(None), atol=1e-4)
+    assert not torch.allclose(single[0], single[1], atol=1e-4)
+    heads = lm.config.num_attention_heads
+    assert all(float(mass.sum()) == pytest.approx(5 * heads, rel=1e-4) for mass in single)
+    _, buffer = filled(lm)
+    with rows_of_each_layer(lm) as seen:
+        lm.forward(IDS[40:], slice(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=range(1))
+    assert lm._is_dense or not seen
+
+
+def test_the_probe_goes_by_its_span(lm: CausalLM) -> None:
+    def mass(span: tuple[float, float]) -> torch.Tensor:
+        _, buffer = filled(lm)
+        return probe(lm, buffer, LAYOUT, IDS, span=span)
+
+    first = mass((0.0, 1 / lm.num_layers))
+    assert not torch.allclose(first, mass((0.0, 1.0)), atol=1e-4)
+    _, buffer = filled(lm)
+    _, expected = lm.forward(IDS[40:], slice(40, TOKENS), buffer, logits=0, mass_rows=TOKENS - 40, mass_layers=range(1))
+    assert torch.equal(first, expected)
+
+
+@pytest.mark.parametrize(
+    ("span", "num_layers", "layers"),
+    [
+        ((1 / 3, 0.8), 30, range(10, 24)),
+        ((1 / 3, 0.8), 2, range(1, 2)),
+        ((1 / 3, 0.8), 1, range(1)),
+        ((0.0, 1.0), 4, range(4)),
+        ((0.0, 0.01), 4, range(1)),
+        ((0.99, 1.0), 4, range(3, 4)),
+    ],
+)
+def test_a_span_takes_in_at_least_one_layer(span: tuple[float, float], num_layers: int, layers: range) -> None:
+    assert probed_layers(span, num_layers) == layers
