@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams bench-store wheel-test support fuzz gpu-check kernel-check reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store wheel-test support fuzz gpu-check kernel-check reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -42,13 +42,16 @@ types: setup ## Check types (strict)
 
 check: lint types test ## What CI runs
 
-bench: bench-ttft bench-quality bench-memory bench-seams bench-store ## All benchmarks; results go to tests/benchmarks/results
+bench: bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store ## All benchmarks; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
 
 bench-quality: setup ## Distance from full prefill, every strategy (about an hour on two cores)
 	cd tests/benchmarks && ../../$(BIN)/python bench_quality.py $(ARGS)
+
+bench-probe: setup ## Which layers' attention should choose the rows to repair (ten minutes)
+	cd tests/benchmarks && ../../$(BIN)/python bench_probe.py $(ARGS)
 
 bench-memory: setup ## Peak memory of one request
 	cd tests/benchmarks && ../../$(BIN)/python bench_memory.py $(ARGS)

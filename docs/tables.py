@@ -79,16 +79,32 @@ def quality(result: dict[str, Any]) -> str:
     )
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    def with_interval(key: str) -> str:
-        low, high = row[f"{key}_ci"]
-        return f"{row[key]:.3f} ± {(high - low) / 2:.3f}"
+def probe(result: dict[str, Any]) -> str:
+    """Compare the spans of layers that the probe may go by, the default first."""
+    summary = result["summary"]
+    default = "0.33-0.80"
+    spans = sorted({name.split("@")[0] for name in summary}, key=lambda span: (span != default, span))
+    rows = []
+    for span in spans:
+        cells = [_kl(summary[f"{span}@{ratio}"], key) for ratio in ("0.05", "0.15") for key in ("kl_own", "kl_gold")]
+        name = span.replace("-", " to ")
+        rows.append([f"**{name}**" if span == default else name, *cells])
+    header = ["layers, of 1", "KL own, 5%", "KL gold, 5%", "KL own, 15%", "KL gold, 15%"]
+    count = len(result["cases"])
+    return table(header, rows) + f"\nMeans over {count} questions.\n" + source(result, "probe.json")
 
+
+def _kl(row: dict[str, Any], key: str) -> str:
+    low, high = row[f"{key}_ci"]
+    return f"{row[key]:.3f} ± {(high - low) / 2:.3f}"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        with_interval("kl_own"),
+        _kl(row, "kl_own"),
         f"{row['kl_first']:.3f}",
         f"{row['top1_first']:.2f}",
-        with_interval("kl_gold"),
+        _kl(row, "kl_gold"),
         f"{row['gold_loss']:.2f}",
         f"{row['f1']:.3f}",
     ]
@@ -270,6 +286,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft-short": ("ttft.json", ttft_short),
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),
+    "probe": ("probe.json", probe),
     "memory": ("memory.json", memory),
     "seams": ("seams.json", seams),
     "support": ("support.json", support),
