@@ -19,11 +19,17 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`."""
+    """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`.
+
+    ``part_of`` holds the token ids of a stored chunk of which this is the first part, and ``num_ids`` how many of
+    them are its own; empty and 0 otherwise.
+    """
 
     text: str
     kind: Literal["live", "chunk"] = "live"
     is_given: bool = False
+    part_of: tuple[int, ...] = ()
+    num_ids: int = 0
 
 
 class PromptEncoder(SegmentTokenizer):
@@ -128,6 +134,13 @@ def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
         yield Piece(before)
         yield Piece(body, "chunk", is_given=True)
         yield Piece(after)
+
+
+def chunks_in_messages(prompt: Prompt) -> list[str]:
+    """Return the texts of the explicit chunks in the contents of chat messages, which rendering makes plain text."""
+    contents = [] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
+    parts = [part for content in contents if isinstance(content, Sequence) for part in content]
+    return [part.text.strip() for part in parts if isinstance(part, Chunk)]
 
 
 def check_chunk_text(text: object) -> str:
