@@ -87,6 +87,8 @@ class Answering:
             prefixes=request.prefixes,
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             deadline=deadline,
+            kv_dtype=self.store_config.kv_dtype,
+            read_dtype=self.store_config.read_dtype,
         )
         if isinstance(self.loaded.lm, PlainLM):
             return plan.without_reuse(self.loaded.lm.refusal)
@@ -269,4 +271,5 @@ def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
         "fallback_reason": done.fallback_reason,
         "has_other_prefix": done.has_other_prefix,
         "holes": done.holes,
+        "kv_dtype": done.kv_dtype,
     }

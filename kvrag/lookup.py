@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvrag.config import KV_DTYPES
 from kvrag.deadline import Deadline
 from kvrag.fingerprint import chunk_key, content_key
 from kvrag.store.base import KVStore, Record, TextLookup
-from kvrag.types import ChunkIdentity, TextEntry
+from kvrag.types import ChunkIdentity, KVDtype, TextEntry
 
 
 @dataclass(slots=True)
@@ -23,6 +24,8 @@ class Lookup:
         Fields of the identities.
     deadline
         Time for all questions together.
+    kv_dtype
+        How the KV is kept.
     prefix
         Digest of the token ids that the prompt begins with.
     """
@@ -31,11 +34,12 @@ class Lookup:
     model: str
     namespace: str
     deadline: Deadline
+    kv_dtype: KVDtype = "auto"
     prefix: str = ""
 
     def identity(self, ids: tuple[int, ...], prefix: str) -> ChunkIdentity:
         """Identity of a chunk behind a prefix."""
-        return ChunkIdentity(self.model, self.namespace, prefix, ids)
+        return ChunkIdentity(self.model, self.namespace, prefix, ids, self.kv_dtype)
 
     def has(self, identity: ChunkIdentity) -> bool:
         """Whether a chunk's KV is stored."""
@@ -58,7 +62,11 @@ class Lookup:
             what="the KV store",
         )
         return list(
-            dict.fromkeys(i.token_ids for i in found if i.model == self.model and i.namespace == self.namespace)
+            dict.fromkeys(
+                i.token_ids
+                for i in found
+                if (i.model, i.namespace, i.kv_dtype) == (self.model, self.namespace, self.kv_dtype)
+            )
         )
 
     def other_prefix(self, ids: tuple[int, ...]) -> ChunkIdentity | None:
@@ -66,3 +74,8 @@ class Lookup:
         content, nothing = content_key(self.identity(ids, "")), list[Record]()
         variants = self.deadline.ask(lambda: self.store.index.variants(content), nothing, what="the KV store's index")
         return self.identity(ids, variants[-1].prefix) if variants else None
+
+    def other_dtypes(self, ids: tuple[int, ...]) -> list[KVDtype]:
+        """Return the other ways in which this chunk is kept, behind any prefix."""
+        others = [d for d in KV_DTYPES if d != self.kv_dtype]
+        return [d for d in others if replace(self, kv_dtype=d).is_stored(ids)]

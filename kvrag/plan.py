@@ -16,7 +16,7 @@ from kvrag.partial import HeadScanner, PartFinder
 from kvrag.prompt import Piece, Prompt, PromptEncoder, cut, merge_live
 from kvrag.selection import effective_ratio, strategy_of
 from kvrag.store.base import KVStore
-from kvrag.types import ChunkIdentity, ChunkKV, MissedChunk, Mode, Span
+from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, MissedChunk, Mode, Span
 
 OVERHEAD_TOKENS = 160
 """Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
@@ -59,9 +59,10 @@ class PlannedPiece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prompt's pieces in order."""
+    """A prompt's pieces in order, and what the stored KV that is read for them has been rounded to."""
 
     pieces: tuple[PlannedPiece, ...]
+    kv_dtype: KVDtype = "auto"
 
     @property
     def token_ids(self) -> list[int]:
@@ -101,6 +102,8 @@ def plan_prompt(
     prefixes: Sequence[str],
     min_chunk_tokens: int,
     deadline: Deadline,
+    kv_dtype: KVDtype = "auto",
+    read_dtype: KVDtype = "auto",
 ) -> Plan:
     """Cut a prompt into pieces and look every chunk up.
 
@@ -122,13 +125,15 @@ def plan_prompt(
         Shorter chunks are live text.
     deadline
         Time that the store has for all questions together.
+    kv_dtype, read_dtype
+        How the KV is kept, a field of the identities; and what it has been rounded to when it is read.
 
     Raises
     ------
     InputError
         If the prompt is empty or malformed.
     """
-    lookup = Lookup(store, model, namespace, deadline)
+    lookup = Lookup(store, model, namespace, deadline, kv_dtype)
     head, rest = _split_head(merge_live(encoder.pieces(prompt)), prefixes)
     rest = _cut_at_chunks(rest, scanner, encoder, lookup)
     finder = PartFinder(scanner, encoder, lookup.stored_ids, min_chunk_tokens)
@@ -145,7 +150,7 @@ def plan_prompt(
     planned = [p for p in planned if p.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
-    return Plan(tuple(planned))
+    return Plan(tuple(planned), read_dtype)
 
 
 def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:
@@ -203,6 +208,9 @@ def _plan_piece(
         rest = [PlannedPiece(other, encoder.chunk_ids(other.text), reason=reason) for other in others]
         pays = sum(len(other.ids) for other in rest) >= finder.min_tokens
         return [replace(planned, missed=missed if pays else None), *rest]
+    if dtypes := lookup.other_dtypes(ids):
+        reason = f"kept with kv_dtype={dtypes[0]!r}, and {lookup.kv_dtype!r} is asked for: precompute it again, or ask for that"
+        return [PlannedPiece(piece, ids, reason=reason, missed=missed)]
     known = "the text is known, but there is no KV of this model for it" if not piece.is_given else "not precomputed"
     return [PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model", missed=missed)]
 
@@ -288,6 +296,13 @@ def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int)
         return layout, None
     reason = f"reuse would cost as much as {cost} tokens of {head.num_live} to prefill"
     return (head, reason) if head.reused else (nothing, reason)
+
+
+def why_inexact(plan: Plan, mode: Mode) -> str | None:
+    """Return why ``mode`` can't be had from KV that was rounded, or ``None`` where it can."""
+    if mode != "prefix" or plan.kv_dtype == "auto":
+        return None
+    return f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
 
 
 def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> int:

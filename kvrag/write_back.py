@@ -176,6 +176,7 @@ class WriteBack:
                     namespace=missed.namespace,
                     batch_size=1,
                     min_chunk_tokens=self._config.min_chunk_tokens,
+                    kv_dtype=self._config.kv_dtype,
                     show_progress=False,
                     before_batch=lambda: self._wait_for_turn(missed),
                 )
@@ -193,7 +194,8 @@ class WriteBack:
 
     def _is_wanted(self, chunk: MissedChunk, namespace: str, guarded: _GuardedStore) -> bool:
         """Whether a chunk has no KV behind any prefix, and is either given explicitly or registered now."""
-        identity = ChunkIdentity(self._loaded.fingerprint, namespace, "", self._loaded.encoder.chunk_ids(chunk.text))
+        ids = self._loaded.encoder.chunk_ids(chunk.text)
+        identity = ChunkIdentity(self._loaded.fingerprint, namespace, "", ids, self._config.kv_dtype)
         if self._store.index.variants(content_key(identity)):
             return False
         digest = text_digest(chunk.text)

@@ -18,7 +18,7 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
-    {"config", "deadline", "rope", "fingerprint", "stats", "tensors", "tokens"},
+    {"config", "deadline", "rope", "fingerprint", "quantise", "stats", "tensors", "tokens"},
     {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "partial", "prefix", "streams", "selection", "source", "store"},
     {"lookup", "plain"},
@@ -28,7 +28,7 @@ RANKS = [
     {"acceptance"},
     {"loading"},
     {"index_time", "prefill", "explain", "verify"},
-    {"write_back"},
+    {"write_back", "gate"},
     {"answer"},
     {"engine"},
     {"hooks"},

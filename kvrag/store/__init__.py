@@ -54,7 +54,8 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
         If the directory can't be used.
     """
     limit = lesser(config.ram_bytes, config.ram_fraction, host_memory)
-    memory = MemoryStore(config.ram_bytes if limit is None else limit, events=Events(config.on_event, config.event_log))
+    budget = config.ram_bytes if limit is None else limit
+    memory = MemoryStore(budget, events=Events(config.on_event, config.event_log), kv_dtype=config.ram_dtype)
     if kv_dir is None:
         return memory
     disk = DiskStore(kv_dir, config)

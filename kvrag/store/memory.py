@@ -11,13 +11,14 @@ import torch
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key
+from kvrag.quantise import convert
 from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats
 from kvrag.store.blob import check_kv
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.usage import Usage
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
 
 PushedOut = Callable[[ChunkIdentity, ChunkKV, int], None]
 """Told chunk, KV and priority of what had to leave for want of room."""
@@ -46,6 +47,8 @@ class MemoryStore(ForkAware):
         Where the tensors are kept; default: on the host.
     events
         Told what comes and goes.
+    kv_dtype
+        How chunks are kept here, see :class:`~kvrag.StoreConfig`; ``None``: as they come.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class MemoryStore(ForkAware):
         name: str = "host",
         device: torch.device | str = "cpu",
         events: Events | None = None,
+        kv_dtype: KVDtype | None = None,
     ) -> None:
         super().__init__()
         self._rows = MemoryIndex()
@@ -65,6 +69,7 @@ class MemoryStore(ForkAware):
         """Set by the tier that demotes what leaves."""
         self.device = torch.device(device)
         self._events = events or Events()
+        self._kv_dtype = kv_dtype
         self._chunks: OrderedDict[ChunkKey, _Entry] = OrderedDict()
         self._pins: Counter[ChunkKey] = Counter()
         self._num_bytes = 0
@@ -107,21 +112,22 @@ class MemoryStore(ForkAware):
         if self.link(identity, text=text, doc_id=doc_id):
             return 0
         check_kv(identity, kv)
-        record = _record(identity, kv.num_bytes, text)
+        kept = copy_kv(self.converted(kv), self.device)
+        record = _record(identity, kept.num_bytes, text)
         # The row first: the chunk may be pushed out by another thread at once, and takes its row with it then.
         self.index.add(record, doc_id=doc_id)
-        if not self.keep(identity, copy_kv(kv, self.device), retention=retention, reason="put"):
+        if not self.keep(identity, kept, retention=retention, reason="put"):
             self.index.remove(record.key)
-            if kv.num_bytes <= self.max_bytes:
+            if kept.num_bytes <= self.max_bytes:
                 raise StoreError(
-                    f"{kv.num_bytes} bytes don't fit into the memory store, and nothing more may leave it; "
+                    f"{kept.num_bytes} bytes don't fit into the memory store, and nothing more may leave it; "
                     "raise StoreConfig.ram_bytes or give the store a directory"
                 )
             raise StoreError(
-                f"a chunk of {kv.num_bytes} bytes is larger than the memory store's budget of {self.max_bytes} bytes; "
+                f"a chunk of {kept.num_bytes} bytes is larger than the memory store's budget of {self.max_bytes} bytes; "
                 "raise StoreConfig.ram_bytes or give the store a directory"
             )
-        return kv.num_bytes
+        return kept.num_bytes
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already; return whether it is."""
@@ -193,6 +199,10 @@ class MemoryStore(ForkAware):
         finally:
             with self._lock:
                 self._pins -= Counter(keys)
+
+    def converted(self, kv: ChunkKV) -> ChunkKV:
+        """Return a chunk as it is kept here; raises as :func:`kvrag.quantise.convert`. It may be the chunk itself."""
+        return kv if self._kv_dtype is None else convert(kv, self._kv_dtype)
 
     @property
     def erasures(self) -> int:
@@ -284,7 +294,7 @@ def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
-    return ChunkKV(tuple(LayerKV(own(layer.keys), own(layer.values)) for layer in kv.layers))
+    return kv.map(own)
 
 
 def priority_of(retention: Retention | None) -> int:

@@ -5,6 +5,7 @@ Tiers stack: the accelerator's memory above the host's, above the disk.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,11 +23,14 @@ from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.store.write_behind import WriteBehind
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
+log = logging.getLogger(__name__)
+
 
 class TieredStore:
     """A memory tier in front of a store that lasts. Both give the same bits: what is kept above, the lower one took or gave.
 
-    A chunk that another process erases stays in this one's memory until it is pushed out or erased here too.
+    What the upper one rounds is rounded in every read. A chunk that another process erases stays in this one's memory until it is pushed
+    out or erased here too.
 
     Parameters
     ----------
@@ -130,13 +134,15 @@ class TieredStore:
         StoreError
             If it can't be written; then it isn't kept in memory either.
         """
+        converted = self._memory.converted(kv)  # first: what can't be read as it is kept above must not be promised
         if priority_of(retention) < self._lower_min_priority:
             return self._put_here(identity, kv, text, doc_id, retention)
         erasures = self._memory.erasures
         written = self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
         if written and self._keeps_puts:
             unwritten = self._disk.unwritten(identity) if isinstance(self._disk, WriteBehind) else None
-            own = unwritten or copy_kv(kv, self._memory.device)  # never a third copy
+            shared = unwritten if converted is kv else None  # never a third copy
+            own = shared or copy_kv(converted, self._memory.device)
             self._memory.keep(identity, own, erasures=erasures, retention=retention, reason="put")
         return written
 
@@ -247,7 +253,8 @@ class TieredStore:
         record = blob.plan(identity, kv, text=text).header.record()
         self._only_here.add(record.key)
         self.index.add(record, doc_id=doc_id)
-        if not self._memory.keep(identity, copy_kv(kv, self._memory.device), retention=retention, reason="put"):
+        own = copy_kv(self._memory.converted(kv), self._memory.device)
+        if not self._memory.keep(identity, own, retention=retention, reason="put"):
             self._lose(identity, kv, 0)
             raise StoreError(
                 f"{kv.num_bytes} bytes find no room in memory, and have too low a priority for the disk; raise StoreConfig.ram_bytes "
@@ -282,6 +289,11 @@ class TieredStore:
         erasures = self._memory.erasures
         kv = self._disk.get(identity)
         if kv is None:
+            return None
+        try:
+            kv = self._memory.converted(kv)
+        except StoreError as error:  # kept on disk by an engine that does not round
+            log.warning("a chunk is computed: %s", error)
             return None
         retention = Retention(self.priority(chunk_key(identity)))
         own = self._on_device(kv)

@@ -197,6 +197,16 @@ class WriteBehind:
         entry = self._queue.entries.get(key)
         return self._disk.identity(key) if entry is None else entry.identity
 
+    def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
+        """Return whose KV is stored, or waits to be, for a text."""
+        rows = self._disk.rows
+        found = (self.identity(key) for key in rows.text_keys(namespace, digest) if not rows.is_gone(key))
+        return [identity for identity in found if identity is not None]
+
+    def knows(self, namespace: str, digest: str) -> bool:
+        """Whether a text is registered now, with or without KV."""
+        return self._disk.knows(namespace, digest)
+
     def hole(self, identity: ChunkIdentity) -> Hole | None:
         """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
         return self._disk.hole(identity)
