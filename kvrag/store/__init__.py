@@ -7,7 +7,11 @@ import os
 import torch
 
 from kvrag.config import StoreConfig
+<<<<<<< ours
 from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, Tier
+=======
+from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, TextLookup
+>>>>>>> theirs
 from kvrag.store.disk import DiskStore
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.index import DiskIndex
@@ -30,7 +34,11 @@ __all__ = [
     "Retention",
     "StoreEvent",
     "StoreStats",
+<<<<<<< ours
     "Tier",
+=======
+    "TextLookup",
+>>>>>>> theirs
     "TieredStore",
     "WriteBehind",
     "on_accelerator",
