@@ -18,9 +18,9 @@ from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
-from kvrag.fingerprint import namespace_digest
 from kvrag.gate import Gate
 from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
+from kvrag.keys import Keys
 from kvrag.loading import LoadedModel, check_source, load
 from kvrag.plain import PlainLM
 from kvrag.prefill import too_long_to_reuse
@@ -83,7 +83,9 @@ class KVRagEngine:
         self.kv_dir = None if kv_dir is None else os.path.abspath(kv_dir)
         self.repair = _check_repair(repair) or RepairConfig()
         self.store_config = store_config or StoreConfig()
-        self.store = open_store(kv_dir, self.store_config)
+        keys = Keys.of(self.store_config)
+        self.names = keys.names  # how namespaces and texts are called in the store
+        self.store = open_store(kv_dir, self.store_config, keys)
         self._erasures = erasures_of(self.kv_dir)
         self._gate = Gate(self.store_config.read_dtype)
         self._prefix, self._prefix_text = prefix, cast("str | None", None)
@@ -131,11 +133,11 @@ class KVRagEngine:
         dtype
             ``"auto"``: float32 on CPU, else the checkpoint's.
         namespace
-            Isolation: chunks of one namespace are never found from another.
+            Isolation: chunks of one namespace are never found from another. See SECURITY.md for the keys of a ``store_config``.
         revision
             Hub revision.
         store_config
-            Budgets and limits of the store.
+            Budgets, limits and keys of the store.
         prove
             ``"auto"``: prove on the loaded model that reuse is exact where it says so (a moment, kept on disk); a model that it can't be
             proven for answers by full prefill, and every result says why. ``"off"``: look at the model's structure only.
@@ -291,7 +293,7 @@ class KVRagEngine:
         self._gate.admit(self.loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        if replaced := replaced_ids(self.store, items, space):
+        if replaced := replaced_ids(self.store, items, space, self.names):
             self.delete(replaced, namespace=namespace)
         return precompute_texts(
             self.loaded,
@@ -299,6 +301,7 @@ class KVRagEngine:
             items,
             prefix=text,
             namespace=space,
+            names=self.names,
             batch_size=batch_size,
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             show_progress=show_progress,
@@ -533,7 +536,7 @@ class KVRagEngine:
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _namespace(self, namespace: str | None) -> str:
-        return namespace_digest(self.namespace if namespace is None else _check_namespace(namespace))
+        return self.names.namespace(self.namespace if namespace is None else _check_namespace(namespace))
 
     @property
     def _answering(self) -> Answering:
@@ -543,8 +546,8 @@ class KVRagEngine:
             if self._query_side is None:
                 loaded, config = self.loaded, self.store_config
                 wanted = config.on_miss == "store" and not isinstance(loaded.lm, PlainLM)
-                write_back = WriteBack(loaded, self.store, config, self._erasures) if wanted else None
-                self._query_side = Answering(loaded, self.store, config, write_back)
+                write_back = WriteBack(loaded, self.store, config, self._erasures, self.names) if wanted else None
+                self._query_side = Answering(loaded, self.store, config, write_back, self.names)
             return self._query_side
 
     def _request(self, prompt: Prompt, mode: Mode, repair: RepairConfig | None, namespace: str | None) -> Request:

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import content_key, text_digest
+from kvrag.fingerprint import content_key
 from kvrag.index_time import precompute_texts
+from kvrag.keys import Naming
 from kvrag.loading import LoadedModel
 from kvrag.store.base import KVStore, TextLookup
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Missed, MissedChunk, TextEntry
@@ -88,10 +89,15 @@ class WriteBack:
         Model, KV store and its limits.
     erasures
         That of the store's directory.
+    names
+        How texts are called in the store.
     """
 
-    def __init__(self, loaded: LoadedModel, store: KVStore, config: StoreConfig, erasures: Erasures) -> None:
+    def __init__(
+        self, loaded: LoadedModel, store: KVStore, config: StoreConfig, erasures: Erasures, names: Naming
+    ) -> None:
         self.erasures = erasures
+        self._names = names
         self._loaded, self._store, self._config = loaded, store, config
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
@@ -174,6 +180,7 @@ class WriteBack:
                     [(None, text) for text in wanted],
                     prefix=missed.prefix,
                     namespace=missed.namespace,
+                    names=self._names,
                     batch_size=1,
                     min_chunk_tokens=self._config.min_chunk_tokens,
                     kv_dtype=self._config.kv_dtype,
@@ -198,7 +205,7 @@ class WriteBack:
         identity = ChunkIdentity(self._loaded.fingerprint, namespace, "", ids, self._config.kv_dtype)
         if self._store.index.variants(content_key(identity)):
             return False
-        digest = text_digest(chunk.text)
+        digest = self._names.digest(chunk.text)
         if guarded.knows(digest):
             guarded.registered.add(digest)
         return chunk.is_given or digest in guarded.registered

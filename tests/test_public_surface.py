@@ -19,7 +19,7 @@ ROOT = Path(kvrag.__file__).parent
 RANKS = [
     {"errors", "types"},
     {"config", "deadline", "rope", "fingerprint", "quantise", "stats", "tensors", "tokens"},
-    {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
+    {"adapters", "attention", "cache", "describe", "keys", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "partial", "prefix", "streams", "selection", "source", "store"},
     {"lookup", "plain"},
     {"precompute", "stitch", "repair", "decode", "plan"},

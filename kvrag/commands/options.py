@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrag.commands.keys import key_options
 from kvrag.commands.output import progress
 from kvrag.errors import ConfigError
 
@@ -120,7 +121,7 @@ def open_engine(
         from kvrag.config import StoreConfig
         from kvrag.engine import KVRagEngine
 
-        config = StoreConfig(kv_dtype=kv_dtype)  # type: ignore[arg-type]  # it refuses what is none
+        config = StoreConfig(kv_dtype=kv_dtype, **key_options())  # type: ignore[arg-type]  # it refuses what is none
         before = prefix if system is None else [{"role": "system", "content": system}]
         engine = KVRagEngine.from_pretrained(
             model,

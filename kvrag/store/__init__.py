@@ -7,11 +7,8 @@ import os
 import torch
 
 from kvrag.config import StoreConfig
-<<<<<<< ours
-from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, Tier
-=======
-from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, TextLookup
->>>>>>> theirs
+from kvrag.keys import Keys
+from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, TextLookup, Tier
 from kvrag.store.disk import DiskStore
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.index import DiskIndex
@@ -34,11 +31,8 @@ __all__ = [
     "Retention",
     "StoreEvent",
     "StoreStats",
-<<<<<<< ours
-    "Tier",
-=======
     "TextLookup",
->>>>>>> theirs
+    "Tier",
     "TieredStore",
     "WriteBehind",
     "on_accelerator",
@@ -46,7 +40,7 @@ __all__ = [
 ]
 
 
-def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KVStore:
+def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys: Keys | None = None) -> KVStore:
     """Open the store of an engine.
 
     Parameters
@@ -55,9 +49,13 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
         Directory to keep KV in; ``None`` keeps it in memory only, for as long as the process lives.
     config
         Budgets.
+    keys
+        The config's keys, where they were read already.
 
     Raises
     ------
+    ConfigError, MissingDependencyError
+        If a key, or what it is needed for, can't be had.
     StoreError
         If the directory can't be used.
     """
@@ -66,7 +64,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
     memory = MemoryStore(budget, events=Events(config.on_event, config.event_log), kv_dtype=config.ram_dtype)
     if kv_dir is None:
         return memory
-    disk = DiskStore(kv_dir, config)
+    disk = DiskStore(kv_dir, config, keys)
     lower = WriteBehind(disk) if config.write_policy == "back" else disk
     return TieredStore(
         memory,

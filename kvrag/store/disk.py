@@ -48,10 +48,16 @@ class DiskStore(DiskReads):
     root
         The directory; made if absent.
     config
-        Limits, durability, kind of index, events; ``ram_bytes`` is not used.
+        Limits, durability, kind of index, keys, events; ``ram_bytes`` is not used.
+    keys
+        The config's keys, where they were read already.
 
     Raises
     ------
+    ConfigError
+        If a key can't be had.
+    MissingDependencyError
+        If chunks are to be encrypted and ``cryptography`` is not installed.
     StoreError
         If the directory can't be used. One that holds a store and can't be written to is opened for reading.
     StoreFormatError
@@ -110,7 +116,7 @@ class DiskStore(DiskReads):
         for _ in range(ATTEMPTS):
             if self._link(identity, text, doc_id, is_reserved=is_reserved):
                 return 0
-            plan = blob.plan(identity, kv, text=text)
+            plan = blob.plan(identity, kv, text=text, guard=self.objects.guard)
             if not is_reserved:
                 self.make_room(plan.header.num_bytes, retention=retention)
             written = self._write(plan, kv, doc_id, is_reserved=is_reserved)

@@ -13,6 +13,7 @@ from typing import TypeVar
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
+from kvrag.keys import Keys
 from kvrag.store.base import Index, StoreStats
 from kvrag.store.directory import Directory
 from kvrag.store.events import Events, StoreEvent
@@ -35,9 +36,12 @@ T = TypeVar("T")
 class DiskReads(ForkAware):
     """Reads of a :class:`~kvrag.store.disk.DiskStore`, and what is counted and reported about them."""
 
-    def __init__(self, root: str | os.PathLike[str], config: StoreConfig | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], config: StoreConfig | None = None, keys: Keys | None = None
+    ) -> None:
         super().__init__()
         config = config or StoreConfig()
+        self.keys = Keys.of(config) if keys is None else keys
         self._root = Path(root).absolute()
         self._hits = self._misses = self._rejected = 0
         self._touched: Counter[ChunkKey] = Counter()
@@ -47,9 +51,10 @@ class DiskReads(ForkAware):
         self._events = Events(config.on_event, config.event_log)
         self.read_only = True
         """Whether nothing can be changed, by :class:`~kvrag.StoreConfig` or because the directory is so."""
-        opened = open_directory(self.directory, config, self._on_rejected)
+        opened = open_directory(self.directory, config, self._on_rejected, self.keys)
         self.read_only = opened.read_only
         self.objects: Objects = opened.objects
+        self.objects.on_left = self._on_left
         self.references = opened.references
         self.rows = opened.index
         self.index: Index = self.rows
@@ -238,6 +243,13 @@ class DiskReads(ForkAware):
             with suppress(StoreError):
                 self.rows.remove(key)
         self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "rejected"))
+
+    def _on_left(self, key: ChunkKey, reason: str) -> None:
+        """Note that a file was left alone that its name says is ours, and drop its row: it may be written anew."""
+        self._warn_once(f"a chunk in {self._root} is not used, because {reason}; it is computed again")
+        if not self.read_only:
+            with suppress(StoreError):
+                self.rows.remove(key)
 
     def _on_evicted(self, key: ChunkKey) -> None:
         self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "evicted"))

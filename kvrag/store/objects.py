@@ -17,7 +17,8 @@ from kvrag.store import blob, reader
 from kvrag.store.buffers import Buffers
 from kvrag.store.directory import Directory
 from kvrag.store.draft import Draft
-from kvrag.store.header import BlobRejected, Header, OtherVersion
+from kvrag.store.guard import Guard
+from kvrag.store.header import BlobRejected, Foreign, Header, OtherVersion
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
 
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -38,9 +39,18 @@ class Objects:
         Told key and reason of what is put away.
     read_only
         Leave everything where it is.
+    guard
+        The keys that blobs are protected by.
     """
 
-    def __init__(self, directory: Directory, rejected: Rejected, *, read_only: bool = False) -> None:
+    def __init__(
+        self, directory: Directory, rejected: Rejected, *, read_only: bool = False, guard: Guard | None = None
+    ) -> None:
+        self.guard = guard
+        self.foreign: set[ChunkKey] = set()
+        """Files met that other keys protect, or none: they are left alone."""
+        self.on_left: Rejected = lambda key, reason: None
+        """Told key and reason of a file that was asked for and left alone."""
         self._directory = directory
         self._rejected = rejected
         self._read_only = read_only
@@ -55,9 +65,9 @@ class Objects:
         key = chunk_key(identity)
         seen = self._directory.inode(*place_of(key))
         try:
-            return blob.open_blob(self._directory, *place_of(key), identity=identity)
+            return blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard)
         except BlobRejected as fault:
-            self.put_away(key, seen, fault.reason)
+            self._refuse(key, seen, fault)
             return None
 
     def read(
@@ -67,12 +77,20 @@ class Objects:
         key = chunk_key(identity)
         seen = self._directory.inode(*place_of(key))
         try:
-            with blob.open_blob(self._directory, *place_of(key), identity=identity) as file:
+            with blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard) as file:
                 opened(file)
                 return reader.read_all(file, self.buffer(file.header.num_bytes), helpers=helpers), file.header
         except BlobRejected as fault:
-            self.put_away(key, seen, fault.reason)
+            self._refuse(key, seen, fault)
             return None
+
+    def _refuse(self, key: ChunkKey, seen: tuple[int, int] | None, fault: BlobRejected) -> None:
+        """Put away what is damaged. What other keys protect stays until its place is needed: it may be good to others."""
+        if isinstance(fault, Foreign):
+            self.foreign.add(key)
+            self.on_left(key, fault.reason)
+        else:
+            self.put_away(key, seen, fault.reason)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Return memory for a chunk's tensors, uint8, pinned where there is CUDA; ``OSError`` if there is not enough."""
@@ -85,12 +103,14 @@ class Objects:
         """Return the header of the file under this key, or put away what is not a blob of this key."""
         seen = self._directory.inode(*place_of(key))
         try:
-            with blob.Blob(self._directory, *place_of(key)) as file:
+            with blob.Blob(self._directory, *place_of(key), guard=self.guard) as file:
                 if chunk_key(file.header.identity) != key:
                     raise BlobRejected("it belongs to another chunk")
                 return file.header
         except OtherVersion:
             pass  # an older or newer kvrag may want it
+        except Foreign:
+            self.foreign.add(key)  # who has its keys may want it
         except BlobRejected as fault:
             self.put_away(key, seen, fault.reason)
         return None
@@ -141,12 +161,16 @@ class Objects:
         return 0 if status is None else status.st_mtime_ns
 
     def _clear_way(self, key: ChunkKey) -> None:
-        """Put away what is no folder or no file where one has to be: a link itself goes, not what it leads to."""
+        """Put away what is no folder or no file where one has to be, and what is of other keys: a link itself goes, not its target."""
         place = place_of(key)
         for what, is_right in ((place[:2], stat.S_ISDIR), (place, stat.S_ISREG)):
             status = self._directory.status(*what)
             if status is not None and not is_right(status.st_mode):
                 self._move_away(what)
+        # Names depend on the keys, so a file of other keys has this name only if someone gave it that.
+        if key in self.foreign and self.header(key) is None and self._directory.is_file(*place):
+            self._move_away(place)
+        self.foreign.discard(key)
 
 
 def place_of(key: str) -> tuple[str, str, str]:
