@@ -14,9 +14,8 @@ the digests are known, so a file that was cut short has none.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -24,14 +23,19 @@ import torch
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.quantise import FP8, layer_of, parts
+from kvrag.quantise import Part, layer_of, parts
 from kvrag.store.directory import Directory, NotRegular
 from kvrag.store.guard import Guard, Opening, Sealing
 from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, Shape, decode, shape_of
+from kvrag.store.scan import all_finite, all_finite_on_device
+from kvrag.tensors import raw
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
 Write = Callable[[memoryview, int], None]
-"""Takes bytes and their offset in the file."""
+"""Takes bytes and their offset in the file. The bytes stay as they are until the blob is written."""
+
+PART_BYTES = 1280 * 1024
+"""What is scanned, hashed and written at once: short enough to stay in cache, long enough for few steps. Whole values of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +110,31 @@ def check_finite(kv: ChunkKV, layer: int) -> None:
     StoreError
         If a value is not finite.
     """
-    names = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")
-    for name, tensor in zip(names, kv.layers[layer].tensors, strict=False):
-        if not _is_finite(tensor.detach()):
-            raise StoreError(
-                f"{name} of layer {layer} of the chunk hold a value that is not finite; "
-                "the chunk is not stored, compute it again"
-            )
+    for name, tensor in zip(TENSORS, kv.layers[layer].tensors, strict=False):
+        if not all_finite_on_device(tensor):
+            raise _not_finite(name, layer)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.dtype == FP8:  # torch compares none of them; e4m3 has no infinity, and NaN in either sign
-        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
-    low, high = torch.aminmax(tensor)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+def _not_finite(name: str, layer: int) -> StoreError:
+    return StoreError(
+        f"{name} of layer {layer} of the chunk hold a value that is not finite; "
+        "the chunk is not stored, compute it again"
+    )
+
+
+TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")
+"""What the tensors of a layer are called to users."""
+
+
+def _finite_parts(layer: LayerKV, index: int) -> Iterator[memoryview]:
+    """Yield a layer's bytes part by part, each after a look at it; raises as :func:`check_finite`."""
+    for name, tensor in zip(TENSORS, layer.tensors, strict=False):
+        view = raw(tensor)
+        for start in range(0, len(view), PART_BYTES):
+            part = view[start : start + PART_BYTES]
+            if not all_finite(part, tensor.dtype):
+                raise _not_finite(name, index)
+            yield part
 
 
 def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
@@ -130,7 +145,7 @@ def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
 
 
 def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
-    """Write a planned blob, layer by layer while each is in the processor's cache, and its header last.
+    """Write a planned blob, scanned, hashed and handed on part by part while each is in the processor's cache; its header last.
 
     Returns
     -------
@@ -147,10 +162,8 @@ def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
     offset, digests = plan.start, []
     sealing = None if plan.guard is None else Sealing(plan.guard, plan.header)
     for i, layer in enumerate(kv.layers):
-        check_finite(kv, i)
         digest = xxhash.xxh3_128()
-        plain = tuple(map(_bytes, layer.tensors))
-        for view in plain if sealing is None else sealing.layer(plain):
+        for view in _finite_parts(layer, i) if sealing is None else sealing.layer(list(_finite_parts(layer, i))):
             digest.update(view)
             out(view, offset)
             offset += len(view)
@@ -224,36 +237,38 @@ class Blob:
         OSError
             If it can't be read.
         """
-        part = buffer[self._offsets[index] : self._offsets[index + 1]]
-        stored = self._stored(part)
-        fill(self._fd, stored, self._start + self._offsets[index])
-        return self._proven(index, part, stored)
+        start, end = self._offsets[index : index + 2]
+        view = _view(buffer)
+        stored = self._stored(view[start:end])
+        fill(self._fd, stored, self._start + start)
+        return self._proven(index, buffer, view, stored)
 
     def all(self, buffer: torch.Tensor) -> ChunkKV:
         """Read all layers at once, which is quicker for a small chunk, and prove each; raises as :meth:`layer`."""
-        stored = self._stored(buffer)
+        view = _view(buffer)
+        stored = self._stored(view)
         fill(self._fd, stored, self._start)
         spans = zip(self._offsets, self._offsets[1:], strict=False)
-        layers = tuple(self._proven(i, buffer[a:b], stored[a:b]) for i, (a, b) in enumerate(spans))
+        layers = tuple(self._proven(i, buffer, view, stored[a:b]) for i, (a, b) in enumerate(spans))
         return ChunkKV(layers, self.header.identity.kv_dtype)
 
-    def _stored(self, part: torch.Tensor) -> memoryview:
+    def _stored(self, view: memoryview) -> memoryview:
         """Memory for what is stored of a part: its own, or other one for what has yet to be decrypted."""
         if self._opening is None or not self._opening.guard.encrypts:
-            return _view(part)
-        return _view(torch.empty(len(part), dtype=torch.uint8))
+            return view
+        return _view(torch.empty(len(view), dtype=torch.uint8))
 
-    def _proven(self, index: int, part: torch.Tensor, stored: memoryview) -> LayerKV:
+    def _proven(self, index: int, buffer: torch.Tensor, view: memoryview, stored: memoryview) -> LayerKV:
+        start, end = self._offsets[index : index + 2]
         if self._opening is not None:
-            self._opening.layer(index, stored, _view(part))
+            self._opening.layer(index, stored, view[start:end])
         elif xxhash.xxh3_128_hexdigest(stored) != self.header.digests[index]:
             raise BlobRejected("its data is damaged")
         self._is_good[index] = True
-        tensors, start = [], 0
-        for tensor in self._layers[index]:
-            stop = start + tensor.num_bytes
-            tensors.append(_typed(part[start:stop], tensor.dtype).view(tensor.shape))
-            start = stop
+        tensors = []
+        for part in self._layers[index]:
+            tensors.append(_typed(buffer, start, part))
+            start += part.num_bytes
         return layer_of(self.header.dtype, tensors)
 
 
@@ -301,14 +316,14 @@ def read_head(fd: int, file_size: int, limit: int = MAX_HEADER_BYTES) -> bytearr
     return head
 
 
-def _typed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See bytes as numbers; scales behind an odd number of codes are copied, because torch takes no view there."""
-    is_aligned = flat.storage_offset() % dtype.itemsize == 0
-    return (flat if is_aligned else flat.clone()).view(dtype)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return _view(tensor.detach().cpu().contiguous().view(torch.uint8).flatten())
+def _typed(buffer: torch.Tensor, start: int, part: Part) -> torch.Tensor:
+    """See bytes as a tensor in one step, for a small chunk has many; scales behind an odd number of codes are copied first."""
+    flat = buffer[start : start + part.num_bytes]
+    width = part.dtype.itemsize
+    if (buffer.storage_offset() + start) % width or len(buffer) % width:
+        return flat.clone().view(part.dtype).view(part.shape)
+    typed, (_, tokens, dim) = buffer.view(part.dtype), part.shape
+    return typed.as_strided(part.shape, (tokens * dim, dim, 1), typed.storage_offset() + start // width)
 
 
 def _view(flat: torch.Tensor) -> memoryview:

@@ -9,7 +9,7 @@ import xxhash
 
 from kvrag.store.blob import fill, read_head
 from kvrag.store.directory import Directory, NotRegular
-from kvrag.store.header import FAULTS, BlobRejected, frame, load
+from kvrag.store.header import FAULTS, BlobRejected, dump, frame, load
 
 
 def check(directory: Directory, *place: str, data: bool) -> None:
@@ -48,7 +48,7 @@ def _layers(head: bytearray) -> tuple[list[str], list[int]]:
         fields = load(head)
         marks = dict(fields.pop("__metadata__"))
         _, mac = marks.pop("header_digest"), marks.pop("header_mac", None)
-        if frame(marks, fields, None if mac is None else lambda _: str(mac)) != head:
+        if frame(marks, dump(fields), None if mac is None else lambda _: str(mac)) != head:
             raise BlobRejected("its header is damaged")
         digests = marks["layer_digests"].split(",")
         sizes = [0] * len(digests)

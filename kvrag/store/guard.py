@@ -133,7 +133,7 @@ class Guard:
         sign = self._sign if self._mac else None
         if self._cipher is None:
             return header.encode(extra, sign)
-        return frame({**self._clear(header, marks), "sealed": marks.sealed, **extra}, layers_of(header), sign)
+        return frame({**self._clear(header, marks), "sealed": marks.sealed, **extra}, dump(layers_of(header)), sign)
 
     def seal(self, header: Header, salt: bytes, tags: Sequence[str]) -> str:
         """Encrypt a header, bound to what will stand in clear beside it."""

@@ -7,11 +7,12 @@ are checked by the code that wrote them, and no rule can be forgotten.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,7 +119,8 @@ class Header:
 
     def encode(self, extra: Mapping[str, str] | None = None, sign: Sign | None = None) -> bytes:
         """Length and padded header, as they stand at the head of the file, with what a key adds to it."""
-        return frame({**self._metadata(), **(extra or {})}, self._tensors(), sign)
+        layout = replace(self, identity=replace(NOBODY, kv_dtype=self.identity.kv_dtype), digests=(), text=None)
+        return frame({**self._metadata(), **(extra or {})}, _tensors_of(layout), sign)
 
     def _metadata(self) -> dict[str, str]:
         identity = self.identity
@@ -151,9 +153,9 @@ class Header:
         return tensors
 
 
-def frame(metadata: Mapping[str, str], tensors: Mapping[str, Any], sign: Sign | None = None) -> bytes:
-    """Write a header: length, JSON with a digest of itself, and a MAC where there is a key for it, and padding."""
-    head, tail = dump(metadata), dump(tensors)
+def frame(metadata: Mapping[str, str], tensors: bytes, sign: Sign | None = None) -> bytes:
+    """Write a header: length, JSON with a digest of itself, and a MAC where there is a key for it, and padding. ``tensors`` is JSON."""
+    head, tail = dump(metadata), tensors
     content = b'{"__metadata__":' + head + b"," + tail[1:]
     marks = b',"header_digest":"' + xxhash.xxh3_128_hexdigest(content).encode() + b'"'
     if sign is not None:
@@ -169,6 +171,15 @@ def pad(text: bytes) -> bytes:
 
 FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError, StoreError)
 """What parsing raises where a header is not one."""
+
+
+NOBODY = ChunkIdentity("", "", "", ())
+
+
+@functools.lru_cache(maxsize=64)
+def _tensors_of(layout: Header) -> bytes:
+    """JSON of the tensors. It is the same for all chunks of a model that have one length, and most of a header's work."""
+    return dump(layout._tensors())
 
 
 def decode(head: bytearray) -> Header:
@@ -241,7 +252,9 @@ def parse_text(value: object) -> TextEntry:
 def shape_of(value: list[int]) -> Shape:
     """Check three sizes; ``ValueError`` if they are no shape."""
     heads, tokens, dim = value
-    if not all(type(size) is int and 0 < size < 2**31 for size in (heads, tokens, dim)):
+    # Written out, because it is run twice per layer of every blob that is read.
+    is_shape = type(heads) is type(tokens) is type(dim) is int and min(heads, tokens, dim) > 0
+    if not is_shape or max(heads, tokens, dim) >= 2**31:
         raise ValueError("not a shape")
     return heads, tokens, dim
 

@@ -21,6 +21,8 @@ TOKEN_MS = 1.0
 """Assumed cost of a token where none was measured. Only ratios matter, and only among chunks of one store."""
 
 KINDS = (int, str, float, float, float, int, float)
+BOUNDS: tuple[tuple[int, int] | None, ...] = ((0, 100), None, *((-1, 2**63),) * 2, *((0, 2**63),) * 2, (-1, 2**63))
+"""Types and bounds of a row's fields: a row from elsewhere must not make a chunk one that never leaves."""
 
 
 def since_boot() -> float:
@@ -68,8 +70,10 @@ class Usage:
         """Parse a row; one that is not of this form is that of a chunk nobody said anything about."""
         if not isinstance(value, list) or len(value) != len(KINDS):
             return cls()
-        for item, kind in zip(value, KINDS, strict=True):
-            if type(item) is not kind or (isinstance(item, (int, float)) and not -1 <= item < 2**63):
+        for item, kind, bounds in zip(value, KINDS, BOUNDS, strict=True):
+            if type(item) is not kind:
+                return cls()
+            if bounds is not None and not (isinstance(item, (int, float)) and bounds[0] <= item <= bounds[1]):
                 return cls()
         return cls(*value)
 
