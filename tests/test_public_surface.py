@@ -18,10 +18,10 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
-    {"config", "deadline", "rope", "fingerprint", "quantise", "stats", "tensors", "tokens"},
+    {"config", "deadline", "rope", "fingerprint", "packing", "quantise", "stats", "tensors", "tokens"},
     {"adapters", "attention", "cache", "describe", "keys", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "partial", "prefix", "streams", "selection", "source", "store"},
-    {"lookup", "plain"},
+    {"flash", "lookup", "plain"},
     {"precompute", "stitch", "repair", "decode", "plan"},
     {"trial"},
     {"proof"},
@@ -74,6 +74,7 @@ def test_the_public_names_are_pinned() -> None:
             *("PrecomputeReport", "PrefillResult", "RepairConfig", "SamplingConfig", "ScoreResult", "StoreConfig"),
             *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "UnsupportedModelError"),
             *("VerifyReport", "__version__", "delete_kv", "precompute_kv", "sync_kv"),
+            *("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
         ]
     )
     assert all(hasattr(kvrag, name) for name in kvrag.__all__)

@@ -111,7 +111,7 @@ def _attention(
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Adapt :func:`ragged_attention` to transformers' attention interface; the mask is the plan's business."""
-    _refuse_unknown(module, others)
+    refuse_unknown(module, others)
     call = _current.call
 
     def attend(rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
@@ -154,8 +154,10 @@ def _last_rows(
     return out
 
 
-def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, object]) -> None:
-    """Refuse options that may change the attention: dropping one silently would give a wrong answer."""
+def refuse_unknown(
+    module: torch.nn.Module, others: Mapping[str, object], then: str = "the model is answered by full computation"
+) -> None:
+    """Refuse options that may change the attention: dropping one silently would give a wrong answer; ``then`` says what is left."""
     unknown = [
         name for name, given in others.items() if name not in _UNDERSTOOD and given is not None and given is not False
     ]
@@ -166,7 +168,7 @@ def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, object]) -> No
     if unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention function, which kvrag doesn't apply; "
-            "the model is answered by full computation"
+            f"{then}"
         )
 
 
