@@ -11,6 +11,7 @@ import os
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -99,11 +100,26 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
 
 
 def proof_file(lm: CausalLM, fingerprint: str) -> Path:
-    """Return where the proof of a model is kept: its name holds everything that the proof depends on."""
+    """Return where the proof of a model is kept."""
+    return kept_file("proof", lm, fingerprint, proof=str(PROOF_VERSION))
+
+
+def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Path:
+    """Return where something found out about a model is kept: the name holds everything that it depends on.
+
+    Parameters
+    ----------
+    kind
+        What it is; the folder is named after it.
+    lm, fingerprint
+        The model.
+    **versions
+        What it depends on beside the model, the device and the versions of the packages.
+    """
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type
     fields = {
         "fingerprint": fingerprint,
-        "proof": str(PROOF_VERSION),
+        **versions,
         "kvrag": kvrag.__version__,
         "torch": torch.__version__,
         "transformers": _installed("transformers"),
@@ -111,8 +127,8 @@ def proof_file(lm: CausalLM, fingerprint: str) -> Path:
         "device": device,
         "attention": str(lm.model.config._attn_implementation),
     }
-    name = digest("proof", {key: value.encode() for key, value in fields.items()})
-    return cache_dir() / "proofs" / f"{name}.json"
+    name = digest(kind, {key: value.encode() for key, value in fields.items()})
+    return cache_dir() / f"{kind}s" / f"{name}.json"
 
 
 def kept_proof(file: Path) -> Proof | None:
@@ -125,14 +141,19 @@ def kept_proof(file: Path) -> Proof | None:
 
 
 def keep_proof(file: Path, proof: Proof) -> None:
-    """Write a proof as a whole or not at all; where the directory can't be written, it is made again next time."""
+    """Write a proof; see :func:`keep_json`."""
+    keep_json(file, proof.to_dict())
+
+
+def keep_json(file: Path, values: dict[str, Any]) -> None:
+    """Write a file as a whole or not at all; where the directory can't be written, its content is found out again next time."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
-            json.dump(proof.to_dict(), part)
+            json.dump(values, part)
         os.replace(part.name, file)
     except OSError as error:
-        logger.debug("the proof could not be kept in %s: %s", file.parent, error)
+        logger.debug("%s could not be kept: %s", file, error)
 
 
 def _installed(package: str) -> str:

@@ -82,6 +82,8 @@ class Answering:
             prefixes=request.prefixes,
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             deadline=deadline,
+            kv_dtype=self.store_config.kv_dtype,
+            read_dtype=self.store_config.read_dtype,
         )
         if isinstance(self.loaded.lm, PlainLM):
             return plan.without_reuse(self.loaded.lm.refusal)
@@ -242,4 +244,5 @@ def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
         "loaded_bytes": done.loaded_bytes,
         "fallback_reason": done.fallback_reason,
         "has_other_prefix": done.has_other_prefix,
+        "kv_dtype": done.kv_dtype,
     }

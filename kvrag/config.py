@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_args
 
 from kvrag.errors import ConfigError
-from kvrag.types import Mode, Prove
+from kvrag.types import KVDtype, Mode, Prove
 
 T = TypeVar("T")
 
@@ -16,6 +16,7 @@ STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "
 DURABILITIES = ("durable", "cache")
 INDICES = ("diskcache", "sqlite")
 MODES: tuple[str, ...] = get_args(Mode)
+KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
 
 def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
@@ -149,6 +150,13 @@ class StoreConfig:
         Chunks not loaded within this time count as misses and are computed.
     min_chunk_tokens
         Shorter chunks are not stored: a row that must be repaired anyway saves nothing.
+    kv_dtype
+        How KV is kept, on disk and in memory: ``"auto"`` as the model computed it; ``"int8"``, ``"fp8"`` or ``"int4"`` rounded to half or
+        less of bfloat16's bytes (docs/quantised.md). What is rounded is close and never exact, and a model that it harms is refused.
+        KV of one type is not found by an engine that asks for another.
+    ram_dtype
+        How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``"auto"``: read from its codes once, which saves time and not memory.
+        A rounded type above ``kv_dtype="auto"``: exact KV stays on disk, and every read is rounded, from either tier.
     """
 
     ram_bytes: int = 2 * 2**30
@@ -163,6 +171,8 @@ class StoreConfig:
     on_event: Callable[[Any], None] | None = None
     load_timeout_s: float = 10.0
     min_chunk_tokens: int = 32
+    kv_dtype: KVDtype = "auto"
+    ram_dtype: KVDtype | None = None
 
     def __post_init__(self) -> None:
         _check_count("StoreConfig", "ram_bytes", self.ram_bytes, 0)
@@ -171,7 +181,8 @@ class StoreConfig:
         _check_count("StoreConfig", "min_free_bytes", self.min_free_bytes, 0)
         _check_number("StoreConfig", "high_watermark", self.high_watermark, 0, 1)
         _check_number("StoreConfig", "low_watermark", self.low_watermark, 0, self.high_watermark)
-        for name, choices in (("durability", DURABILITIES), ("index", INDICES), ("read_only", (False, True))):
+        limited = {"durability": DURABILITIES, "index": INDICES, "read_only": (False, True)}
+        for name, choices in {**limited, "kv_dtype": KV_DTYPES, "ram_dtype": (None, *KV_DTYPES)}.items():
             if getattr(self, name) not in choices:
                 known = ", ".join(map(str, choices))
                 raise ConfigError(f"StoreConfig.{name} is {getattr(self, name)!r}; it must be one of {known}")
@@ -181,6 +192,16 @@ class StoreConfig:
             raise ConfigError(f"StoreConfig.on_event is {self.on_event!r}; it must be callable, or None")
         _check_number("StoreConfig", "load_timeout_s", self.load_timeout_s, 0)
         _check_count("StoreConfig", "min_chunk_tokens", self.min_chunk_tokens, 1)
+        if len({self.kv_dtype, self.ram_dtype} - {"auto", None}) > 1:
+            raise ConfigError(
+                f"StoreConfig.ram_dtype is {self.ram_dtype!r} above kv_dtype={self.kv_dtype!r}; KV is rounded once: let ram_dtype be "
+                "the same or 'auto', or keep exact KV on disk with kv_dtype='auto'"
+            )
+
+    @property
+    def read_dtype(self) -> KVDtype:
+        """What every KV that is read from the store has been rounded to."""
+        return self.ram_dtype or "auto" if self.kv_dtype == "auto" else self.kv_dtype
 
 
 @dataclass(frozen=True, slots=True)

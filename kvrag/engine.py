@@ -18,6 +18,7 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check
 from kvrag.errors import ConfigError, InputError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.fingerprint import namespace_digest
+from kvrag.gate import Gate
 from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
 from kvrag.loading import LoadedModel, check_source, load
 from kvrag.plain import PlainLM
@@ -79,6 +80,7 @@ class KVRagEngine:
         self.repair = _check_repair(repair) or RepairConfig()
         self.store_config = store_config or StoreConfig()
         self.store = open_store(kv_dir, self.store_config)
+        self._gate = Gate(self.store_config.read_dtype)
         self._prefix, self._prefix_text = prefix, cast("str | None", None)
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._stats = EngineStats()
@@ -238,6 +240,8 @@ class KVRagEngine:
             If a text is no string or empty, or one id names different texts. Nothing has been stored then.
         UnsupportedModelError
             If this model's KV is not reused.
+        ConfigError
+            If the store rounds KV (``StoreConfig.kv_dtype``) further than this model bears.
         """
         return self.precompute_items(
             pair_up(texts, ids),
@@ -261,6 +265,7 @@ class KVRagEngine:
         check_batch_size(batch_size)
         space = self._namespace(namespace)
         self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
+        self._gate.admit(self.loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
         if replaced := replaced_ids(self.store, items, space):
@@ -274,6 +279,7 @@ class KVRagEngine:
             batch_size=batch_size,
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             show_progress=show_progress,
+            kv_dtype=self.store_config.kv_dtype,
         )
 
     def prefetch(self, texts: Sequence[str], *, namespace: str | None = None) -> int:
@@ -476,6 +482,7 @@ class KVRagEngine:
     def _answering(self) -> Answering:
         """The query-time half; loads the model."""
         with self._lock:
+            self._gate.admit(self.loaded)
             if self._query_side is None:
                 self._query_side = Answering(self.loaded, self.store, self.store_config)
             return self._query_side

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrag.config import RepairConfig
-from kvrag.plan import Plan, decide, lay_out
+from kvrag.plan import Plan, decide, lay_out, why_inexact
 from kvrag.types import ChunkKV, ExplainedSpan, Explanation, Mode
 
 
@@ -19,9 +19,10 @@ def explain_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: in
     config, num_layers
         Decide whether reuse pays.
     """
-    layout, reason = decide(
-        lay_out(plan, dict.fromkeys(plan.identities, ChunkKV(())))[0], mode, config, num_layers=num_layers
-    )
+    inexact = why_inexact(plan, mode)
+    possible = lay_out(plan, dict.fromkeys(plan.identities, ChunkKV(())))[0]
+    layout, reason = decide(possible, "full" if inexact else mode, config, num_layers=num_layers)
+    reason = inexact or reason
     spans = _spans(plan)
     notes = [reason] if reason else []
     if not any(span.kind == "chunk" for span in spans):
@@ -31,7 +32,10 @@ def explain_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: in
         )
     if plan.has_mismatch:
         notes.append("pass prefix= what stands before the first chunk when precomputing, to make the first chunk exact")
-    outcome: Mode = "full" if not layout.reused else "stitch" if layout.stale else "prefix"
+    is_rounded = plan.kv_dtype != "auto"
+    if is_rounded and layout.reused:
+        notes.append(f"stored KV is rounded to {plan.kv_dtype}: no answer that uses it is exact")
+    outcome: Mode = "full" if not layout.reused else "stitch" if layout.stale or is_rounded else "prefix"
     return Explanation(spans=spans, prompt_tokens=layout.num_tokens, mode=outcome, notes=notes)
 
 
@@ -54,7 +58,7 @@ def _spans(plan: Plan) -> list[ExplainedSpan]:
                 stop=stop,
                 text=piece.piece.text,
                 hit=piece.identity is not None,
-                exact=piece.is_exact,
+                exact=piece.is_exact and plan.kv_dtype == "auto",
                 reason=piece.reason,
             )
         )

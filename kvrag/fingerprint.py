@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvrag.types import ChunkIdentity, ChunkKey
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the stored bytes and of the key; a change of either is a new number."""
 
 
@@ -121,14 +121,14 @@ def text_digest(text: str) -> str:
 
 def content_key(identity: ChunkIdentity) -> str:
     """Address of a chunk regardless of the prefix that it was encoded behind."""
-    return key_digest(
-        "content",
-        {
-            "model": identity.model.encode(),
-            "namespace": identity.namespace.encode(),
-            "ids": ids_bytes(identity.token_ids),
-        },
-    )
+    fields = {
+        "model": identity.model.encode(),
+        "namespace": identity.namespace.encode(),
+        "ids": ids_bytes(identity.token_ids),
+    }
+    if identity.kv_dtype != "auto":
+        fields["kv_dtype"] = identity.kv_dtype.encode()
+    return key_digest("content", fields)
 
 
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:

@@ -15,9 +15,10 @@ from kvrag.fingerprint import chunk_key, ids_digest
 from kvrag.loading import LoadedModel
 from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.prompt import check_chunk_text
+from kvrag.quantise import pack
 from kvrag.spans import text_entry
 from kvrag.store.base import KVStore
-from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def precompute_texts(
     batch_size: int,
     min_chunk_tokens: int,
     show_progress: bool,
+    kv_dtype: KVDtype = "auto",
 ) -> PrecomputeReport:
     """Store the KV of the prefix and of every text that has none yet.
 
@@ -126,13 +128,15 @@ def precompute_texts(
         Shorter texts are skipped.
     show_progress
         Show a progress bar.
+    kv_dtype
+        How the KV is kept.
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     model = loaded.fingerprint
-    jobs = _jobs(loaded, items, model, ids_digest(prefix_ids), namespace)
+    jobs = _jobs(loaded, items, model, ids_digest(prefix_ids), namespace, kv_dtype)
     room = loaded.reusable.reuse_window - len(prefix_ids)
-    run = _Run(loaded, store, model, tuple(prefix_ids), namespace)
+    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype)
     todo: list[Job] = []
     for job in jobs:
         length = len(job.identity.token_ids)
@@ -158,7 +162,12 @@ def precompute_texts(
 
 
 def _jobs(
-    loaded: LoadedModel, items: Sequence[tuple[str | None, str]], model: str, prefix: str, namespace: str
+    loaded: LoadedModel,
+    items: Sequence[tuple[str | None, str]],
+    model: str,
+    prefix: str,
+    namespace: str,
+    kv_dtype: KVDtype,
 ) -> list[Job]:
     """Merge equal texts: one job per text, with all ids that name it."""
     names: dict[str, list[str | None]] = {}
@@ -168,7 +177,7 @@ def _jobs(
         Job(
             tuple(dict.fromkeys(ids)),
             text_entry(text),
-            ChunkIdentity(model, namespace, prefix, loaded.encoder.chunk_ids(text)),
+            ChunkIdentity(model, namespace, prefix, loaded.encoder.chunk_ids(text), kv_dtype),
         )
         for text, ids in names.items()
     ]
@@ -183,8 +192,15 @@ class _Run:
     """State of one precompute: the prefix's buffer and the report in the making."""
 
     def __init__(
-        self, loaded: LoadedModel, store: KVStore, model: str, prefix_ids: tuple[int, ...], namespace: str
+        self,
+        loaded: LoadedModel,
+        store: KVStore,
+        model: str,
+        prefix_ids: tuple[int, ...],
+        namespace: str,
+        kv_dtype: KVDtype,
     ) -> None:
+        self._kv_dtype: KVDtype = kv_dtype
         self._loaded, self._store, self._model = loaded, store, model
         self._prefix_ids, self._namespace = prefix_ids, namespace
         self._prefix: KVBuffer | None = None
@@ -237,6 +253,7 @@ class _Run:
 
     def _put(self, job: Job, kv: ChunkKV) -> None:
         try:
+            kv = pack(kv, self._kv_dtype)
             for doc_id in job.doc_ids:
                 self.stored_bytes += self._store.put(job.identity, kv, text=job.entry, doc_id=doc_id)
             self.stored += 1
@@ -248,10 +265,10 @@ class _Run:
         """Run the prefix once per precompute, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix is None:
             self._prefix, kv = encode_prefix(self._loaded.reusable, self._prefix_ids)
-            identity = ChunkIdentity(self._model, self._namespace, ids_digest(()), self._prefix_ids)
+            identity = ChunkIdentity(self._model, self._namespace, ids_digest(()), self._prefix_ids, self._kv_dtype)
             if kv is not None and self._loaded.fingerprint == self._model:
                 try:
-                    self.stored_bytes += self._store.put(identity, kv, text=None)
+                    self.stored_bytes += self._store.put(identity, pack(kv, self._kv_dtype), text=None)
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)
         return self._prefix

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvrag.config import RepairConfig
+from kvrag.config import KV_DTYPES, RepairConfig
 from kvrag.deadline import Deadline
 from kvrag.errors import InputError
 from kvrag.fingerprint import chunk_key, content_key, ids_digest
@@ -14,7 +14,7 @@ from kvrag.layout import Layout, place
 from kvrag.prompt import Piece, Prompt, PromptEncoder, cut, merge_live
 from kvrag.selection import effective_ratio, strategy_of
 from kvrag.store.base import KVStore, Record
-from kvrag.types import ChunkIdentity, ChunkKV, Mode, Span
+from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, Mode, Span
 
 OVERHEAD_TOKENS = 160
 """Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
@@ -54,9 +54,10 @@ class PlannedPiece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prompt's pieces in order."""
+    """A prompt's pieces in order, and what the stored KV that is read for them has been rounded to."""
 
     pieces: tuple[PlannedPiece, ...]
+    kv_dtype: KVDtype = "auto"
 
     @property
     def token_ids(self) -> list[int]:
@@ -91,6 +92,8 @@ def plan_prompt(
     prefixes: Sequence[str],
     min_chunk_tokens: int,
     deadline: Deadline,
+    kv_dtype: KVDtype = "auto",
+    read_dtype: KVDtype = "auto",
 ) -> Plan:
     """Cut a prompt into pieces and look every chunk up.
 
@@ -112,13 +115,15 @@ def plan_prompt(
         Shorter chunks are live text.
     deadline
         Time that the store has for all questions together.
+    kv_dtype, read_dtype
+        How the KV is kept, a field of the identities; and what it has been rounded to when it is read.
 
     Raises
     ------
     InputError
         If the prompt is empty or malformed.
     """
-    lookup = _Lookup(store, model, namespace, deadline)
+    lookup = _Lookup(store, model, namespace, deadline, kv_dtype)
     head, rest = _split_head(merge_live(encoder.pieces(prompt)), prefixes)
     rest = _cut_at_chunks(rest, scanner, encoder, lookup)
     if head is None and rest and rest[0].kind == "live":
@@ -135,7 +140,7 @@ def plan_prompt(
     planned = [p for p in planned if p.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
-    return Plan(tuple(planned))
+    return Plan(tuple(planned), read_dtype)
 
 
 def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:
@@ -174,10 +179,11 @@ class _Lookup:
     model: str
     namespace: str
     deadline: Deadline
+    kv_dtype: KVDtype
     prefix: str = ""
 
     def identity(self, ids: tuple[int, ...], prefix: str) -> ChunkIdentity:
-        return ChunkIdentity(self.model, self.namespace, prefix, ids)
+        return ChunkIdentity(self.model, self.namespace, prefix, ids, self.kv_dtype)
 
     def has(self, identity: ChunkIdentity) -> bool:
         key = chunk_key(identity)
@@ -192,6 +198,11 @@ class _Lookup:
         content, nothing = content_key(self.identity(ids, "")), list[Record]()
         variants = self.deadline.ask(lambda: self.store.index.variants(content), nothing, what="the KV store's index")
         return self.identity(ids, variants[-1].prefix) if variants else None
+
+    def other_dtypes(self, ids: tuple[int, ...]) -> list[KVDtype]:
+        """Return the other ways in which this chunk is kept, behind any prefix."""
+        others = [d for d in KV_DTYPES if d != self.kv_dtype]
+        return [d for d in others if replace(self, kv_dtype=d).is_stored(ids)]
 
 
 def _plan_head(head: Piece, ids: tuple[int, ...], lookup: _Lookup) -> PlannedPiece:
@@ -217,6 +228,9 @@ def _plan_piece(
     if variant is not None:
         reason = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
         return PlannedPiece(piece, ids, variant, is_mismatched=True, reason=reason)
+    if others := lookup.other_dtypes(ids):
+        reason = f"kept with kv_dtype={others[0]!r}, and {lookup.kv_dtype!r} is asked for: precompute it again, or ask for that"
+        return PlannedPiece(piece, ids, reason=reason)
     known = "the text is known, but there is no KV of this model for it" if not piece.is_given else "not precomputed"
     return PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model")
 
@@ -286,6 +300,13 @@ def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int)
         return layout, None
     reason = f"reuse would cost as much as {cost} tokens of {head.num_live} to prefill"
     return (head, reason) if head.reused else (nothing, reason)
+
+
+def why_inexact(plan: Plan, mode: Mode) -> str | None:
+    """Return why ``mode`` can't be had from KV that was rounded, or ``None`` where it can."""
+    if mode != "prefix" or plan.kv_dtype == "auto":
+        return None
+    return f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
 
 
 def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> int:

@@ -15,12 +15,12 @@ from kvrag.config import RepairConfig
 from kvrag.layout import Layout
 from kvrag.models import CausalLM
 from kvrag.plain import Extend, PlainLM
-from kvrag.plan import Plan, decide, lay_out
+from kvrag.plan import Plan, decide, lay_out, why_inexact
 from kvrag.repair import deviation, probe, repair
 from kvrag.selection import select_rows, strategy_of
 from kvrag.stitch import stitch
 from kvrag.store.base import KVStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Mode
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, KVDtype, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Prefilled:
     loaded_bytes: int
     fallback_reason: str | None
     has_other_prefix: bool
+    kv_dtype: KVDtype = "auto"
 
 
 def load(identities: list[ChunkIdentity], store: KVStore, *, timeout_s: float) -> dict[ChunkIdentity, ChunkKV | None]:
@@ -98,8 +99,9 @@ def prefill(
     clock
         Collects milliseconds per stage.
     """
-    too_long = None if mode == "full" else too_long_to_reuse(model, len(plan.token_ids) + max_new_tokens)
-    mode = "full" if too_long else mode
+    refused = None if mode == "full" else too_long_to_reuse(model, len(plan.token_ids) + max_new_tokens)
+    refused = refused or why_inexact(plan, mode)
+    mode = "full" if refused else mode
     wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
     loaded: dict[ChunkIdentity, ChunkKV | None] = {}
     if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
@@ -114,10 +116,16 @@ def prefill(
     token_ids = plan.token_ids
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     num_bytes = sum(kv.num_bytes for kv in kvs) if layout.reused else 0
+    used_dtypes = {kvs[segment.source].kv_dtype for segment in layout.reused}
     loaded.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(token_ids), config, clock)
     num_stale = sum(s.num_rows for s in layout.stale)
-    exactness: Exactness = "full" if not layout.reused else "exact" if len(selected) == num_stale else "repaired"
+    has_cached = sum(s.num_rows for s in layout.reused) > len(
+        selected
+    )  # else every row was computed, whatever was loaded
+    kv_dtype: KVDtype = next((d for d in used_dtypes if d != "auto" and has_cached), "auto")
+    is_exact = len(selected) == num_stale and kv_dtype == "auto"
+    exactness: Exactness = "full" if not layout.reused else "exact" if is_exact else "repaired"
     return Prefilled(
         extend=_extension(model, buffer),
         buffer=buffer,
@@ -127,8 +135,9 @@ def prefill(
         num_live=layout.num_live,
         exactness=exactness,
         loaded_bytes=num_bytes,
-        fallback_reason=too_long or reason,
+        fallback_reason=refused or reason,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
+        kv_dtype=kv_dtype,
     )
 
 

@@ -8,13 +8,14 @@ import torch
 
 from kvrag.cache import KVBuffer
 from kvrag.layout import Layout
+from kvrag.quantise import read
 from kvrag.rope import Rotations
 from kvrag.types import ChunkKV
 
 
 @torch.inference_mode()
 def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
-    """Copy the KV of every reused segment into the buffer; keys are turned from position-free to their rows.
+    """Copy the KV of every reused segment into the buffer; codes are read, and keys turned from position-free to their rows.
 
     Parameters
     ----------
@@ -31,7 +32,7 @@ def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rot
         rows = slice(segment.start, segment.stop)
         for index, layer in enumerate(kvs[segment.source].layers):
             all_keys, all_values = buffer.keys(index), buffer.values(index)
-            keys = layer.keys[:, : segment.num_rows].to(all_keys.device, all_keys.dtype, non_blocking=True)
+            keys, values = read(layer, segment.num_rows, device=all_keys.device, dtype=all_keys.dtype)
             all_keys[0, :, rows] = rotary[index].rotate(keys, rows)
-            all_values[0, :, rows] = layer.values[:, : segment.num_rows]
+            all_values[0, :, rows] = values
     buffer.length = layout.num_tokens

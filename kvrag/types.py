@@ -5,8 +5,8 @@ Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NewType
 
 if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
@@ -19,6 +19,9 @@ Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: the model's structure alone decides."""
+
+KVDtype = Literal["auto", "int8", "int4", "fp8"]
+"""How stored keys and values are kept: ``"auto"`` as the model computed them, else rounded to codes (:mod:`kvrag.quantise`)."""
 
 
 def _no_logits() -> torch.Tensor:
@@ -54,12 +57,37 @@ class ChunkIdentity:
         Digest of the token ids that the chunk was encoded behind.
     token_ids
         The chunk's own token ids.
+    kv_dtype
+        How the KV is kept: KV that was rounded is other KV.
     """
 
     model: str
     namespace: str
     prefix: str
     token_ids: tuple[int, ...]
+    kv_dtype: KVDtype = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What turns the codes of one layer back into keys and values; all float16. See :mod:`kvrag.quantise`.
+
+    Parameters
+    ----------
+    dtype
+        The dtype that the keys and values had.
+    keys
+        ``(H_kv, G, D)`` for ``G`` groups of tokens, or ``(H_kv, 1, 1)``.
+    zeros
+        What is added to the scaled codes of keys, ``(H_kv, G, D)``.
+    values
+        ``(H_kv, T, C)`` for ``C`` groups of channels, or ``(H_kv, 1, 1)``.
+    """
+
+    dtype: torch.dtype
+    keys: torch.Tensor
+    zeros: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +97,34 @@ class LayerKV:
     Parameters
     ----------
     keys
-        Position-free keys (after the key norm, before RoPE), ``(H_kv, T, D)``.
+        Position-free keys (after the key norm, before RoPE), ``(H_kv, T, D)``; with ``scales``, their codes.
     values
-        Values, ``(H_kv, T, D_v)``.
+        Values, ``(H_kv, T, D_v)``; with ``scales``, their codes.
+    scales
+        ``None``: the tensors are the keys and values themselves.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    scales: Scales | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor, in the order in which they are stored."""
+        s = self.scales
+        return (self.keys, self.values) if s is None else (self.keys, self.values, s.keys, s.zeros, s.values)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LayerKV:
+        """Return the layer with every tensor changed."""
+        s = self.scales
+        if s is not None:
+            s = replace(s, keys=change(s.keys), zeros=change(s.zeros), values=change(s.values))
+        return LayerKV(change(self.keys), change(self.values), s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +135,21 @@ class ChunkKV:
     ----------
     layers
         One :class:`LayerKV` per layer, layer 0 first.
+    kv_dtype
+        What the values have been rounded to, whether the layers hold the codes or what was read from them.
     """
 
     layers: tuple[LayerKV, ...]
+    kv_dtype: KVDtype = "auto"
 
     @property
     def num_tokens(self) -> int:
         """Tokens ``T`` of the chunk."""
         return int(self.layers[0].keys.shape[1])
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
+        """Return the chunk with every tensor changed."""
+        return ChunkKV(tuple(layer.map(change) for layer in self.layers), self.kv_dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -195,6 +246,8 @@ class Accounting:
         Why the answer used less reuse than asked for, or why this model's KV is never reused; ``None`` where neither is so.
     has_other_prefix
         Whether chunks were used that had been encoded behind another prefix than this prompt has: nothing of them is exact.
+    kv_dtype
+        How the stored KV that was used is kept. Anything but ``"auto"`` was rounded, so the answer is not exact whatever stands where.
     """
 
     prompt_ids: list[int]
@@ -207,6 +260,7 @@ class Accounting:
     loaded_bytes: int = 0
     fallback_reason: str | None = None
     has_other_prefix: bool = False
+    kv_dtype: KVDtype = "auto"
 
     @property
     def kv_reuse_ratio(self) -> float:

@@ -17,6 +17,9 @@ from kvrag.types import ExplainedSpan, Explanation, GenerationResult, Mode, Pref
 
 logger = logging.getLogger(__name__)
 
+MAX_MEAN_KL = 0.1
+"""Most mean KL from the reference, in nats, that passes."""
+
 
 class Answers(Protocol):
     """The part of an engine that verification needs."""
@@ -57,7 +60,7 @@ def verify_prompts(
     repair: RepairConfig | None = None,
     namespace: str | None = None,
     max_new_tokens: int = 16,
-    max_mean_kl: float = 0.1,
+    max_mean_kl: float = MAX_MEAN_KL,
     min_top1: float = 0.8,
 ) -> VerifyReport:
     """Run each prompt with reuse and by full prefill of the same ids; where nothing is reused, it does not pass.

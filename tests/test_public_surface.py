@@ -18,7 +18,7 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
-    {"config", "deadline", "rope", "fingerprint", "stats", "tensors", "tokens"},
+    {"config", "deadline", "rope", "fingerprint", "quantise", "stats", "tensors", "tokens"},
     {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "prefix", "streams", "selection", "source", "store"},
     {"plain"},
@@ -28,7 +28,7 @@ RANKS = [
     {"acceptance"},
     {"loading"},
     {"index_time", "prefill", "explain", "verify"},
-    {"answer"},
+    {"answer", "gate"},
     {"engine"},
     {"hooks"},
 ]

@@ -44,5 +44,5 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
     StoreError
         If the directory can't be used.
     """
-    memory = MemoryStore(config.ram_bytes)
+    memory = MemoryStore(config.ram_bytes, kv_dtype=config.ram_dtype)
     return memory if kv_dir is None else TieredStore(memory, DiskStore(kv_dir, config))

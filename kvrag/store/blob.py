@@ -6,7 +6,7 @@ never leaves the package.
 
 ::
 
-    u64 length | header | layer 0 keys | layer 0 values | layer 1 keys | ...
+    u64 length | header | layer 0 keys | layer 0 values | (scales of layer 0) | layer 1 keys | ...
 
 The header is JSON, padded with spaces so that the data starts at a multiple of 4096 bytes. It is written last, when
 the digests are known, so a file that was cut short has none.
@@ -24,8 +24,9 @@ import torch
 import xxhash
 
 from kvrag.errors import StoreError
+from kvrag.quantise import FP8, layer_of, parts
 from kvrag.store.directory import Directory, NotRegular
-from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, decode, shape_of
+from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, Shape, decode, shape_of
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
 Write = Callable[[memoryview, int], None]
@@ -56,21 +57,16 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None) -> Pla
     tokens = len(identity.token_ids)
     if not kv.layers or not tokens:
         raise StoreError("the chunk has no layers or no tokens and can't be stored; pass the KV of at least one token")
-    dtype = kv.layers[0].keys.dtype
-    for i, layer in enumerate(kv.layers):
-        for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-            where = f"{name} of layer {i} of the chunk"
-            if tensor.ndim != 3 or tensor.shape[1] != tokens or not tensor.numel():
-                shape = tuple(tensor.shape)
-                raise StoreError(
-                    f"{where} have shape {shape}; it must be (heads, {tokens}, head dim), one row per token"
-                )
-            if tensor.dtype not in NAMES or tensor.dtype != dtype:
-                raise StoreError(f"{where} are {tensor.dtype}; all must be one of float32, float16 and bfloat16")
+    if kv.kv_dtype != identity.kv_dtype:
+        raise StoreError(
+            f"the chunk is kept as {identity.kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it through kvrag.quantise.pack"
+        )
+    first = kv.layers[0]
+    dtype = first.keys.dtype if first.scales is None else first.scales.dtype
     header = Header(
         identity=identity,
         dtype=dtype,
-        shapes=tuple((shape_of(list(layer.keys.shape)), shape_of(list(layer.values.shape))) for layer in kv.layers),
+        shapes=tuple(_check_layer(identity, layer, i, dtype) for i, layer in enumerate(kv.layers)),
         digests=(NO_DIGEST,) * len(kv.layers),
         text=text,
     )
@@ -78,6 +74,26 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None) -> Pla
     if start > MAX_HEADER_BYTES:
         raise StoreError(f"the chunk of {tokens} tokens is too long for one file; split it")
     return Plan(header, start)
+
+
+def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+    """Return the shapes of keys and values, after a look at every tensor."""
+    tokens, shapes = len(identity.token_ids), []
+    packed = 2 if identity.kv_dtype == "int4" else 1
+    for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+        where, shape = f"{name} of layer {index} of the chunk", tuple(tensor.shape)
+        if tensor.ndim != 3 or tensor.shape[1] != tokens or not tensor.numel():
+            raise StoreError(f"{where} have shape {shape}; it must be (heads, {tokens}, head dim), one row per token")
+        if identity.kv_dtype == "auto" and (tensor.dtype not in NAMES or tensor.dtype != dtype):
+            raise StoreError(f"{where} are {tensor.dtype}; all must be one of float32, float16 and bfloat16")
+        shapes.append(shape_of([shape[0], shape[1], packed * shape[2]]))
+    wanted = [(part.dtype, part.shape) for part in parts(identity.kv_dtype, dtype, shapes[0], shapes[1])]
+    is_right = layer.scales is None or (layer.scales.dtype == dtype and dtype in NAMES)
+    if not is_right or wanted != [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]:
+        raise StoreError(
+            f"codes or scales of layer {index} of the chunk are not those of {identity.kv_dtype!r}; make them with kvrag.quantise.pack"
+        )
+    return shapes[0], shapes[1]
 
 
 def check_finite(kv: ChunkKV, layer: int) -> None:
@@ -88,13 +104,20 @@ def check_finite(kv: ChunkKV, layer: int) -> None:
     StoreError
         If a value is not finite.
     """
-    for name, tensor in (("keys", kv.layers[layer].keys), ("values", kv.layers[layer].values)):
-        low, high = torch.aminmax(tensor.detach())
-        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+    names = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")
+    for name, tensor in zip(names, kv.layers[layer].tensors, strict=False):
+        if not _is_finite(tensor.detach()):
             raise StoreError(
                 f"{name} of layer {layer} of the chunk hold a value that is not finite; "
                 "the chunk is not stored, compute it again"
             )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == FP8:  # torch compares none of them; e4m3 has no infinity, and NaN in either sign
+        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
@@ -123,7 +146,7 @@ def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
     for i, layer in enumerate(kv.layers):
         check_finite(kv, i)
         digest = xxhash.xxh3_128()
-        for view in (_bytes(layer.keys), _bytes(layer.values)):
+        for view in map(_bytes, layer.tensors):
             digest.update(view)
             out(view, offset)
             offset += len(view)
@@ -159,13 +182,13 @@ class Blob:
         except BaseException:
             os.close(self._fd)
             raise
-        self._sizes = self.header.sizes()
-        self._offsets = [0, *accumulate(keys + values for keys, values in self._sizes)]
+        self._layers = self.header.layers()
+        self._offsets = [0, *accumulate(sum(part.num_bytes for part in layer) for layer in self._layers)]
 
     @property
     def num_layers(self) -> int:
         """Layers of the chunk."""
-        return len(self._sizes)
+        return len(self._layers)
 
     def close(self) -> None:
         """Close the file."""
@@ -194,15 +217,19 @@ class Blob:
     def all(self, buffer: torch.Tensor) -> ChunkKV:
         """Read all layers at once, which is quicker for a small chunk, and prove each; raises as :meth:`layer`."""
         fill(self._fd, _view(buffer), self._start)
-        parts = zip(self._offsets, self._offsets[1:], strict=False)
-        return ChunkKV(tuple(self._proven(index, buffer[a:b]) for index, (a, b) in enumerate(parts)))
+        spans = zip(self._offsets, self._offsets[1:], strict=False)
+        layers = tuple(self._proven(index, buffer[a:b]) for index, (a, b) in enumerate(spans))
+        return ChunkKV(layers, self.header.identity.kv_dtype)
 
     def _proven(self, index: int, part: torch.Tensor) -> LayerKV:
-        keys, view = self._sizes[index][0], _view(part)
-        if xxhash.xxh3_128_hexdigest(view) != self.header.digests[index]:
+        if xxhash.xxh3_128_hexdigest(_view(part)) != self.header.digests[index]:
             raise BlobRejected("its data is damaged")
-        shapes, dtype = self.header.shapes[index], self.header.dtype
-        return LayerKV(part[:keys].view(dtype).view(shapes[0]), part[keys:].view(dtype).view(shapes[1]))
+        tensors, start = [], 0
+        for tensor in self._layers[index]:
+            stop = start + tensor.num_bytes
+            tensors.append(_typed(part[start:stop], tensor.dtype).view(tensor.shape))
+            start = stop
+        return layer_of(self.header.dtype, tensors)
 
 
 def max_header_bytes(identity: ChunkIdentity) -> int:
@@ -241,6 +268,12 @@ def _read_header(fd: int, file_size: int, limit: int) -> tuple[Header, int]:
     if file_size != start + header.num_bytes:
         raise BlobRejected("it has the wrong length")
     return header, start
+
+
+def _typed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See bytes as numbers; scales behind an odd number of codes are copied, because torch takes no view there."""
+    is_aligned = flat.storage_offset() % dtype.itemsize == 0
+    return (flat if is_aligned else flat.clone()).view(dtype)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -2,7 +2,7 @@
 
 ::
 
-    root/format.json                          {"format": "kvrag", "version": 2}
+    root/format.json                          {"format": "kvrag", "version": 3}
     root/objects/<key[:2]>/<key>.safetensors  the chunks
     root/references/<..>/<digest>.json        which document holds on to which text
     root/index/                               rows about both

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
 import struct
 from dataclasses import dataclass
@@ -17,9 +16,12 @@ from typing import Any
 import torch
 import xxhash
 
+from kvrag.config import KV_DTYPES
+from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
+from kvrag.quantise import FP8, Part, parts
 from kvrag.store.base import Record
-from kvrag.types import ChunkIdentity, TextEntry
+from kvrag.types import ChunkIdentity, KVDtype, TextEntry
 
 ALIGNMENT = 4096
 """Tensor data starts at a multiple of this, so that it can be read with direct I/O."""
@@ -29,6 +31,7 @@ MAX_HEADER_BYTES = 4 * 2**20
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CODE_NAMES = {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
 
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 
@@ -64,11 +67,11 @@ class Header:
     identity
         Whose KV it is.
     dtype
-        The dtype of all tensors.
+        The dtype of all keys and values.
     shapes
-        Shapes of keys and values, layer after layer.
+        Shapes of keys and values, layer after layer; of codes, the shapes of what they stand for.
     digests
-        xxh3-128 (hex) of each layer's bytes, keys then values.
+        xxh3-128 (hex) of each layer's bytes, tensor after tensor.
     text
         What the index must know again when it is rebuilt; the first writer's.
     """
@@ -79,15 +82,14 @@ class Header:
     digests: tuple[str, ...]
     text: TextEntry | None
 
-    def sizes(self) -> list[tuple[int, int]]:
-        """Bytes of keys and values, layer after layer."""
-        width = self.dtype.itemsize
-        return [(math.prod(keys) * width, math.prod(values) * width) for keys, values in self.shapes]
+    def layers(self) -> list[tuple[Part, ...]]:
+        """Return the tensors of each layer; raises as :func:`kvrag.quantise.parts`."""
+        return [parts(self.identity.kv_dtype, self.dtype, keys, values) for keys, values in self.shapes]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(keys + values for keys, values in self.sizes())
+        return sum(part.num_bytes for layer in self.layers() for part in layer)
 
     def record(self) -> Record:
         """Row of the index for this blob."""
@@ -124,6 +126,8 @@ class Header:
             "content": content_key(identity),
             "layer_digests": ",".join(self.digests),
         }
+        if identity.kv_dtype != "auto":
+            fields |= {"kv_dtype": identity.kv_dtype, "dtype": NAMES[self.dtype]}
         if self.text is not None:
             fields["text"] = json.dumps([self.text.digest, self.text.head, self.text.tail, self.text.num_chars])
         return fields
@@ -131,11 +135,13 @@ class Header:
     def _tensors(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
         start = 0
-        for i, (shapes, sizes) in enumerate(zip(self.shapes, self.sizes(), strict=True)):
-            for name, shape, size in zip(("keys", "values"), shapes, sizes, strict=True):
-                place = {"dtype": NAMES[self.dtype], "shape": list(shape), "data_offsets": [start, start + size]}
-                tensors[f"layer.{i:03d}.{name}"] = place
-                start += size
+        names = NAMES | CODE_NAMES
+        for i, layer in enumerate(self.layers()):
+            for part in layer:
+                stop = start + part.num_bytes
+                place = {"dtype": names[part.dtype], "shape": list(part.shape), "data_offsets": [start, stop]}
+                tensors[f"layer.{i:03d}.{part.name}"] = place
+                start = stop
         return tensors
 
 
@@ -145,7 +151,7 @@ def decode(head: bytearray) -> Header:
         header = _parse(json.loads(head[8:].decode("ascii")))
         if header.encode() != head:
             raise BlobRejected("its header is damaged")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError, StoreError):
         raise BlobRejected("its header is damaged") from None
     return header
 
@@ -158,8 +164,13 @@ def _parse(fields: dict[str, Any]) -> Header:
     if not all(map(DIGEST.fullmatch, digests)):
         raise ValueError("not a digest")
     ids = base64.b64decode(metadata["token_ids"], validate=True)
+    kv_dtype = metadata.get("kv_dtype", "auto")
+    if kv_dtype not in KV_DTYPES:
+        raise ValueError("not a type of KV")
     shapes = [
-        shape_of(fields[f"layer.{i:03d}.{name}"]["shape"]) for i in range(len(digests)) for name in ("keys", "values")
+        _unpacked(shape_of(fields[f"layer.{i:03d}.{name}"]["shape"]), kv_dtype)
+        for i in range(len(digests))
+        for name in ("keys", "values")
     ]
     return Header(
         identity=ChunkIdentity(
@@ -167,8 +178,9 @@ def _parse(fields: dict[str, Any]) -> Header:
             namespace=metadata["namespace"],
             prefix=metadata["prefix"],
             token_ids=struct.unpack(f"<{len(ids) // 4}I", ids),
+            kv_dtype=kv_dtype,
         ),
-        dtype=DTYPES[fields["layer.000.keys"]["dtype"]],
+        dtype=DTYPES[fields["layer.000.keys"]["dtype"] if kv_dtype == "auto" else metadata["dtype"]],
         shapes=tuple(zip(shapes[::2], shapes[1::2], strict=True)),
         digests=digests,
         text=parse_text(json.loads(metadata["text"])) if "text" in metadata else None,
@@ -189,6 +201,12 @@ def shape_of(value: list[int]) -> Shape:
     if not all(type(size) is int and 0 < size < 2**31 for size in (heads, tokens, dim)):
         raise ValueError("not a shape")
     return heads, tokens, dim
+
+
+def _unpacked(shape: Shape, kv_dtype: KVDtype) -> Shape:
+    """Shape of what codes of this shape stand for."""
+    heads, tokens, dim = shape
+    return heads, tokens, 2 * dim if kv_dtype == "int4" else dim
 
 
 def _dump(fields: dict[str, Any]) -> bytes:

@@ -9,11 +9,12 @@ import torch
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key
+from kvrag.quantise import convert
 from kvrag.store.base import Index, Record, Retention, StoreStats
 from kvrag.store.blob import check_kv
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
 
 
 class MemoryStore(ForkAware):
@@ -25,12 +26,15 @@ class MemoryStore(ForkAware):
     ----------
     max_bytes
         Budget; what has not been used for longest leaves when it is exceeded.
+    kv_dtype
+        How chunks are kept here, see :class:`~kvrag.StoreConfig`; ``None``: as they come.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, kv_dtype: KVDtype | None = None) -> None:
         super().__init__()
         self.index: Index = MemoryIndex()
         self._max_bytes = max_bytes
+        self._kv_dtype = kv_dtype
         self._chunks: OrderedDict[ChunkKey, tuple[ChunkIdentity, ChunkKV]] = OrderedDict()
         self._num_bytes = 0
         self._hits = 0
@@ -72,16 +76,17 @@ class MemoryStore(ForkAware):
         if self.link(identity, text=text, doc_id=doc_id):
             return 0
         check_kv(identity, kv)
-        record = _record(identity, kv.num_bytes, text)
+        kept = copy_kv(self.converted(kv))
+        record = _record(identity, kept.num_bytes, text)
         # The row first: the chunk may be pushed out by another thread at once, and takes its row with it then.
         self.index.add(record, doc_id=doc_id)
-        if not self.keep(identity, copy_kv(kv)):
+        if not self.keep(identity, kept):
             self.index.remove(record.key)
             raise StoreError(
-                f"a chunk of {kv.num_bytes} bytes is larger than the memory store's budget of {self._max_bytes} bytes; "
+                f"a chunk of {kept.num_bytes} bytes is larger than the memory store's budget of {self._max_bytes} bytes; "
                 "raise StoreConfig.ram_bytes or give the store a directory"
             )
-        return kv.num_bytes
+        return kept.num_bytes
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already; return whether it is."""
@@ -120,6 +125,10 @@ class MemoryStore(ForkAware):
         with self._lock:
             self._chunks.clear()
             self._num_bytes = 0
+
+    def converted(self, kv: ChunkKV) -> ChunkKV:
+        """Return a chunk as it is kept here; raises as :func:`kvrag.quantise.convert`. It may be the chunk itself."""
+        return kv if self._kv_dtype is None else convert(kv, self._kv_dtype)
 
     @property
     def erasures(self) -> int:
@@ -170,7 +179,7 @@ def copy_kv(kv: ChunkKV) -> ChunkKV:
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    return ChunkKV(tuple(LayerKV(own(layer.keys), own(layer.values)) for layer in kv.layers))
+    return kv.map(own)
 
 
 def _record(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:

@@ -62,7 +62,7 @@ def read_all(blob: Blob, buffer: torch.Tensor, *, helpers: int = HELPERS) -> Chu
     """Read and prove all layers; raises as :func:`read_layers`."""
     if blob.header.num_bytes < SMALL_BYTES:
         return blob.all(buffer)
-    return ChunkKV(tuple(read_layers(blob, buffer, helpers=helpers)))
+    return ChunkKV(tuple(read_layers(blob, buffer, helpers=helpers)), blob.header.identity.kv_dtype)
 
 
 class LayerStream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store.base import Index, KVStore, Retention, StoreStats
 from kvrag.store.disk import DiskStore
@@ -11,11 +13,14 @@ from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
+log = logging.getLogger(__name__)
+
 
 class TieredStore:
     """A memory tier in front of a store that lasts.
 
-    Both give the same bits, because only what the lower one took or gave is kept above. A chunk that another process
+    Both give the same bits, because only what the lower one took or gave is kept above, and what the upper one rounds is rounded in
+    every read. A chunk that another process
     erases stays in this one's memory until it is pushed out or erased here too.
 
     Parameters
@@ -65,10 +70,11 @@ class TieredStore:
         StoreError
             If it can't be written; then it isn't kept in memory either.
         """
+        converted = self._memory.converted(kv)  # first: what can't be read as it is kept above must not be promised
         erasures = self._memory.erasures
         written = self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
         if written:
-            self._memory.keep(identity, copy_kv(kv), erasures=erasures)
+            self._memory.keep(identity, copy_kv(converted), erasures=erasures)
         return written
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
@@ -114,6 +120,12 @@ class TieredStore:
     def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
         erasures = self._memory.erasures
         kv = self._disk.get(identity)
-        if kv is not None:
-            self._memory.keep(identity, kv, erasures=erasures)
+        if kv is None:
+            return None
+        try:
+            kv = self._memory.converted(kv)
+        except StoreError as error:  # kept on disk by an engine that does not round
+            log.warning("a chunk is computed: %s", error)
+            return None
+        self._memory.keep(identity, kv, erasures=erasures)
         return kv

@@ -35,16 +35,14 @@ def make_text(name: str) -> TextEntry:
     return TextEntry(digest, int(digest[:16], 16), int(digest[16:32], 16), len(name))
 
 
-def _parts(layer: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.keys, layer.values
-
-
 def same_bits(a: ChunkKV | None, b: ChunkKV | None) -> bool:
     """Whether two chunks have the same shapes, dtypes and bits."""
     if a is None or b is None or len(a.layers) != len(b.layers):
         return False
-    pairs = [(x, y) for p, q in zip(a.layers, b.layers, strict=True) for x, y in zip(_parts(p), _parts(q), strict=True)]
-    return all(
+    if [len(layer.tensors) for layer in a.layers] != [len(layer.tensors) for layer in b.layers]:
+        return False
+    pairs = [(x, y) for p, q in zip(a.layers, b.layers, strict=True) for x, y in zip(p.tensors, q.tensors, strict=True)]
+    return a.kv_dtype == b.kv_dtype and all(
         x.dtype == y.dtype
         and x.shape == y.shape
         and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))

@@ -1,0 +1,271 @@
+"""Keys and values rounded to 8 or 4 bits: what is kept is codes and scales, what is read is ``code · scale (+ zero)``.
+
+Scales run along KIVI's axes (arXiv 2402.02750): per channel for keys, per token for values. Some channels of keys are many times larger
+than the others, for all tokens; along the other axis they would set the scale of every channel. Keys are position-free, so a channel keeps
+its meaning from token to token, and its middle (``zeros``), which a bias of the projection moves far from zero, is kept apart.
+
+======  ==================================  ==========================================  ================================
+type    keys                                values                                      error of an element
+======  ==================================  ==========================================  ================================
+int8    a scale and a zero per channel      a scale per token                           half a scale
+int4    the same, for every 32 tokens       a scale per token and ≤ 32 channels         half a scale
+fp8     a zero per channel, one scale       one scale                                   1/16 of the distance from zero,
+                                                                                        or scale / 1024 if larger
+======  ==================================  ==========================================  ================================
+
+Each head has its own. Scales and zeros are float16, scales rounded up, so that no code is clipped. The
+layouts are those that :func:`kvrag_kernels.stitch` reads.
+Measured errors: docs/quantised.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.errors import StoreError
+from kvrag.types import ChunkKV, KVDtype, LayerKV, Scales
+
+GROUP = 32
+"""Tokens that share a scale of int4 keys, and most channels that share one of int4 values."""
+
+FP8 = torch.float8_e4m3fn
+CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
+"""Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower one first."""
+
+LARGEST_CODE = {"int8": 127, "int4": 7, "fp8": 448}
+LARGEST_SCALE = 65504.0
+"""Largest float16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Name, dtype and shape of one stored tensor of a layer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def parts(
+    kv_dtype: KVDtype, dtype: torch.dtype, keys: tuple[int, int, int], values: tuple[int, int, int]
+) -> tuple[Part, ...]:
+    """Say which tensors a layer is kept as, in the order of :attr:`~kvrag.types.LayerKV.tensors`.
+
+    Parameters
+    ----------
+    kv_dtype
+        How it is kept.
+    dtype
+        Of its keys and values.
+    keys, values
+        Their shapes, ``(H_kv, T, D)``.
+
+    Raises
+    ------
+    StoreError
+        If the type can't hold these shapes.
+    """
+    if kv_dtype == "auto":
+        return Part("keys", dtype, keys), Part("values", dtype, values)
+    (heads, tokens, dim), (value_heads, _, value_dim) = keys, values
+    packed, half, codes = 1, torch.float16, CODES[kv_dtype]
+    groups, key_channels, scales = 1, dim, (tokens, 1)
+    if kv_dtype == "fp8":
+        key_channels, scales = 1, (1, 1)
+    elif kv_dtype == "int4":
+        if dim % 2 or value_dim % 2:
+            raise StoreError(
+                f"int4 packs two channels into a byte, and the head dim {dim} or {value_dim} is odd; use int8"
+            )
+        packed, groups = 2, -(-tokens // GROUP)
+        scales = (tokens, -(-value_dim // group_of(value_dim)))
+    return (
+        Part("keys", codes, (heads, tokens, dim // packed)),
+        Part("values", codes, (value_heads, tokens, value_dim // packed)),
+        Part("key_scales", half, (heads, groups, key_channels)),
+        Part("key_zeros", half, (heads, groups, dim)),
+        Part("value_scales", half, (value_heads, *scales)),
+    )
+
+
+def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
+    """Put a layer's tensors together again; ``dtype`` is that of its keys and values."""
+    keys, values, *scales = tensors
+    return LayerKV(keys, values, Scales(dtype, *scales) if scales else None)
+
+
+def group_of(dim: int) -> int:
+    """Return how many neighbouring channels of int4 values share a scale: a divisor of the head dim where there is one in [16, 32]."""
+    return next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP) if dim > GROUP else dim
+
+
+def convert(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
+    """Return a chunk kept as ``kv_dtype``, or the chunk itself where it is; for ``"auto"``, codes are read.
+
+    Raises
+    ------
+    StoreError
+        As :func:`pack`.
+    """
+    is_packed = kv.layers[0].scales is not None
+    if kv_dtype == "auto":
+        return ChunkKV(tuple(map(_unpacked, kv.layers)), kv.kv_dtype) if is_packed else kv
+    return kv if is_packed else pack(kv, kv_dtype)
+
+
+def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
+    """Round a chunk to codes.
+
+    Parameters
+    ----------
+    kv
+        As computed, float32, float16 or bfloat16, on any device.
+    kv_dtype
+        What to; ``"auto"`` returns the chunk as it is.
+
+    Raises
+    ------
+    StoreError
+        If it has been rounded before, holds a value that is not finite or too large for float16 scales, or an odd head dim for int4.
+    """
+    if kv_dtype == "auto":
+        return kv
+    if kv.kv_dtype != "auto":
+        raise StoreError(f"the chunk was rounded to {kv.kv_dtype} before; round the KV that was computed, once")
+    return ChunkKV(tuple(_pack_layer(layer, kv_dtype, i) for i, layer in enumerate(kv.layers)), kv_dtype)
+
+
+def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
+    keys, values = layer.keys.float(), layer.values.float()
+    wanted = parts(kv_dtype, layer.keys.dtype, _shape(keys), _shape(values))
+    for name, tensor in (("keys", keys), ("values", values)):
+        low, high = torch.aminmax(tensor)
+        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+            raise StoreError(f"{name} of layer {index} hold a value that is not finite; compute the chunk again")
+    if kv_dtype == "fp8":
+        key_codes, key_scales, zeros = _float_codes(keys, centred=True)
+        value_codes, value_scales, _ = _float_codes(values, centred=False)
+    else:
+        largest = LARGEST_CODE[kv_dtype]
+        key_codes, key_scales, zeros = _key_codes(keys, largest, GROUP if kv_dtype == "int4" else keys.shape[1])
+        group = group_of(values.shape[2]) if kv_dtype == "int4" else values.shape[2]
+        value_codes, value_scales = _value_codes(values, largest, group)
+    for name, scales in (("keys", key_scales), ("values", value_scales)):
+        if not bool(torch.isfinite(scales).all()):
+            raise StoreError(
+                f"{name} of layer {index} are too large for {kv_dtype}, whose scales are float16; keep them as 'auto'"
+            )
+    codes = [_nibbles(c) if kv_dtype == "int4" else c.to(CODES[kv_dtype]) for c in (key_codes, value_codes)]
+    made = layer_of(layer.keys.dtype, (*codes, key_scales, zeros, value_scales))
+    assert [tuple(t.shape) for t in made.tensors] == [part.shape for part in wanted]
+    return made
+
+
+def _key_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round each channel of each group of tokens between its own smallest and largest value, using all ``2 · largest + 2`` codes."""
+    codes, scales, zeros = [], [], []
+    for rows in torch.split(x, group, dim=1):
+        low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+        step = high / (2 * largest + 1) - low / (2 * largest + 1)  # one by one: their difference may overflow
+        zero = _half(low + (largest + 1) * step)
+        scale = _scale(torch.maximum((high - zero.float()) / largest, (zero.float() - low) / (largest + 1)))
+        codes.append(((rows - zero.float()) / scale.float()).round().clamp(-largest - 1, largest))
+        scales.append(scale)
+        zeros.append(zero)
+    return torch.cat(codes, 1), torch.cat(scales, 1), torch.cat(zeros, 1)
+
+
+def _value_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each group of channels of each token by its largest magnitude."""
+    scale = torch.cat([_scale(part.abs().amax(2, keepdim=True) / largest) for part in torch.split(x, group, dim=2)], 2)
+    return (x / _spread(scale.float(), group, 2, x.shape[2])).round().clamp(-largest, largest), scale
+
+
+def _float_codes(x: torch.Tensor, *, centred: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round to 8-bit floats around the middle of each channel (or around zero), scaled so that the head's largest is the largest code."""
+    zero = _half((x.amin(1, keepdim=True) / 2 + x.amax(1, keepdim=True) / 2) * centred)
+    rest = x - zero.float()
+    scale = _scale(rest.abs().amax((1, 2), keepdim=True) / LARGEST_CODE["fp8"])
+    largest = LARGEST_CODE["fp8"]  # beyond it, the cast gives NaN
+    return (rest / scale.float()).clamp(-largest, largest), scale, zero
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
+
+
+def _scale(x: torch.Tensor) -> torch.Tensor:
+    """Round positive numbers up to float16, to its smallest at least; what is too large becomes infinite."""
+    half = x.half()
+    bits = half.view(torch.int16) + (half.float() < x).to(torch.int16)  # the next float16 is the next integer
+    return bits.clamp_min(1).view(torch.float16)
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    unsigned = (codes + 8).to(torch.uint8)
+    return unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
+
+
+def read(
+    layer: LayerKV, num_rows: int, *, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of a layer's first rows, on a device; codes travel there as they are, and are read there.
+
+    Parameters
+    ----------
+    layer
+        With or without codes.
+    num_rows
+        Of its ``T`` rows.
+    device, dtype
+        Of the result; codes are read in float32 and rounded to ``dtype`` once.
+
+    Returns
+    -------
+    keys, values : torch.Tensor
+        ``(H_kv, num_rows, D)``.
+    """
+    keys, values = (x[:, :num_rows].to(device, non_blocking=True) for x in (layer.keys, layer.values))
+    scales = layer.scales
+    if scales is None:
+        return keys.to(dtype), values.to(dtype)
+    key_scales, zeros, value_scales = (
+        x.to(device, non_blocking=True).float() for x in (scales.keys, scales.zeros, scales.values)
+    )
+    value_scales = value_scales[:, :num_rows]
+    floats = _floats(values)
+    group = group_of(floats.shape[2]) if values.dtype == torch.uint8 else floats.shape[2]
+    read_keys = torch.addcmul(
+        _spread(zeros, GROUP, 1, num_rows), _floats(keys), _spread(key_scales, GROUP, 1, num_rows)
+    )
+    return read_keys.to(dtype), (floats * _spread(value_scales, group, 2, floats.shape[2])).to(dtype)
+
+
+def _unpacked(layer: LayerKV) -> LayerKV:
+    assert layer.scales is not None
+    return LayerKV(*read(layer, layer.keys.shape[1], device=layer.keys.device, dtype=layer.scales.dtype))
+
+
+def _floats(codes: torch.Tensor) -> torch.Tensor:
+    if codes.dtype != torch.uint8:
+        return codes.float()
+    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).float() - 8.0
+
+
+def _spread(x: torch.Tensor, group: int, dim: int, size: int) -> torch.Tensor:
+    """Repeat what a group shares for each of its members, of ``size`` in all; what everyone shares is broadcast anyway."""
+    return x if x.shape[dim] == 1 else x.repeat_interleave(group, dim).narrow(dim, 0, size)
+
+
+def _shape(x: torch.Tensor) -> tuple[int, int, int]:
+    heads, tokens, dim = x.shape
+    return heads, tokens, dim
