@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kvrag.fingerprint
-from kvrag.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
 from kvrag.config import KV_DTYPES
+from kvrag.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
 from kvrag.fingerprint import (
     ModelIdentity,
     canonical,
