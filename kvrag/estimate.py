@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrag.errors import ConfigError, ModelError
+from kvrag.types import KVDtype
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes that kvrag runs in."""
@@ -124,6 +125,36 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
         Of the KV; default: the checkpoint's.
     """
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(dtype or shape.dtype)
+
+
+def kept_bytes_per_token(shape: ModelShape, kv_dtype: KVDtype, *, chunk_tokens: int, dtype: str | None = None) -> float:
+    """Return the bytes of one token's KV as it is kept: with rounded types, codes and the token's share of the scales.
+
+    Parameters
+    ----------
+    shape
+        The model.
+    kv_dtype
+        How it is kept: :class:`kvrag.StoreConfig`.
+    chunk_tokens
+        Tokens of a chunk, which share scales.
+    dtype
+        Of the KV as computed; default: the checkpoint's.
+
+    Raises
+    ------
+    StoreError
+        If the type can't hold this shape.
+    """
+    if kv_dtype == "auto":
+        return kv_bytes_per_token(shape, dtype)
+    import torch  # here alone: the layout of codes and scales has one definition
+
+    from kvrag.quantise import parts
+
+    one = (shape.num_kv_heads, chunk_tokens, shape.head_dim)
+    size = sum(part.num_bytes for part in parts(kv_dtype, torch.bfloat16, one, one))
+    return shape.num_layers * size / chunk_tokens
 
 
 def break_even_bandwidth(bytes_per_token: float, prefill_tokens_per_s: float) -> float:

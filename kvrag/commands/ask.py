@@ -15,6 +15,7 @@ from kvrag.commands.options import (
     Device,
     Dtype,
     KVDir,
+    KVDtypeName,
     Model,
     ModeName,
     Namespace,
@@ -57,6 +58,7 @@ def ask(
     namespace: Namespace = "default",
     dtype: Dtype = "auto",
     device: Device = None,
+    kv_dtype: KVDtypeName = "auto",
     ratio: Ratio = None,
     strategy: Strategy = None,
     mode: ModeName = "auto",
@@ -69,7 +71,15 @@ def ask(
     texts = list(read_documents(context).values()) if context else []
     repair = repair_of(strategy, ratio)
     engine = open_engine(
-        model, kv_dir, prefix=prefix, system=system, namespace=namespace, dtype=dtype, device=device, repair=repair
+        model,
+        kv_dir,
+        prefix=prefix,
+        system=system,
+        namespace=namespace,
+        dtype=dtype,
+        device=device,
+        repair=repair,
+        kv_dtype=kv_dtype,
     )
     prompt = given if question is None or given is not None else _prompt(engine, question, texts, prefix, system)
     assert prompt is not None, "one of the two was given"
@@ -103,6 +113,8 @@ def made(result: GenerationResult) -> Table:
         "stages": ", ".join(f"{name} {ms:.0f} ms" for name, ms in result.timings_ms.items()),
         "answer": f"{len(result.token_ids)} tokens, {result.tokens_per_s:.1f} tokens/s, ended by {result.finish_reason}",
     }
+    if result.kv_dtype != "auto":
+        rows["stored KV"] = f"rounded to {result.kv_dtype}"
     if result.fallback_reason:
         rows["less reuse because"] = result.fallback_reason
     return facts("How the answer was made", rows)

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, Device, Dtype, KVDir, Model
+from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, Device, Dtype, KVDir, KVDtypeName, Model
 from kvrag.commands.output import console, facts, print_json, progress
 from kvrag.commands.shapes import shape_of
+from kvrag.config import StoreConfig
 from kvrag.demo.documents import read_documents, split_documents
 from kvrag.errors import ConfigError, ModelError, require
 from kvrag.estimate import (
@@ -18,7 +19,7 @@ from kvrag.estimate import (
     break_even_bandwidth,
     human_bandwidth,
     human_bytes,
-    kv_bytes_per_token,
+    kept_bytes_per_token,
     preset,
     reuse_speedup,
 )
@@ -61,6 +62,7 @@ def estimate(
     kv_dir: KVDir = DEFAULT_KV_DIR,
     dtype: Dtype = "auto",
     device: Device = None,
+    kv_dtype: KVDtypeName = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""
@@ -70,17 +72,21 @@ def estimate(
     _check_positive("--prefill-tps", prefill_tps)
     shape = shape_of(model)
     name = shape.dtype if dtype == "auto" else dtype
-    per_token = kv_bytes_per_token(shape, name)
+    kept = StoreConfig(kv_dtype=kv_dtype).kv_dtype  # type: ignore[arg-type]  # it refuses what is none
     counted = _corpus(model, corpus, chunks, chunk_tokens, config_only)
+    mean_tokens = max(1, round(counted.tokens / counted.chunks)) if counted.chunks else chunk_tokens
+    per_token = kept_bytes_per_token(shape, kept, chunk_tokens=mean_tokens, dtype=name)
     speeds = Speeds(prefill_tps, None if disk_gbps is None else disk_gbps * 1e9)
     if measure:
         speeds = _measured(speeds, model, kv_dir, dtype, device)
     values = _values(per_token, counted, speeds, ratio)
     if as_json:
-        print_json({"model": model, **asdict(shape), "dtype": name, "corpus": asdict(counted), **values})
+        print_json(
+            {"model": model, **asdict(shape), "dtype": name, "kv_dtype": kept, "corpus": asdict(counted), **values}
+        )
         return
     out = console()
-    out.print(facts(f"KV of {model}", _sizes(shape, name, per_token, counted)))
+    out.print(facts(f"KV of {model}", _sizes(shape, name, kept, per_token, counted)))
     out.print(facts("When loading beats computing", _speed_rows(values, ratio)))
 
 
@@ -139,10 +145,10 @@ def _measured(speeds: Speeds, model: str, kv_dir: Path, dtype: str, device: str 
     return Speeds(prefill, disk)
 
 
-def _values(per_token: int, corpus: Corpus, speeds: Speeds, ratio: float) -> dict[str, Any]:
+def _values(per_token: float, corpus: Corpus, speeds: Speeds, ratio: float) -> dict[str, Any]:
     values: dict[str, Any] = {
         "bytes_per_token": per_token,
-        "corpus_bytes": per_token * corpus.tokens,
+        "corpus_bytes": round(per_token * corpus.tokens),
         "prefill_tokens_per_s": speeds.prefill,
         "disk_bytes_per_s": speeds.disk,
         "break_even_bytes_per_s": None,
@@ -155,15 +161,16 @@ def _values(per_token: int, corpus: Corpus, speeds: Speeds, ratio: float) -> dic
     return values
 
 
-def _sizes(shape: ModelShape, dtype: str, per_token: int, corpus: Corpus) -> dict[str, object]:
+def _sizes(shape: ModelShape, dtype: str, kept: str, per_token: float, corpus: Corpus) -> dict[str, object]:
+    formula = "2 · layers · KV heads · head dim · bytes" if kept == "auto" else f"{kept} codes and their scales"
     rows: dict[str, object] = {
         "shape": f"{shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim}, {dtype}",
-        "per token": f"{human_bytes(per_token)} (2 · layers · KV heads · head dim · bytes)",
+        "per token": f"{human_bytes(per_token)} ({formula})",
         "corpus": f"{corpus.chunks:,} chunks, {corpus.tokens:,} tokens ({corpus.source})",
         "per chunk": f"{human_bytes(per_token * corpus.tokens / corpus.chunks)} on average",
         "on disk": human_bytes(per_token * corpus.tokens),
     }
-    if dtype != "float32":
+    if dtype != "float32" and kept == "auto":
         rows["on a CPU"] = "twice as much, where kvrag runs float32 unless --dtype says otherwise"
     return rows
 

@@ -14,6 +14,7 @@ from kvrag.commands.options import (
     Device,
     Dtype,
     KVDir,
+    KVDtypeName,
     Model,
     ModeName,
     Namespace,
@@ -45,6 +46,7 @@ def explain(
     namespace: Namespace = "default",
     dtype: Dtype = "auto",
     device: Device = None,
+    kv_dtype: KVDtypeName = "auto",
     ratio: Ratio = None,
     strategy: Strategy = None,
     mode: ModeName = "auto",
@@ -53,7 +55,15 @@ def explain(
     """Show the known chunks of a prompt, which have KV, and why the others don't; nothing is computed."""
     prompt, repair = read_prompt(prompt_file), repair_of(strategy, ratio)
     engine = open_engine(
-        model, kv_dir, prefix=prefix, system=system, namespace=namespace, dtype=dtype, device=device, repair=repair
+        model,
+        kv_dir,
+        prefix=prefix,
+        system=system,
+        namespace=namespace,
+        dtype=dtype,
+        device=device,
+        repair=repair,
+        kv_dtype=kv_dtype,
     )
     found = engine.explain(prompt, mode=mode)  # type: ignore[arg-type]  # the engine refuses what is no mode
     engine.close()

@@ -52,6 +52,15 @@ Dtype = Annotated[
 Device = Annotated[
     str | None, typer.Option("--device", help="cpu or cuda; default: CUDA if there is one.", rich_help_panel=_ENGINE)
 ]
+KVDtypeName = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        envvar="KVRAG_KV_DTYPE",
+        help="How KV is kept: auto (as computed), int8, fp8 or int4 (rounded); the same in every command on a store.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Ratio = Annotated[
     float | None,
     typer.Option("--ratio", help="Share of the rows that are not exact to recompute, 0 to 1.", rich_help_panel=_REPAIR),
@@ -92,6 +101,7 @@ def open_engine(
     dtype: str,
     device: str | None,
     repair: RepairConfig | None = None,
+    kv_dtype: str = "auto",
 ) -> KVRagEngine:
     """Open an engine and load its model, with a sign of life.
 
@@ -101,15 +111,26 @@ def open_engine(
         As for :meth:`kvrag.KVRagEngine.from_pretrained`.
     system
         A system message, for models with a chat template.
+    kv_dtype
+        How KV is kept: :class:`kvrag.StoreConfig`.
     """
     if prefix is not None and system is not None:
         raise ConfigError("--prefix and --system both say what stands before the first chunk; pass one of them")
     with progress(f"loading {model} ..."):
+        from kvrag.config import StoreConfig
         from kvrag.engine import KVRagEngine
 
+        config = StoreConfig(kv_dtype=kv_dtype)  # type: ignore[arg-type]  # it refuses what is none
         before = prefix if system is None else [{"role": "system", "content": system}]
         engine = KVRagEngine.from_pretrained(
-            model, kv_dir=kv_dir, prefix=before, namespace=namespace, dtype=dtype, device=device, repair=repair
+            model,
+            kv_dir=kv_dir,
+            prefix=before,
+            namespace=namespace,
+            dtype=dtype,
+            device=device,
+            repair=repair,
+            store_config=config,
         )
         engine.loaded  # noqa: B018 - loads it here, where it is announced
     return engine

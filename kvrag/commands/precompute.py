@@ -14,6 +14,7 @@ from kvrag.commands.options import (
     Device,
     Dtype,
     KVDir,
+    KVDtypeName,
     Model,
     Namespace,
     PrefixText,
@@ -41,11 +42,21 @@ def precompute(
     namespace: Namespace = "default",
     dtype: Dtype = "auto",
     device: Device = None,
+    kv_dtype: KVDtypeName = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Split files into chunks and store the KV of each; run it again after a break, and it goes on."""
     documents = read_documents(paths)
-    engine = open_engine(model, kv_dir, prefix=prefix, system=system, namespace=namespace, dtype=dtype, device=device)
+    engine = open_engine(
+        model,
+        kv_dir,
+        prefix=prefix,
+        system=system,
+        namespace=namespace,
+        dtype=dtype,
+        device=device,
+        kv_dtype=kv_dtype,
+    )
     encoder = engine.loaded.encoder
     chunks = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
     report = engine.precompute(

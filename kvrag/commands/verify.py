@@ -14,6 +14,7 @@ from kvrag.commands.options import (
     Device,
     Dtype,
     KVDir,
+    KVDtypeName,
     MaybeModel,
     ModeName,
     Namespace,
@@ -54,6 +55,7 @@ def verify(
     namespace: Namespace = "default",
     dtype: Dtype = "auto",
     device: Device = None,
+    kv_dtype: KVDtypeName = "auto",
     ratio: Ratio = None,
     strategy: Strategy = None,
     mode: ModeName = "stitch",
@@ -76,7 +78,15 @@ def verify(
     assert model is not None, "there are prompts only where a model was named"
     todo, repair = read_prompts(prompts), repair_of(strategy, ratio)
     engine = open_engine(
-        model, kv_dir, prefix=prefix, system=system, namespace=namespace, dtype=dtype, device=device, repair=repair
+        model,
+        kv_dir,
+        prefix=prefix,
+        system=system,
+        namespace=namespace,
+        dtype=dtype,
+        device=device,
+        repair=repair,
+        kv_dtype=kv_dtype,
     )
     with progress(f"verifying {len(todo)} prompt(s), each by full prefill and with reuse ..."):
         report = engine.verify(todo, mode=mode, max_new_tokens=max_new_tokens, max_mean_kl=max_kl, min_top1=min_top1)

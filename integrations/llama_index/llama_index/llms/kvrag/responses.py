@@ -131,6 +131,7 @@ def _raw(result: GenerationResult | None) -> dict[str, Any] | None:
         "timings_ms": dict(result.timings_ms),
         "fallback_reason": result.fallback_reason,
         "has_other_prefix": result.has_other_prefix,
+        "kv_dtype": result.kv_dtype,
         "finish_reason": result.finish_reason,
     }
     return {"usage": _usage(result), "kvrag": accounting}
