@@ -196,6 +196,31 @@ def test_estimate_reads_a_config_and_counts_a_corpus(run: Run, notes: Path) -> N
     assert "guessed" in guessed["corpus"]["source"]
 
 
+def test_estimate_of_rounded_kv(run: Run) -> None:
+    options = ["estimate", "-m", "llama-3.1-8b", "--chunks", "1000", "--json"]
+    exact, int4 = (json.loads(run(*options, *more).stdout) for more in ([], ["--kv-dtype", "int4"]))
+    assert (exact["kv_dtype"], int4["kv_dtype"]) == ("auto", "int4")
+    assert int4["corpus_bytes"] < 0.32 * exact["corpus_bytes"]
+    shown = run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int4").stdout
+    assert "int4 codes and their scales" in shown
+    refused(run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int5"), "it must be one of auto, int8, int4, fp8")
+
+
+def test_rounded_kv_from_precompute_to_answer(run: Run, notes: Path) -> None:
+    """The type is named in every command on a store; another one finds nothing, and says what is there."""
+    exact = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--namespace", "exact", "--json").stdout)
+    stored = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--kv-dtype", "int8", "--json").stdout)
+    assert stored["stored"] == exact["stored"] > 0
+    assert stored["stored_bytes"] < exact["stored_bytes"] / 3
+    options = ("--context", notes, "--mode", "stitch", "--max-new-tokens", 2)
+    answer = json.loads(run("ask", "Who?", *options, "--kv-dtype", "int8", "--json").stdout)
+    assert (answer["exactness"], answer["kv_dtype"]) == ("repaired", "int8")
+    assert "rounded to int8" in run("ask", "Who?", *options, "--kv-dtype", "int8").stderr
+    assert json.loads(run("ask", "Who?", *options, "--json").stdout)["exactness"] == "full"
+    found = json.loads(run("explain", "-", "--json", input=f"{CHUNKS[1]}\n\nWho?").stdout)
+    assert ["kept with kv_dtype='int8'" in (span["reason"] or "") for span in found["spans"]].count(True) == 1
+
+
 def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.measure.disk_bandwidth.__kwdefaults__", {"num_bytes": 2**20})
     values = json.loads(run("estimate", "--measure", "--json").stdout)

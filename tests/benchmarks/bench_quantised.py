@@ -1,0 +1,153 @@
+"""What rounding stored KV costs: bytes, error per element, and KL from the same reuse without rounding.
+
+MuSiQue questions on SmolLM2-135M-Instruct, float32, chunks of 250 tokens behind the prefix, as in ``bench_quality.py``. The KL is
+measured per token over the model's own answer and over the gold answer, unrepaired and with the default repair, from reuse with the same
+repair and no rounding; beside it the KL of both from the full prefill. Errors are those of this model's own keys and values, and of keys
+with outlier channels (a few channels fifty times larger than the rest), on the axes of the types and on swapped ones.
+
+    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_quantised.py [--count 8] [--chunks 10] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_quality import Case, bootstrap
+from common import RESULTS, items, machine, small_model, write_result
+
+from kvrag import KVRagEngine, RepairConfig
+from kvrag.gate import judge
+from kvrag.layout import Layout
+from kvrag.quantise import convert, pack
+from kvrag.repair import probe, repair
+from kvrag.rope import Rotations
+from kvrag.selection import select_rows
+from kvrag.stitch import stitch
+from kvrag.types import ChunkKV, KVDtype, LayerKV
+from kvrag.verify import MAX_MEAN_KL, kl_divergence
+
+TYPES: tuple[KVDtype, ...] = ("int8", "fp8", "int4")
+REPAIRS = {"none": RepairConfig(strategy="none"), "default": RepairConfig()}
+OUTLIERS, TIMES_LARGER = 4, 50
+
+
+def blended(
+    case: Case, kvs: list[ChunkKV], layout: Layout, rotary: Rotations, config: RepairConfig
+) -> dict[str, torch.Tensor]:
+    """Stitch and repair; logits over the own and over the gold answer."""
+    buffer = case.scratch
+    buffer.length = 0
+    stitch(buffer, layout, kvs, rotary)
+    mass = probe(case.lm, buffer, layout, case.ids) if config.strategy == "query" else None
+    rows = select_rows(layout, config, mass=mass, deviation=None)
+    first = repair(case.lm, buffer, layout, case.ids, rows, shift=config.shift, rotary=rotary)
+    return {"own": case.forced(buffer, first, case.own), "gold": case.forced(buffer, first, case.gold)}
+
+
+def measure(case: Case) -> dict[str, dict[str, float]]:
+    """KL of every type and repair, from reuse without rounding and from the full prefill."""
+    kvs, layout = case.encode("prefix")
+    rotary = case.lm.rotary(layout.num_tokens)
+    full = {"own": case.full_own, "gold": case.full_gold}
+    out: dict[str, dict[str, float]] = {}
+    for repair_name, config in REPAIRS.items():
+        reference = blended(case, kvs, layout, rotary, config)
+        out[f"auto/{repair_name}"] = distances(reference, reference, full)
+        for kv_dtype in TYPES:
+            found = blended(case, [pack(kv, kv_dtype) for kv in kvs], layout, rotary, config)
+            out[f"{kv_dtype}/{repair_name}"] = distances(found, reference, full)
+    for kv_dtype in TYPES:
+        out[f"{kv_dtype}/error"] = element_errors(kvs[1], kv_dtype)
+    return out
+
+
+def distances(
+    found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], full: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """KL(reference ‖ found) and KL(full ‖ found) over both answers, and whether the first token is the same."""
+    out = {"same_first": float(reference["own"][0].argmax() == found["own"][0].argmax())}
+    for name, logits in found.items():
+        out[f"kl_{name}"] = float(kl_divergence(reference[name], logits).mean())
+        out[f"kl_{name}_from_full"] = float(kl_divergence(full[name], logits).mean())
+    return out
+
+
+def element_errors(kv: ChunkKV, kv_dtype: KVDtype) -> dict[str, float]:
+    """Root mean square error of keys and of values, relative to their own root mean square, mean over layers."""
+    read = convert(pack(kv, kv_dtype), "auto").layers
+    pairs = [(a, b) for a, b in zip(kv.layers, read, strict=True)]
+    return {
+        "keys": sum(relative(a.keys, b.keys) for a, b in pairs) / len(pairs),
+        "values": sum(relative(a.values, b.values) for a, b in pairs) / len(pairs),
+    }
+
+
+def relative(x: torch.Tensor, found: torch.Tensor) -> float:
+    """Root mean square of the difference, relative to that of ``x``."""
+    return float((found - x).square().mean().sqrt() / x.square().mean().sqrt())
+
+
+def outlier_errors() -> dict[str, dict[str, float]]:
+    """Error of the ordinary channels of keys with outlier channels, on each type's axes and on swapped ones."""
+    keys = torch.randn(8, 250, 128, generator=torch.Generator().manual_seed(0))
+    keys[..., :OUTLIERS] *= TIMES_LARGER
+    out = {}
+    for kv_dtype in TYPES:
+        read = convert(pack(ChunkKV((LayerKV(keys, keys),)), kv_dtype), "auto").layers[0]
+        ours, swapped = (relative(keys[..., OUTLIERS:], x[..., OUTLIERS:]) for x in (read.keys, read.values))
+        out[kv_dtype] = {"ours": ours, "swapped": swapped}  # values are rounded token by token: keys there are swapped
+    return out
+
+
+def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over questions, and intervals of the KLs."""
+    out: dict[str, Any] = {}
+    for name in cases[0]:
+        rows = [case[name] for case in cases]
+        out[name] = {key: sum(r[key] for r in rows) / len(rows) for key in rows[0]}
+        for key in ("kl_own", "kl_gold"):
+            if key in rows[0]:
+                out[name][f"{key}_ci"] = bootstrap([r[key] for r in rows])
+    return out
+
+
+def main() -> None:
+    """Measure, and write the result after every question."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    lm = engine.loaded.reusable
+    judged = {d: judge(engine.loaded, lm, d) for d in TYPES}
+    gate = {d: {"mean_kl": v.mean_kl, "top1": v.top1, "tokens": v.tokens} for d, v in judged.items()}
+    cases: list[dict[str, Any]] = []
+    for item in items(engine.tokenizer, count=args.count, num_chunks=args.chunks):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            cases.append(measure(Case(engine, item)))
+        print(f"question {len(cases)}/{args.count}: {time.perf_counter() - start:.0f} s", flush=True)
+        result = {
+            "machine": machine(),
+            "model": "SmolLM2-135M-Instruct",
+            "chunks": args.chunks,
+            "max_mean_kl": MAX_MEAN_KL,
+            "gate": gate,
+            "outliers": outlier_errors(),
+            "cases": cases,
+            "summary": summarise(cases),
+        }
+        write_result("quantised", result, args.out)
+    for name, row in result["summary"].items():
+        print(name, {key: round(value, 5) for key, value in row.items() if isinstance(value, float)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""Rounded KV in an engine: never labelled exact, never mixed up with what was computed, and refused where a model does not bear it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from texts import make_chunks
+
+import kvrag.gate
+from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag.estimate import PRESETS, ModelShape, kept_bytes_per_token, kv_bytes_per_token
+from kvrag.fingerprint import chunk_key, ids_digest, namespace_digest
+from kvrag.gate import Gate, Verdict, draw_parts, judge, kept_verdict
+from kvrag.models import CausalLM
+from kvrag.testing.models import tiny_model
+from kvrag.types import ChunkIdentity
+from kvrag.verify import kl_divergence
+
+LOSSY = ("int8", "int4", "fp8")
+CHUNKS = make_chunks(4, words=30, seed=5)
+PROMPT = ["Read this.\n", Chunk(CHUNKS[2]), "\n", Chunk(CHUNKS[0]), "\n", Chunk(CHUNKS[3]), "\nWho?"]
+HEAD = ["Read this.\n", Chunk(CHUNKS[1]), "\nWho?"]
+EXACT_HERE = RepairConfig(strategy="none")
+MakeEngine = Callable[..., KVRagEngine]
+
+
+def make(engine_of: MakeEngine, name: str = "llama", **options: Any) -> KVRagEngine:
+    config = {key: options.pop(key) for key in ("kv_dtype", "ram_dtype", "ram_bytes") if key in options}
+    return engine_of(name, prefix="Read this.\n", store_config=StoreConfig(**config), **options)
+
+
+@pytest.fixture(params=LOSSY)
+def kv_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, HEAD], ids=["three chunks", "one chunk behind its own prefix"])
+@pytest.mark.parametrize("repair", [EXACT_HERE, RepairConfig(strategy="all"), RepairConfig()])
+def test_an_answer_from_rounded_kv_is_never_exact(
+    engine_of: MakeEngine, kv_dtype: str, prompt: Any, repair: RepairConfig
+) -> None:
+    engine = make(engine_of, kv_dtype=kv_dtype)
+    assert engine.precompute(CHUNKS).stored == 4
+    result = engine.prefill(prompt, mode="stitch", repair=repair)
+    assert result.cached_tokens > 0
+    assert (result.exactness, result.kv_dtype, result.fallback_reason) == ("repaired", kv_dtype, None)
+    full = engine.prefill(prompt, mode="full")
+    assert (full.exactness, full.kv_dtype) == ("full", "auto")
+
+
+def test_without_rounding_the_same_prompts_are_exact(engine_of: MakeEngine) -> None:
+    engine = make(engine_of)
+    engine.precompute(CHUNKS)
+    for prompt, repair in ((HEAD, EXACT_HERE), (PROMPT, RepairConfig(strategy="all"))):
+        result = engine.prefill(prompt, mode="stitch", repair=repair)
+        assert (result.exactness, result.kv_dtype) == ("exact", "auto")
+
+
+def test_where_every_row_was_computed_nothing_rounded_is_left(engine_of: MakeEngine) -> None:
+    """Without the prefix's KV no reused row is kept as stored, so the label is that of a full prefill's KV, and true."""
+    engine = make(engine_of, kv_dtype="int4")
+    engine.precompute(CHUNKS)
+    ids = engine.loaded.encoder.live_ids("Read this.\n", at_start=True)
+    identity = ChunkIdentity(
+        engine.loaded.fingerprint, namespace_digest("default"), ids_digest(()), tuple(ids), kv_dtype="int4"
+    )
+    assert engine.store.delete([chunk_key(identity)]) == 1
+    prompt = ["Read this.\n", "And this.\n", *PROMPT[1:]]
+    result = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy="all", mismatch_ratio=1.0))
+    assert result.repaired_tokens > 0
+    assert (result.cached_tokens, result.exactness, result.kv_dtype) == (0, "exact", "auto")
+    assert float((result.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < 1e-3
+
+
+def test_mode_prefix_takes_exact_kv_only(engine_of: MakeEngine, kv_dtype: str) -> None:
+    engine = make(engine_of, kv_dtype=kv_dtype)
+    engine.precompute(CHUNKS)
+    result = engine.prefill(PROMPT, mode="prefix")
+    assert (result.exactness, result.loaded_bytes) == ("full", 0)
+    assert result.fallback_reason == f"mode 'prefix' reuses exact KV only, and this store's is rounded to {kv_dtype}"
+    explained = engine.explain(PROMPT, mode="prefix")
+    assert (explained.mode, explained.notes[0]) == ("full", result.fallback_reason)
+
+
+def test_explain_says_that_nothing_is_exact(engine_of: MakeEngine) -> None:
+    for kv_dtype, is_exact in (("auto", True), ("int8", False)):
+        engine = make(engine_of, kv_dtype=kv_dtype)
+        engine.precompute(CHUNKS)
+        found = engine.explain(HEAD, mode="stitch")
+        assert [span.exact for span in found.spans if span.hit] == [is_exact, is_exact]
+        assert found.mode == ("prefix" if is_exact else "stitch")
+        assert any("rounded to int8" in note for note in found.notes) != is_exact
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3", "gptj", "bloom"])
+def test_rounded_reuse_is_close_to_reuse(engine_of: MakeEngine, name: str, tmp_path: Path) -> None:
+    """Each architecture's own way of turning keys comes after the codes are read."""
+    exact = make(engine_of, name)
+    exact.precompute(CHUNKS)
+    reference = exact.prefill(PROMPT, mode="stitch", repair=EXACT_HERE)
+    distances = {}
+    for kv_dtype in LOSSY:
+        engine = make(engine_of, name, kv_dtype=kv_dtype)
+        report = engine.precompute(CHUNKS)
+        assert (report.stored, report.failed) == (4, [])
+        result = engine.prefill(PROMPT, mode="stitch", repair=EXACT_HERE)
+        assert result.cached_tokens == reference.cached_tokens
+        assert result.loaded_bytes < reference.loaded_bytes / 2
+        distances[kv_dtype] = float((result.logits - reference.logits).abs().max())
+    spread = float(reference.logits.std())
+    assert distances["int8"] < 0.1 * spread
+    assert distances["int8"] < min(distances["int4"], distances["fp8"])
+    assert max(distances.values()) < spread
+
+
+# -- what is asked for is what is read -----------------------------------------------------------------------------------
+
+
+def test_kv_of_another_type_is_not_used_and_explained(engine_of: MakeEngine) -> None:
+    make(engine_of, kv_dtype="int8").precompute(CHUNKS)
+    for asked in ("auto", "fp8"):
+        engine = make(engine_of, kv_dtype=asked)
+        assert engine.prefill(PROMPT, mode="stitch").exactness == "full"
+        reasons = [span.reason for span in engine.explain(PROMPT).spans if span.kind == "chunk"]
+        assert len(reasons) == 3
+        assert all(
+            r is not None and r.startswith(f"kept with kv_dtype='int8', and {asked!r} is asked for") for r in reasons
+        )
+    assert make(engine_of, kv_dtype="int8").prefill(PROMPT, mode="stitch").kv_dtype == "int8"
+
+
+def test_a_directory_may_hold_both(engine_of: MakeEngine) -> None:
+    for kv_dtype in ("auto", "int4"):
+        engine = make(engine_of, kv_dtype=kv_dtype)
+        assert engine.precompute(CHUNKS, ids=["a", "b", "c", "d"]).stored == 4
+        assert engine.precompute(CHUNKS, ids=["a", "b", "c", "d"]).skipped == 4
+    assert make(engine_of).prefill(HEAD, mode="stitch", repair=EXACT_HERE).exactness == "exact"
+    engine = make(engine_of, kv_dtype="int4")
+    assert engine.prefill(HEAD, mode="stitch").kv_dtype == "int4"
+    assert engine.delete(["b"]) == 2
+    assert not any(span.hit for span in make(engine_of).explain(HEAD).spans if span.kind == "chunk")
+
+
+@pytest.mark.parametrize("ram_dtype", [None, "auto"])
+def test_every_tier_gives_the_same_answer(engine_of: MakeEngine, kv_dtype: str, ram_dtype: Any) -> None:
+    make(engine_of, kv_dtype=kv_dtype).precompute(CHUNKS)
+    engine = make(engine_of, kv_dtype=kv_dtype, ram_dtype=ram_dtype)
+    from_disk, from_memory = (engine.prefill(PROMPT, mode="stitch") for _ in range(2))
+    uncached = make(engine_of, kv_dtype=kv_dtype, ram_bytes=0).prefill(PROMPT, mode="stitch")
+    assert torch.equal(from_disk.logits, from_memory.logits)
+    assert torch.equal(from_disk.logits, uncached.logits)
+    assert from_memory.kv_dtype == kv_dtype
+
+
+def test_memory_above_exact_kv_may_round(engine_of: MakeEngine, kv_dtype: str) -> None:
+    exact = make(engine_of)
+    exact.precompute(CHUNKS)
+    rounding = make(engine_of, ram_dtype=kv_dtype)
+    first, second = (rounding.prefill(HEAD, mode="stitch", repair=EXACT_HERE) for _ in range(2))
+    assert torch.equal(first.logits, second.logits), "the first read comes from disk, where the KV is exact"
+    assert (first.exactness, first.kv_dtype, second.kv_dtype) == ("repaired", kv_dtype, kv_dtype)
+    assert rounding.prefill(HEAD, mode="prefix").exactness == "full"
+    assert exact.prefill(HEAD, mode="prefix").exactness == "exact"
+
+
+def test_a_chunk_that_can_not_be_rounded_is_reported(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gate, "admit", lambda self, loaded: None)
+    engine = make(engine_of, kv_dtype="int4")
+    encode = kvrag.index_time.encode_chunks
+
+    def with_a_huge_value(*args: Any) -> Any:
+        found = encode(*args)
+        with torch.inference_mode():
+            found[0].layers[1].values[0, 0, 0] = 1e9
+        return found
+
+    monkeypatch.setattr("kvrag.index_time.encode_chunks", with_a_huge_value)
+    report = engine.precompute(CHUNKS)
+    assert report.stored == 3
+    assert "too large for int4" in report.failed[0][1]
+
+
+# -- the gate ------------------------------------------------------------------------------------------------------------
+
+
+def sensitive() -> Any:
+    """A model whose attention turns on differences that rounding takes away: queries a thousand times larger."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1000)
+        model.lm_head.weight.mul_(30)
+    return model
+
+
+def test_a_model_that_does_not_bear_a_type_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    engine = KVRagEngine.from_pretrained(
+        sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", store_config=StoreConfig(kv_dtype="int4"), prove="off"
+    )
+    verdict = judge(engine.loaded, engine.loaded.reusable, "int4")
+    assert verdict.mean_kl > 0.1
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="does not bear KV rounded to int4") as raised:
+            engine.precompute(CHUNKS)
+        assert f"KL {verdict.mean_kl:.3g} nats" in str(raised.value)
+        assert "at most 0.1 is allowed" in str(raised.value)
+        assert "kv_dtype='int8'" in str(raised.value)
+        with pytest.raises(ConfigError, match="does not bear"):
+            engine.generate(PROMPT, max_new_tokens=1)
+    assert engine.store.index.keys() == []
+    engine.close()
+    plain = KVRagEngine.from_pretrained(sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", prove="off")
+    assert plain.precompute(CHUNKS).stored == 4
+    plain.close()
+
+
+def test_rounding_in_memory_alone_passes_the_same_gate(tokenizer: Any) -> None:
+    engine = KVRagEngine.from_pretrained(
+        sensitive(), tokenizer=tokenizer, store_config=StoreConfig(ram_dtype="int4"), prove="off"
+    )
+    with pytest.raises(ConfigError, match="does not bear KV rounded to int4"):
+        engine.precompute(CHUNKS)
+    engine.close()
+
+
+def test_a_verdict_is_kept_and_a_damaged_one_made_again(
+    engine_of: MakeEngine, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counting(loaded: Any, lm: Any, kv_dtype: Any) -> Verdict:
+        calls.append(kv_dtype)
+        return judge(loaded, lm, kv_dtype)
+
+    monkeypatch.setattr(kvrag.gate, "judge", counting)
+    monkeypatch.setenv("KVRAG_CACHE_DIR", str(own_cache / "verdicts here"))
+    make(engine_of, kv_dtype="int8").precompute(CHUNKS)
+    make(engine_of, kv_dtype="int8").precompute(CHUNKS)
+    assert calls == ["int8"]
+    make(engine_of, kv_dtype="fp8").precompute(CHUNKS)
+    assert calls == ["int8", "fp8"], "each type by itself"
+    for damage in ("{", "[]", '{"mean_kl": 3.0, "top1": 1, "tokens": 1, "seconds": 1}', '{"mean_kl": "nan"}'):
+        for file in (own_cache / "verdicts here" / "verdicts").iterdir():
+            file.write_text(damage)
+            assert kept_verdict(file) is None
+        calls.clear()
+        make(engine_of, kv_dtype="int8").precompute(CHUNKS)
+        assert calls == ["int8"]
+
+
+def test_a_model_that_changed_is_judged_anew(engine_of: MakeEngine) -> None:
+    """Weights that were changed in place, or another adapter, are another model to the gate as to the store."""
+    engine = make(engine_of, kv_dtype="int4", prove="off")
+    engine.precompute(CHUNKS[:1])
+    lm = engine.loaded.reusable
+    with torch.no_grad():
+        for layer in lm.model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1000)
+        lm.model.lm_head.weight.mul_(30)
+    with pytest.raises(ConfigError, match="does not bear"):
+        engine.precompute(CHUNKS[1:])
+
+
+def test_a_head_dim_that_int4_can_not_hold_is_said_at_once(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(*_: object) -> None:
+        raise kvrag.StoreError("the head dim 63 is odd; use int8")
+
+    monkeypatch.setattr(kvrag.gate, "pack", odd)
+    with pytest.raises(ConfigError, match="can't be kept as int4: the head dim 63 is odd"):
+        make(engine_of, "mistral", kv_dtype="int4", namespace="n").precompute(CHUNKS)
+
+
+def test_without_rounding_the_gate_is_open(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.gate, "judge", lambda *_: pytest.fail("there is nothing to judge"))
+    engine = make(engine_of)
+    engine.precompute(CHUNKS)
+    assert engine.prefill(PROMPT, mode="stitch").exactness == "repaired"
+
+
+def test_a_model_that_is_not_reused_answers_whatever_the_type(engine_of: MakeEngine) -> None:
+    engine = make(engine_of, "gpt2", kv_dtype="int4")
+    assert engine.generate("Who?", max_new_tokens=2).exactness == "full"
+
+
+def test_the_gates_prompt_fits_a_small_window(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(engine_of)
+    monkeypatch.setattr(CausalLM, "reuse_window", property(lambda _: 40))
+    parts = draw_parts(engine.loaded, engine.loaded.reusable)
+    assert all(parts)
+    assert sum(map(len, parts)) < 40
+    assert judge(engine.loaded, engine.loaded.reusable, "int8").tokens == len(parts[-1])
+
+
+def test_the_gate_measures_what_reuse_shows(engine_of: MakeEngine) -> None:
+    """Its KL is that of rounding alone: none without, and less the more bits there are."""
+    engine = make(engine_of)
+    loaded, lm = engine.loaded, engine.loaded.reusable
+    verdicts = {d: judge(loaded, lm, d) for d in ("auto", "int8", "int4")}  # type: ignore[arg-type]
+    assert verdicts["auto"].mean_kl == 0.0
+    assert verdicts["auto"].top1 == 1.0
+    assert 0 < verdicts["int8"].mean_kl < verdicts["int4"].mean_kl / 10
+
+
+# -- configuration and arithmetic ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_dtype": "int2"}, r"kv_dtype is 'int2'; it must be one of auto, int8, int4, fp8"),
+        ({"kv_dtype": None}, r"kv_dtype is None"),
+        ({"ram_dtype": "bf16"}, r"ram_dtype is 'bf16'; it must be one of None, auto, int8, int4, fp8"),
+        ({"kv_dtype": "int8", "ram_dtype": "int4"}, r"ram_dtype is 'int4' above kv_dtype='int8'; KV is rounded once"),
+    ],
+)
+def test_impossible_types_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StoreConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "ram_dtype", "read"),
+    [
+        ("auto", None, "auto"),
+        ("auto", "auto", "auto"),
+        ("int8", None, "int8"),
+        ("int8", "auto", "int8"),
+        ("fp8", "fp8", "fp8"),
+        ("auto", "int4", "int4"),
+    ],
+)
+def test_what_is_read_is_what_was_rounded_anywhere(kv_dtype: Any, ram_dtype: Any, read: str) -> None:
+    assert StoreConfig(kv_dtype=kv_dtype, ram_dtype=ram_dtype).read_dtype == read
+
+
+def test_estimates_are_what_is_kept(engine_of: MakeEngine, kv_dtype: str) -> None:
+    engine = make(engine_of, kv_dtype=kv_dtype)
+    engine.precompute(CHUNKS[:1])
+    shapes = engine.loaded.reusable.shapes
+    shape = ModelShape(len(shapes), shapes[0].num_heads, shapes[0].key_dim, "float32")
+    tokens = len(engine.loaded.encoder.chunk_ids(CHUNKS[0]))
+    records = map(engine.store.index.get, engine.store.index.keys())
+    (record,) = [r for r in records if r is not None and r.text is not None]
+    assert record.num_bytes == kept_bytes_per_token(shape, kv_dtype, chunk_tokens=tokens) * tokens  # type: ignore[arg-type]
+
+
+def test_estimates_of_a_known_model() -> None:
+    shape = PRESETS["llama-3.1-8b"]
+    exact = kv_bytes_per_token(shape)
+    share = {d: kept_bytes_per_token(shape, d, chunk_tokens=250) / exact for d in ("auto", *LOSSY)}  # type: ignore[arg-type]
+    assert share["auto"] == 1
+    assert share["int4"] < 0.32 < share["fp8"] < share["int8"] < 0.53
+
+
+def test_verify_passes_with_rounded_kv(engine_of: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "kvrag.gate"):
+        engine = make(engine_of, "qwen3", kv_dtype="int8", seed=7)
+        engine.precompute(CHUNKS)
+    assert "KV rounded to int8 moves this model by" in caplog.text
+    report = engine.verify([HEAD], repair=EXACT_HERE)
+    assert report.passed
+    assert 0 < report.mean_kl < 0.01
+    assert report.rows[0].exactness == "repaired"
+    reference = engine.prefill(HEAD, mode="full").logits
+    rounded = engine.prefill(HEAD, mode="stitch", repair=EXACT_HERE).logits
+    assert float(kl_divergence(reference, rounded)) == report.mean_kl
