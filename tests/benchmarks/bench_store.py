@@ -1,14 +1,15 @@
-"""The store beside plain files: write, verified read, first layer, index look-up, opening.
+"""The store beside plain files: write, verified read, first layer, index look-up, opening; and the sizes of rounded KV.
 
 Plain files are written with one ``write`` and read with one ``preadv`` into a buffer that is there, in the same run, in turns. Ratios are
 medians over rounds of plain time ÷ store time, so above 1 the store is quicker.
 
-    python tests/benchmarks/bench_store.py [--folder DIR] [--rows 100000]
+    python tests/benchmarks/bench_store.py [--folder DIR] [--rows 100000] [--sizes]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -24,16 +25,22 @@ import torch
 from common import RESULTS, machine, write_result
 
 from kvrag.config import StoreConfig
+from kvrag.estimate import PRESETS, ModelShape
 from kvrag.fingerprint import chunk_key
+from kvrag.quantise import pack
 from kvrag.store import DiskStore
 from kvrag.store.base import Record
 from kvrag.store.index import DiskIndex
+from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_identity, make_text
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV
 
 MB = 10**6
 LAYERS, HEADS, DIM = 28, 8, 128
 TARGETS = {"write": 0.85, "read": 0.75, "lookup_us": 50.0, "open_s": 1.0, "first_layer_ms": 2.0}
+SIZE_TARGETS = {"int8": 0.53, "fp8": 0.53, "int4": 0.32}
+SIZED = ("smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-8b")
+SIZED_TOKENS = 250
 CONFIG = StoreConfig(min_free_bytes=0)
 OPEN_CHUNKS = 10_000
 
@@ -154,6 +161,32 @@ def opening(folder: Path, chunks: int) -> dict[str, float]:
     return {"chunks": chunks, "open_s": statistics.median(times), "rebuild_s": rebuilt, "read_only_s": read_only}
 
 
+def sizes(folder: Path) -> dict[str, dict[str, float]]:
+    """Bytes on disk of one chunk's file, header included, and as a share of bfloat16's, for the shapes of known models."""
+    store = DiskStore(folder / "sizes", replace(CONFIG, durability="cache"))
+    found: dict[str, dict[str, float]] = {}
+    for name in SIZED:
+        shape = PRESETS[name]
+        identity = make_identity(1, model=name, tokens=SIZED_TOKENS)
+        row = {"auto": float(size_on_disk(store, identity, shape))}
+        for kv_dtype in SIZE_TARGETS:
+            rounded = replace(identity, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+            row[kv_dtype] = size_on_disk(store, rounded, shape) / row["auto"]
+        found[name] = row
+    store.close()
+    return found
+
+
+def size_on_disk(store: DiskStore, identity: ChunkIdentity, shape: ModelShape) -> int:
+    """Bytes of the file of a chunk of a model."""
+    flat = torch.randn(2, shape.num_kv_heads, len(identity.token_ids), shape.head_dim).to(torch.bfloat16)
+    kv = ChunkKV((LayerKV(flat[0], flat[1]),) * shape.num_layers)  # the size does not depend on the values
+    store.put(identity, pack(kv, identity.kv_dtype), text=make_text("a"), doc_id="doc")
+    status = store.directory.status(*place_of(chunk_key(identity)))
+    assert status is not None
+    return status.st_size
+
+
 def main() -> None:
     """Measure everything, write the result, and say which targets are missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,13 +195,20 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", action="store_true", help="only the sizes, beside what was measured before")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     places = (
         {"given": args.folder} if args.folder else {"memory": Path("/dev/shm"), "disk": Path(tempfile.gettempdir())}
     )
-    result: dict[str, Any] = {"machine": machine(), "targets": TARGETS, "blobs": {}, "index": {}}
+    if args.sizes:
+        result = json.loads((args.out / "store.json").read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            result["sizes"] = {"machine": machine(), "targets": SIZE_TARGETS, "shares": sizes(Path(folder))}
+        write_result("store", result, args.out)
+        return report(result)
+    result = {"machine": machine(), "targets": TARGETS, "blobs": {}, "index": {}}
     for place, parent in places.items():
         for durability in ("durable", "cache"):
             for size in (8, 64):
@@ -180,9 +220,15 @@ def main() -> None:
         for kind in ("diskcache", "sqlite"):
             result["index"][kind] = lookups(Path(folder), args.rows, kind)
             print(kind, result["index"][kind], flush=True)
+        result["sizes"] = {"machine": machine(), "targets": SIZE_TARGETS, "shares": sizes(Path(folder))}
         result["opening"] = opening(Path(folder), OPEN_CHUNKS)
         print(result["opening"], flush=True)
     write_result("store", result, args.out)
+    report(result)
+
+
+def report(result: dict[str, Any]) -> None:
+    """Say which targets are missed, in words and by the exit status."""
     missed = misses(result)
     print("missed: " + "; ".join(missed) if missed else "all targets are met")
     sys.exit(1 if missed else 0)
@@ -202,6 +248,12 @@ def misses(result: dict[str, Any]) -> list[str]:
         f"{kind}: {row['lookup_us']:.0f} µs"
         for kind, row in result["index"].items()
         if row["lookup_us"] > TARGETS["lookup_us"]
+    ]
+    found += [
+        f"{name} as {kv_dtype}: {row[kv_dtype]:.3f} of bfloat16"
+        for name, row in result.get("sizes", {"shares": {}})["shares"].items()
+        for kv_dtype, limit in SIZE_TARGETS.items()
+        if row[kv_dtype] > limit
     ]
     if result["opening"]["open_s"] > TARGETS["open_s"]:
         found.append(f"opening took {result['opening']['open_s']:.2f} s")
