@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams bench-store wheel-test support fuzz gpu-check kernel-check reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams bench-store bench-quantised wheel-test support fuzz gpu-check kernel-check reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -42,7 +42,7 @@ types: setup ## Check types (strict)
 
 check: lint types test ## What CI runs
 
-bench: bench-ttft bench-quality bench-memory bench-seams bench-store ## All benchmarks; results go to tests/benchmarks/results
+bench: bench-ttft bench-quality bench-memory bench-seams bench-store bench-quantised ## All benchmarks; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -52,6 +52,9 @@ bench-quality: setup ## Distance from full prefill, every strategy (about an hou
 
 bench-memory: setup ## Peak memory of one request
 	cd tests/benchmarks && ../../$(BIN)/python bench_memory.py $(ARGS)
+
+bench-quantised: setup ## What rounding stored KV costs: errors, and KL from reuse without rounding
+	cd tests/benchmarks && ../../$(BIN)/python bench_quantised.py $(ARGS)
 
 bench-seams: setup ## What tokenising segment by segment changes
 	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)

@@ -265,6 +265,54 @@ def reliability(result: dict[str, Any]) -> str:
     return table(["scenario", "what happened", "promises broken"], rows) + machine_of(result, "reliability.json")
 
 
+def quantised_sizes(result: dict[str, Any]) -> str:
+    """Size of a chunk's file by type, as a share of bfloat16's."""
+    sizes = result["sizes"]
+    kinds = list(sizes["targets"])
+    rows = [
+        [name, f"{row['auto'] / 1e6:.1f} MB", *(f"{row[kind]:.3f}" for kind in kinds)]
+        for name, row in sizes["shares"].items()
+    ]
+    rows.append(["at most", "", *(f"{limit:.2f}" for limit in sizes["targets"].values())])
+    return table(["shape of", "bfloat16", *kinds], rows) + machine_of(sizes, "store.json")
+
+
+def quantised_errors(result: dict[str, Any]) -> str:
+    """Error of single elements by type."""
+    rows = []
+    for kind, outliers in result["outliers"].items():
+        errors = result["summary"][f"{kind}/error"]
+        factor = f"{outliers['swapped'] / outliers['ours']:.1f}×"
+        cells = (errors["keys"], errors["values"], outliers["ours"], outliers["swapped"])
+        rows.append([kind, *(f"{value:.4f}" for value in cells), factor])
+    header = ["type", "its keys", "its values", "outlier channels, per channel", "outlier channels, per token", ""]
+    return table(header, rows) + source(result, "quantised.json")
+
+
+def quantised(result: dict[str, Any]) -> str:
+    """KL of rounded reuse by type and repair."""
+    rows = []
+    for name, row in result["summary"].items():
+        kind, _, repair = name.partition("/")
+        if repair == "error":
+            continue
+        low, high = row["kl_own_ci"]
+        gate = f"{result['gate'][kind]['mean_kl']:.5f}" if kind in result["gate"] and repair == "none" else "–"
+        rounding = "–" if kind == "auto" else f"{row['kl_own']:.5f} ± {(high - low) / 2:.5f}"
+        same = "–" if kind == "auto" else f"{row['same_first']:.2f}"
+        rows.append([kind, repair, rounding, same, f"{row['kl_own_from_full']:.4f}", gate])
+    header = [
+        "type",
+        "repair",
+        "KL from reuse without rounding",
+        "same first token",
+        "KL from full prefill",
+        "gate's KL",
+    ]
+    note = f"\nMeans over {len(result['cases'])} MuSiQue questions of {result['chunks']} chunks, ± half of a 95% bootstrap interval.\n"
+    return table(header, rows) + note + source(result, "quantised.json")
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-short": ("ttft.json", ttft_short),
@@ -278,6 +326,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "store": ("store.json", store),
     "store-index": ("store.json", store_index),
     "reliability": ("reliability.json", reliability),
+    "quantised": ("quantised.json", quantised),
+    "quantised-errors": ("quantised.json", quantised_errors),
+    "quantised-sizes": ("store.json", quantised_sizes),
 }
 
 
