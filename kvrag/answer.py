@@ -17,6 +17,7 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.deadline import Deadline
 from kvrag.decode import Sampler, TextStream, decode_tokens, eos_token_ids
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
+from kvrag.keys import Naming
 from kvrag.loading import LoadedModel
 from kvrag.plain import PlainLM
 from kvrag.plan import Plan, plan_prompt
@@ -49,11 +50,14 @@ class Answering:
     ----------
     loaded, store, store_config
         Model, tokenizer, KV store and its limits.
+    names
+        How texts are called in the store.
     """
 
     loaded: LoadedModel
     store: KVStore
     store_config: StoreConfig
+    names: Naming = field(default_factory=Naming)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
@@ -61,10 +65,10 @@ class Answering:
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
         with self._lock:
-            spans, cursor = self._spans.get(namespace, (SpanIndex(), 0))
+            spans, cursor = self._spans.get(namespace, (SpanIndex(self.names.digest), 0))
             nothing: tuple[list[TextEntry], int] = ([], cursor)
             read = deadline.ask(lambda: self.store.index.texts(namespace, cursor), nothing, what="the KV store's index")
-            spans.add(read[0])
+            spans.add(map(self.names.reveal, read[0]))
             cursor = read[1]
             self._spans[namespace] = (spans, cursor)
             return spans

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, get_args
 
 from kvrag.errors import ConfigError
@@ -16,6 +16,12 @@ STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "
 DURABILITIES = ("durable", "cache")
 INDICES = ("diskcache", "sqlite")
 MODES: tuple[str, ...] = get_args(Mode)
+
+KEY_OPTIONS = ("namespace_secret", "mac_key", "encryption_key")
+"""The keys of a :class:`StoreConfig`."""
+
+KeySource = Callable[[], bytes] | str
+"""Where a key comes from: a function that returns it, or ``"env:NAME"``. Never the key itself."""
 
 
 def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
@@ -64,6 +70,16 @@ def _check_number(owner: str, name: str, value: object, low: float, high: float 
 def _check_count(owner: str, name: str, value: object, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{owner}.{name} is {value!r}; it must be a whole number of at least {low}")
+
+
+def _check_key_source(name: str, value: object) -> None:
+    """Raise unless ``value`` says where a key comes from; a value that may be a key is not repeated."""
+    is_variable = isinstance(value, str) and value.startswith("env:") and len(value) > len("env:")
+    if value is not None and not is_variable and not callable(value):
+        raise ConfigError(
+            f"StoreConfig.{name} is of type {type(value).__name__}; it must be a function that returns the key, 'env:NAME', or None. "
+            "A key itself is not taken, because a config may be printed or pickled"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +165,17 @@ class StoreConfig:
         Chunks not loaded within this time count as misses and are computed.
     min_chunk_tokens
         Shorter chunks are not stored: a row that must be repaired anyway saves nothing.
+    namespace_secret
+        Key of the names: namespaces and digests of texts are HMACs with it, so that nobody without it can address, find or guess them.
+    mac_key
+        Key of a MAC over every chunk's file: one that was not written with it is a miss.
+    encryption_key
+        Key that files, their index and references are encrypted with (AES-256; needs the extra ``crypto``).
+
+    Notes
+    -----
+    Each key is a function that returns at least 32 bytes, or ``"env:NAME"``, an environment variable that holds them as hex digits or
+    base64. It is read when the store is opened. A store that was written with other keys is left alone and gives no hits.
     """
 
     ram_bytes: int = 2 * 2**30
@@ -163,6 +190,9 @@ class StoreConfig:
     on_event: Callable[[Any], None] | None = None
     load_timeout_s: float = 10.0
     min_chunk_tokens: int = 32
+    namespace_secret: KeySource | None = field(default=None, repr=False)
+    mac_key: KeySource | None = field(default=None, repr=False)
+    encryption_key: KeySource | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_count("StoreConfig", "ram_bytes", self.ram_bytes, 0)
@@ -181,6 +211,21 @@ class StoreConfig:
             raise ConfigError(f"StoreConfig.on_event is {self.on_event!r}; it must be callable, or None")
         _check_number("StoreConfig", "load_timeout_s", self.load_timeout_s, 0)
         _check_count("StoreConfig", "min_chunk_tokens", self.min_chunk_tokens, 1)
+        for name in KEY_OPTIONS:
+            _check_key_source(name, getattr(self, name))
+
+    def __getstate__(self) -> list[Any]:
+        """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""
+        for name in KEY_OPTIONS:
+            if callable(getattr(self, name)):
+                raise ConfigError(f"a StoreConfig whose {name} is a function can't be pickled; use 'env:NAME' instead")
+        return [getattr(self, f.name) for f in fields(self)]
+
+    def __deepcopy__(self, _: dict[int, Any]) -> StoreConfig:
+        return self
+
+    def __copy__(self) -> StoreConfig:
+        return self
 
 
 @dataclass(frozen=True, slots=True)

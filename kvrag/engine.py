@@ -17,8 +17,8 @@ from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
 from kvrag.errors import ConfigError, InputError
 from kvrag.explain import explain_plan, explain_refusal
-from kvrag.fingerprint import namespace_digest
 from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
+from kvrag.keys import Keys
 from kvrag.loading import LoadedModel, check_source, load
 from kvrag.plain import PlainLM
 from kvrag.prefill import too_long_to_reuse
@@ -78,7 +78,9 @@ class KVRagEngine:
         self.kv_dir = None if kv_dir is None else os.path.abspath(kv_dir)
         self.repair = _check_repair(repair) or RepairConfig()
         self.store_config = store_config or StoreConfig()
-        self.store = open_store(kv_dir, self.store_config)
+        keys = Keys.of(self.store_config)
+        self.names = keys.names  # how namespaces and texts are called in the store
+        self.store = open_store(kv_dir, self.store_config, keys)
         self._prefix, self._prefix_text = prefix, cast("str | None", None)
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._stats = EngineStats()
@@ -263,7 +265,7 @@ class KVRagEngine:
         self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        if replaced := replaced_ids(self.store, items, space):
+        if replaced := replaced_ids(self.store, items, space, self.names):
             self.delete(replaced, namespace=namespace)
         return precompute_texts(
             self.loaded,
@@ -271,6 +273,7 @@ class KVRagEngine:
             items,
             prefix=text,
             namespace=space,
+            names=self.names,
             batch_size=batch_size,
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             show_progress=show_progress,
@@ -470,14 +473,14 @@ class KVRagEngine:
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _namespace(self, namespace: str | None) -> str:
-        return namespace_digest(self.namespace if namespace is None else _check_namespace(namespace))
+        return self.names.namespace(self.namespace if namespace is None else _check_namespace(namespace))
 
     @property
     def _answering(self) -> Answering:
         """The query-time half; loads the model."""
         with self._lock:
             if self._query_side is None:
-                self._query_side = Answering(self.loaded, self.store, self.store_config)
+                self._query_side = Answering(self.loaded, self.store, self.store_config, self.names)
             return self._query_side
 
     def _request(self, prompt: Prompt, mode: Mode, repair: RepairConfig | None, namespace: str | None) -> Request:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvrag.types import ChunkIdentity, ChunkKey
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the stored bytes and of the key; a change of either is a new number."""
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tqdm.auto import tqdm
 
 from kvrag.cache import KVBuffer
 from kvrag.errors import ConfigError, InputError, StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key, ids_digest
+from kvrag.keys import Naming
 from kvrag.loading import LoadedModel
 from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.prompt import check_chunk_text
@@ -84,12 +85,12 @@ def check_batch_size(batch_size: object) -> None:
         raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
 
 
-def replaced_ids(store: KVStore, items: Sequence[tuple[str | None, str]], namespace: str) -> list[str]:
+def replaced_ids(store: KVStore, items: Sequence[tuple[str | None, str]], namespace: str, names: Naming) -> list[str]:
     """Return the ids that name another text now than the store remembers: the KV of a text that is gone must not outlive it."""
     replaced = []
     for name, text in items:
         held = store.index.document_texts(namespace, name) if name is not None else []
-        entry = text_entry(text) if held else None
+        entry = stored_entry(text, names) if held else None
         if name is not None and held and held != [entry.digest if entry else None]:
             replaced.append(name)
     return replaced
@@ -102,6 +103,7 @@ def precompute_texts(
     *,
     prefix: str,
     namespace: str,
+    names: Naming,
     batch_size: int,
     min_chunk_tokens: int,
     show_progress: bool,
@@ -120,6 +122,8 @@ def precompute_texts(
         Text that the chunks are encoded behind.
     namespace
         Digest of the namespace.
+    names
+        How texts are called in the store.
     batch_size
         Chunks per forward; halved when memory runs out.
     min_chunk_tokens
@@ -130,7 +134,7 @@ def precompute_texts(
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     model = loaded.fingerprint
-    jobs = _jobs(loaded, items, model, ids_digest(prefix_ids), namespace)
+    jobs = _jobs(loaded, items, ChunkIdentity(model, namespace, ids_digest(prefix_ids), ()), names)
     room = loaded.reusable.reuse_window - len(prefix_ids)
     run = _Run(loaded, store, model, tuple(prefix_ids), namespace)
     todo: list[Job] = []
@@ -157,20 +161,26 @@ def precompute_texts(
     return PrecomputeReport(run.stored, run.skipped, run.failed, run.stored_bytes, time.perf_counter() - start)
 
 
+def stored_entry(text: str, names: Naming) -> TextEntry | None:
+    """Describe a chunk's text as the store keeps it; ``None`` where it is too short to be found."""
+    entry = text_entry(text)
+    return None if entry is None else names.hide(entry)
+
+
 def _jobs(
-    loaded: LoadedModel, items: Sequence[tuple[str | None, str]], model: str, prefix: str, namespace: str
+    loaded: LoadedModel, items: Sequence[tuple[str | None, str]], common: ChunkIdentity, names: Naming
 ) -> list[Job]:
-    """Merge equal texts: one job per text, with all ids that name it."""
-    names: dict[str, list[str | None]] = {}
+    """Merge equal texts: one job per text, with all ids that name it; ``common`` is what all identities share."""
+    named: dict[str, list[str | None]] = {}
     for name, text in items:
-        names.setdefault(text, []).append(name)
+        named.setdefault(text, []).append(name)
     return [
         Job(
             tuple(dict.fromkeys(ids)),
-            text_entry(text),
-            ChunkIdentity(model, namespace, prefix, loaded.encoder.chunk_ids(text)),
+            stored_entry(text, names),
+            replace(common, token_ids=loaded.encoder.chunk_ids(text)),
         )
-        for text, ids in names.items()
+        for text, ids in named.items()
     ]
 
 

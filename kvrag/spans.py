@@ -10,7 +10,7 @@ What is missed is computed live, so every bound in here costs time and never cor
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,9 +73,15 @@ class SpanIndex:
 
     Threads may add, discard and scan at the same time: a scan works on arrays that never change once built. New entries
     sit in a small table of their own until there are enough of them to sort the large one again.
+
+    Parameters
+    ----------
+    digest_of
+        Gives the digest of a text as the entries have it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
+        self._digest_of = digest_of
         self._lock = threading.Lock()
         self._entries: dict[str, TextEntry] = {}
         self._base = _Table.build(())
@@ -128,7 +134,14 @@ class SpanIndex:
         found = [table.candidates(windows) for table in self._tables()]
         starts = np.concatenate([pair[0] for pair in found])
         lengths = np.concatenate([pair[1] for pair in found])
-        return _verified(text, starts, lengths, self._entries, without)
+        return _verified(text, starts, lengths, self._known_digest, without)
+
+    def _known_digest(self, text: str) -> str | None:
+        try:
+            digest = self._digest_of(text)
+        except UnicodeEncodeError:  # a prompt may hold what no registered text can
+            return None
+        return digest if digest in self._entries else None
 
     def _tables(self) -> tuple[_Table, _Table]:
         """Return tables that hold every entry, sorting only what has changed."""
@@ -189,7 +202,11 @@ class _Table:
 
 
 def _verified(
-    text: str, starts: Integers, lengths: Integers, known: Collection[str], without: Collection[str]
+    text: str,
+    starts: Integers,
+    lengths: Integers,
+    known_digest: Callable[[str], str | None],
+    without: Collection[str],
 ) -> list[Span]:
     """Keep the longest candidates, then the leftmost, that don't overlap, hashing only those that would be kept."""
     order = np.lexsort((starts, -lengths))
@@ -205,7 +222,7 @@ def _verified(
         while i < len(places) and wasted <= MAX_WASTED_CHARS:
             start = int(places[i])
             stop = start + size
-            digest = _known_digest(text[start:stop], known)
+            digest = known_digest(text[start:stop])
             if digest is None or digest in without:
                 wasted += size
                 i += 1
@@ -214,14 +231,6 @@ def _verified(
             taken[start:stop] = True
             i = int(np.searchsorted(places, stop))
     return sorted(spans, key=lambda span: span.start)
-
-
-def _known_digest(text: str, known: Collection[str]) -> str | None:
-    try:
-        digest = text_digest(text)
-    except UnicodeEncodeError:  # a prompt may hold what no registered text can
-        return None
-    return digest if digest in known else None
 
 
 def _digest(text: str) -> str:

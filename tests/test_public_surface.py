@@ -19,7 +19,7 @@ ROOT = Path(kvrag.__file__).parent
 RANKS = [
     {"errors", "types"},
     {"config", "deadline", "rope", "fingerprint", "stats", "tensors", "tokens"},
-    {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
+    {"adapters", "attention", "cache", "describe", "keys", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "prefix", "streams", "selection", "source", "store"},
     {"plain"},
     {"precompute", "stitch", "repair", "decode", "plan"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from kvrag.config import StoreConfig
+from kvrag.keys import Keys
 from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats
 from kvrag.store.disk import DiskStore
 from kvrag.store.events import StoreEvent
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KVStore:
+def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys: Keys | None = None) -> KVStore:
     """Open the store of an engine.
 
     Parameters
@@ -38,11 +39,15 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
         Directory to keep KV in; ``None`` keeps it in memory only, for as long as the process lives.
     config
         Budgets.
+    keys
+        The config's keys, where they were read already.
 
     Raises
     ------
+    ConfigError, MissingDependencyError
+        If a key, or what it is needed for, can't be had.
     StoreError
         If the directory can't be used.
     """
     memory = MemoryStore(config.ram_bytes)
-    return memory if kv_dir is None else TieredStore(memory, DiskStore(kv_dir, config))
+    return memory if kv_dir is None else TieredStore(memory, DiskStore(kv_dir, config, keys))

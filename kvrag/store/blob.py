@@ -25,6 +25,7 @@ import xxhash
 
 from kvrag.errors import StoreError
 from kvrag.store.directory import Directory, NotRegular
+from kvrag.store.guard import Guard, Opening, Sealing
 from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, decode, shape_of
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
@@ -34,10 +35,11 @@ Write = Callable[[memoryview, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A blob that is yet to be written: its header, digests left blank, and the offset of its data."""
+    """A blob that is yet to be written: its header, digests left blank, the offset of its data, and who protects it."""
 
     header: Header
     start: int
+    guard: Guard | None = None
 
     @property
     def size(self) -> int:
@@ -45,8 +47,8 @@ class Plan:
         return self.start + self.header.num_bytes
 
 
-def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None) -> Plan:
-    """Say what a blob will look like.
+def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, guard: Guard | None = None) -> Plan:
+    """Say what a blob will look like; ``guard`` protects it by keys.
 
     Raises
     ------
@@ -74,10 +76,10 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None) -> Pla
         digests=(NO_DIGEST,) * len(kv.layers),
         text=text,
     )
-    start = len(header.encode())
+    start = len(header.encode()) if guard is None else guard.head_size(header)
     if start > MAX_HEADER_BYTES:
         raise StoreError(f"the chunk of {tokens} tokens is too long for one file; split it")
-    return Plan(header, start)
+    return Plan(header, start, guard)
 
 
 def check_finite(kv: ChunkKV, layer: int) -> None:
@@ -120,16 +122,18 @@ def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
         If ``out`` fails.
     """
     offset, digests = plan.start, []
+    sealing = None if plan.guard is None else Sealing(plan.guard, plan.header)
     for i, layer in enumerate(kv.layers):
         check_finite(kv, i)
         digest = xxhash.xxh3_128()
-        for view in (_bytes(layer.keys), _bytes(layer.values)):
+        plain = (_bytes(layer.keys), _bytes(layer.values))
+        for view in plain if sealing is None else sealing.layer(plain):
             digest.update(view)
             out(view, offset)
             offset += len(view)
         digests.append(digest.hexdigest())
     header = replace(plan.header, digests=tuple(digests))
-    out(memoryview(header.encode()), 0)
+    out(memoryview(header.encode() if sealing is None else sealing.head(header)), 0)
     return header
 
 
@@ -140,22 +144,26 @@ class Blob:
     ----------
     directory, place
         Where it is.
+    guard
+        The keys that it must be protected by; ``None``: by none.
 
     Raises
     ------
     BlobRejected
-        If it is no blob.
+        If it is no blob, or :class:`~kvrag.store.header.Foreign`: one of other keys.
     OSError
         If it is absent or can't be read.
     """
 
-    def __init__(self, directory: Directory, *place: str, max_header: int = MAX_HEADER_BYTES) -> None:
+    def __init__(
+        self, directory: Directory, *place: str, guard: Guard | None = None, max_header: int = MAX_HEADER_BYTES
+    ) -> None:
         try:
             self._fd, status = directory.open(*place)
         except NotRegular:
             raise BlobRejected("it is not a regular file") from None
         try:
-            self.header, self._start = _read_header(self._fd, status.st_size, max_header)
+            self.header, self._start, self._opening = _read_header(self._fd, status.st_size, max_header, guard)
         except BaseException:
             os.close(self._fd)
             raise
@@ -188,18 +196,28 @@ class Blob:
             If it can't be read.
         """
         part = buffer[self._offsets[index] : self._offsets[index + 1]]
-        fill(self._fd, _view(part), self._start + self._offsets[index])
-        return self._proven(index, part)
+        stored = self._stored(part)
+        fill(self._fd, stored, self._start + self._offsets[index])
+        return self._proven(index, part, stored)
 
     def all(self, buffer: torch.Tensor) -> ChunkKV:
         """Read all layers at once, which is quicker for a small chunk, and prove each; raises as :meth:`layer`."""
-        fill(self._fd, _view(buffer), self._start)
+        stored = self._stored(buffer)
+        fill(self._fd, stored, self._start)
         parts = zip(self._offsets, self._offsets[1:], strict=False)
-        return ChunkKV(tuple(self._proven(index, buffer[a:b]) for index, (a, b) in enumerate(parts)))
+        return ChunkKV(tuple(self._proven(i, buffer[a:b], stored[a:b]) for i, (a, b) in enumerate(parts)))
 
-    def _proven(self, index: int, part: torch.Tensor) -> LayerKV:
-        keys, view = self._sizes[index][0], _view(part)
-        if xxhash.xxh3_128_hexdigest(view) != self.header.digests[index]:
+    def _stored(self, part: torch.Tensor) -> memoryview:
+        """Memory for what is stored of a part: its own, or other one for what has yet to be decrypted."""
+        if self._opening is None or not self._opening.guard.encrypts:
+            return _view(part)
+        return _view(torch.empty(len(part), dtype=torch.uint8))
+
+    def _proven(self, index: int, part: torch.Tensor, stored: memoryview) -> LayerKV:
+        keys = self._sizes[index][0]
+        if self._opening is not None:
+            self._opening.layer(index, stored, _view(part))
+        elif xxhash.xxh3_128_hexdigest(stored) != self.header.digests[index]:
             raise BlobRejected("its data is damaged")
         shapes, dtype = self.header.shapes[index], self.header.dtype
         return LayerKV(part[:keys].view(dtype).view(shapes[0]), part[keys:].view(dtype).view(shapes[1]))
@@ -207,12 +225,12 @@ class Blob:
 
 def max_header_bytes(identity: ChunkIdentity) -> int:
     """Longest header that the blob of this chunk may have: a hostile file is refused before much of it is read."""
-    return min(MAX_HEADER_BYTES, 2**19 + 6 * len(identity.token_ids))
+    return min(MAX_HEADER_BYTES, 2**19 + 8 * len(identity.token_ids))
 
 
-def open_blob(directory: Directory, *place: str, identity: ChunkIdentity) -> Blob:
+def open_blob(directory: Directory, *place: str, identity: ChunkIdentity, guard: Guard | None = None) -> Blob:
     """Open a blob and prove that it is that of ``identity``; raises as :class:`Blob`."""
-    blob = Blob(directory, *place, max_header=max_header_bytes(identity))
+    blob = Blob(directory, *place, guard=guard, max_header=max_header_bytes(identity))
     if blob.header.identity != identity:
         blob.close()
         raise BlobRejected("it belongs to another chunk")
@@ -228,8 +246,17 @@ def fill(fd: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _read_header(fd: int, file_size: int, limit: int) -> tuple[Header, int]:
-    """Return the header and the offset of the data; the file's length must be that of header and data together."""
+def _read_header(fd: int, file_size: int, limit: int, guard: Guard | None) -> tuple[Header, int, Opening | None]:
+    """Return the header, the offset of the data, and what opens it; the file's length must be that of both together."""
+    head = read_head(fd, file_size, limit)
+    header, opening = (decode(head), None) if guard is None else guard.decode(head)
+    if file_size != len(head) + header.num_bytes:
+        raise BlobRejected("it has the wrong length")
+    return header, len(head), opening
+
+
+def read_head(fd: int, file_size: int, limit: int = MAX_HEADER_BYTES) -> bytearray:
+    """Read a header, whatever it says."""
     first = bytearray(8)
     fill(fd, memoryview(first), 0)
     start = 8 + int.from_bytes(first, "little")
@@ -237,10 +264,7 @@ def _read_header(fd: int, file_size: int, limit: int) -> tuple[Header, int]:
         raise BlobRejected("its header has an impossible length")
     head = bytearray(start)
     fill(fd, memoryview(head), 0)
-    header = decode(head)
-    if file_size != start + header.num_bytes:
-        raise BlobRejected("it has the wrong length")
-    return header, start
+    return head
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

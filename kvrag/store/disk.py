@@ -2,7 +2,7 @@
 
 ::
 
-    root/format.json                          {"format": "kvrag", "version": 2}
+    root/format.json                          {"format": "kvrag", "version": 3}
     root/objects/<key[:2]>/<key>.safetensors  the chunks
     root/references/<..>/<digest>.json        which document holds on to which text
     root/index/                               rows about both
@@ -42,10 +42,16 @@ class DiskStore(DiskReads):
     root
         The directory; made if absent.
     config
-        Limits, durability, kind of index, events; ``ram_bytes`` is not used.
+        Limits, durability, kind of index, keys, events; ``ram_bytes`` is not used.
+    keys
+        The config's keys, where they were read already.
 
     Raises
     ------
+    ConfigError
+        If a key can't be had.
+    MissingDependencyError
+        If chunks are to be encrypted and ``cryptography`` is not installed.
     StoreError
         If the directory can't be used. One that holds a store and can't be written to is opened for reading.
     StoreFormatError
@@ -72,7 +78,7 @@ class DiskStore(DiskReads):
         for _ in range(ATTEMPTS):
             if self.link(identity, text=text, doc_id=doc_id):
                 return 0
-            plan = blob.plan(identity, kv, text=text)
+            plan = blob.plan(identity, kv, text=text, guard=self.objects.guard)
             self._make_room(plan.header, retention)
             written = self._write(plan, kv, doc_id)
             if self.objects.contains(chunk_key(identity)):

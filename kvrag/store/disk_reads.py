@@ -13,6 +13,7 @@ from typing import TypeVar
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
+from kvrag.keys import Keys
 from kvrag.store.base import Index, StoreStats
 from kvrag.store.directory import Directory
 from kvrag.store.events import Events, StoreEvent
@@ -33,9 +34,12 @@ T = TypeVar("T")
 class DiskReads(ForkAware):
     """Reads of a :class:`~kvrag.store.disk.DiskStore`, and what is counted and reported about them."""
 
-    def __init__(self, root: str | os.PathLike[str], config: StoreConfig | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], config: StoreConfig | None = None, keys: Keys | None = None
+    ) -> None:
         super().__init__()
         config = config or StoreConfig()
+        self.keys = Keys.of(config) if keys is None else keys
         self._root = Path(root).absolute()
         self._hits = self._misses = self._rejected = 0
         self._touched: Counter[ChunkKey] = Counter()
@@ -45,7 +49,7 @@ class DiskReads(ForkAware):
         self._events = Events(config.on_event, config.event_log)
         self.read_only = True
         """Whether nothing can be changed, by :class:`~kvrag.StoreConfig` or because the directory is so."""
-        opened = open_directory(self.directory, config, self._on_rejected)
+        opened = open_directory(self.directory, config, self._on_rejected, self.keys)
         self.read_only = opened.read_only
         self.objects: Objects = opened.objects
         self.references = opened.references

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,9 @@ ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 Shape = tuple[int, int, int]
 
+Sign = Callable[[bytes], str]
+"""Gives the MAC of a header's content."""
+
 
 DIGEST = re.compile(r"[0-9a-f]{32}")
 NO_DIGEST = "0" * 32
@@ -53,6 +57,13 @@ class OtherVersion(BlobRejected):
 
     def __init__(self) -> None:
         super().__init__("it has another version of the format")
+
+
+class Foreign(BlobRejected):
+    """A file is protected otherwise than by the keys at hand: nothing may be wrong with it, and nothing can be believed."""
+
+    def __init__(self) -> None:
+        super().__init__("it is not protected by the keys that the store was opened with")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +114,9 @@ class Header:
             text=self.text,
         )
 
-    def encode(self) -> bytes:
-        """Length and padded header, as they stand at the head of the file."""
-        metadata, tensors = _dump(self._metadata()), _dump(self._tensors())
-        digest = xxhash.xxh3_128_hexdigest(b'{"__metadata__":' + metadata + b"," + tensors[1:])
-        metadata = metadata[:-1] + b',"header_digest":"' + digest.encode() + b'"}'
-        text = b'{"__metadata__":' + metadata + b"," + tensors[1:]
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        return struct.pack("<Q", len(text)) + text
+    def encode(self, extra: Mapping[str, str] | None = None, sign: Sign | None = None) -> bytes:
+        """Length and padded header, as they stand at the head of the file, with what a key adds to it."""
+        return frame({**self._metadata(), **(extra or {})}, self._tensors(), sign)
 
     def _metadata(self) -> dict[str, str]:
         identity = self.identity
@@ -139,22 +145,59 @@ class Header:
         return tensors
 
 
+def frame(metadata: Mapping[str, str], tensors: Mapping[str, Any], sign: Sign | None = None) -> bytes:
+    """Write a header: length, JSON with a digest of itself, and a MAC where there is a key for it, and padding."""
+    head, tail = dump(metadata), dump(tensors)
+    content = b'{"__metadata__":' + head + b"," + tail[1:]
+    marks = b',"header_digest":"' + xxhash.xxh3_128_hexdigest(content).encode() + b'"'
+    if sign is not None:
+        marks += b',"header_mac":"' + sign(content).encode() + b'"'
+    return pad(b'{"__metadata__":' + head[:-1] + marks + b"}," + tail[1:])
+
+
+def pad(text: bytes) -> bytes:
+    """Put the length before a header's JSON, and spaces after it."""
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError)
+"""What parsing raises where a header is not one."""
+
+
 def decode(head: bytearray) -> Header:
     """Parse a header; it counts only if writing it again gives the same bytes, which leaves nothing unchecked."""
     try:
-        header = _parse(json.loads(head[8:].decode("ascii")))
+        fields = load(head)
+        if any(key_ids(fields)):
+            raise Foreign
+        header = parse(fields)
         if header.encode() != head:
             raise BlobRejected("its header is damaged")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError):
+    except FAULTS:
         raise BlobRejected("its header is damaged") from None
     return header
 
 
-def _parse(fields: dict[str, Any]) -> Header:
+def load(head: bytearray) -> dict[str, Any]:
+    """Parse a header's JSON; raises one of :data:`FAULTS`, or :class:`OtherVersion`."""
+    fields: dict[str, Any] = json.loads(head[8:].decode("ascii"))
     metadata = fields["__metadata__"]
-    digests = tuple(metadata["layer_digests"].split(","))
     if metadata["format"] == "kvrag" and metadata["version"] != str(FORMAT_VERSION) and metadata["version"].isdecimal():
         raise OtherVersion
+    return fields
+
+
+def key_ids(fields: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Names of the keys that a file is protected by: that of its MAC, and that of its encryption."""
+    metadata = fields["__metadata__"]
+    return metadata.get("mac_key"), metadata.get("cipher_key")
+
+
+def parse(fields: dict[str, Any]) -> Header:
+    """Read what a header says; raises one of :data:`FAULTS`."""
+    metadata = fields["__metadata__"]
+    digests = tuple(metadata["layer_digests"].split(","))
     if not all(map(DIGEST.fullmatch, digests)):
         raise ValueError("not a digest")
     ids = base64.b64decode(metadata["token_ids"], validate=True)
@@ -191,5 +234,6 @@ def shape_of(value: list[int]) -> Shape:
     return heads, tokens, dim
 
 
-def _dump(fields: dict[str, Any]) -> bytes:
+def dump(fields: Mapping[str, Any]) -> bytes:
+    """Write JSON as headers have it."""
     return ENCODER.encode(fields).encode("ascii")

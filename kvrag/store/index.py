@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from kvrag.errors import StoreError
 from kvrag.store import connect
 from kvrag.store.fork import ForkAware
+from kvrag.store.row_seal import RowSeal
 from kvrag.store.rows import end_of
 from kvrag.store.store_index import StoreIndex
 from kvrag.types import ChunkKey
@@ -80,6 +81,8 @@ class DiskIndex(StoreIndex, ForkAware):
         Where the database lives; made if absent.
     kind
         ``"diskcache"`` or ``"sqlite"`` (the standard library alone).
+    seal
+        Encrypts the rows; ``None``: they are plain.
 
     Raises
     ------
@@ -89,8 +92,9 @@ class DiskIndex(StoreIndex, ForkAware):
 
     has_files = True
 
-    def __init__(self, directory: str | os.PathLike[str], kind: str = "diskcache") -> None:
+    def __init__(self, directory: str | os.PathLike[str], kind: str = "diskcache", seal: RowSeal | None = None) -> None:
         super().__init__()
+        self._seal = seal
         self._directory = Path(directory)
         self._make: type[Rows]
         self._make = _backend(kind)
@@ -192,19 +196,26 @@ class DiskIndex(StoreIndex, ForkAware):
         return self._rows
 
     def _read(self, row: str) -> Any:
+        name = self._sealed(row)
         with self._lock:
-            return load_value(self._database().fetch(row))
+            value = self._database().fetch(name)
+        return load_value(value if self._seal is None else self._seal.open_value(name, value))
 
     def _write(self, row: str, value: Any) -> None:
-        self._database().insert(row, json.dumps(value, separators=(",", ":")))
+        name, text = self._sealed(row), json.dumps(value, separators=(",", ":"))
+        self._database().insert(name, text if self._seal is None else self._seal.value(name, text))
 
     def _erase(self, row: str) -> None:
-        self._database().erase(row)
+        self._database().erase(self._sealed(row))
 
     def _scan(self, prefix: str, after: str = "", limit: int = -1) -> list[tuple[str, Any]]:
+        name = self._sealed(prefix)
         with self._lock:
-            rows = self._database().scan(prefix + after, end_of(prefix), limit)
-        return [(name[len(prefix) :], load_value(value)) for name, value in rows]
+            rows = self._database().scan(name + after, end_of(name), limit)
+        return [(row[len(prefix) :], value) for row, value in load_rows(rows, self._seal)]
+
+    def _sealed(self, row: str) -> str:
+        return row if self._seal is None else self._seal.name(row)
 
     def _peek(self, row: str) -> Any:
         return self._tolerant(lambda: self._read(row), None)
@@ -278,6 +289,19 @@ def load_value(value: Any) -> Any:
         return None if value is None else json.loads(value)
     except (ValueError, RecursionError, TypeError):
         return None
+
+
+def load_rows(rows: Iterable[tuple[str, Any]], seal: RowSeal | None) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of rows as they are meant, those of other keys left out."""
+    for name, value in rows:
+        row = name if seal is None else seal.open_name(name)
+        if row is not None:
+            yield row, load_value(value if seal is None else seal.open_value(name, value))
+
+
+def folder_of(seal: RowSeal | None) -> str:
+    """Name of the index's folder: each key has an index of its own, which others can't take for damaged."""
+    return "index" if seal is None else f"index-{seal.id}"
 
 
 def _move_aside(directory: Path) -> None:

@@ -17,7 +17,8 @@ from kvrag.store import blob, reader
 from kvrag.store.buffers import Buffers
 from kvrag.store.directory import Directory
 from kvrag.store.draft import Draft
-from kvrag.store.header import BlobRejected, Header, OtherVersion
+from kvrag.store.guard import Guard
+from kvrag.store.header import BlobRejected, Foreign, Header, OtherVersion
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
 
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -38,9 +39,16 @@ class Objects:
         Told key and reason of what is put away.
     read_only
         Leave everything where it is.
+    guard
+        The keys that blobs are protected by.
     """
 
-    def __init__(self, directory: Directory, rejected: Rejected, *, read_only: bool = False) -> None:
+    def __init__(
+        self, directory: Directory, rejected: Rejected, *, read_only: bool = False, guard: Guard | None = None
+    ) -> None:
+        self.guard = guard
+        self.foreign: set[ChunkKey] = set()
+        """Files met that other keys protect, or none: they are left alone."""
         self._directory = directory
         self._rejected = rejected
         self._read_only = read_only
@@ -55,7 +63,7 @@ class Objects:
         key = chunk_key(identity)
         seen = self._directory.inode(*place_of(key))
         try:
-            return blob.open_blob(self._directory, *place_of(key), identity=identity)
+            return blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard)
         except BlobRejected as fault:
             self.put_away(key, seen, fault.reason)
             return None
@@ -65,7 +73,7 @@ class Objects:
         key = chunk_key(identity)
         seen = self._directory.inode(*place_of(key))
         try:
-            with blob.open_blob(self._directory, *place_of(key), identity=identity) as file:
+            with blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard) as file:
                 return reader.read_all(file, self.buffer(file.header.num_bytes), helpers=helpers), file.header
         except BlobRejected as fault:
             self.put_away(key, seen, fault.reason)
@@ -82,12 +90,14 @@ class Objects:
         """Return the header of the file under this key, or put away what is not a blob of this key."""
         seen = self._directory.inode(*place_of(key))
         try:
-            with blob.Blob(self._directory, *place_of(key)) as file:
+            with blob.Blob(self._directory, *place_of(key), guard=self.guard) as file:
                 if chunk_key(file.header.identity) != key:
                     raise BlobRejected("it belongs to another chunk")
                 return file.header
         except OtherVersion:
             pass  # an older or newer kvrag may want it
+        except Foreign:
+            self.foreign.add(key)  # who has its keys may want it
         except BlobRejected as fault:
             self.put_away(key, seen, fault.reason)
         return None

@@ -13,14 +13,17 @@ from typing import Any
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION
+from kvrag.keys import Keys
 from kvrag.store import files, recovery
 from kvrag.store.directory import Directory
 from kvrag.store.draft import sweep, write_file
-from kvrag.store.index import COMPLETE, FILES, DiskIndex, load_value
+from kvrag.store.guard import Guard
+from kvrag.store.index import COMPLETE, FILES, DiskIndex, folder_of, load_rows
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
 from kvrag.store.references import FOLDER as REFERENCES
 from kvrag.store.references import References
+from kvrag.store.row_seal import RowSeal
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +49,29 @@ class Opened:
     read_only: bool
 
 
-def open_directory(directory: Directory, config: StoreConfig, rejected: Rejected) -> Opened:
+@dataclass(frozen=True, slots=True)
+class Seals:
+    """What protects blobs, and what encrypts rows and references."""
+
+    guard: Guard | None
+    rows: RowSeal | None
+    naming: bytes | None
+
+
+def open_directory(directory: Directory, config: StoreConfig, rejected: Rejected, keys: Keys) -> Opened:
     """Open or make a store; raises as :class:`~kvrag.store.disk.DiskStore`."""
+    seals = Seals(Guard.of(keys), RowSeal.of(keys), keys.names.address)
+    opened = _open(directory, config, rejected, seals)
+    if opened.objects.foreign:
+        log.warning(
+            "%s chunk(s) in %s are protected by other keys than those that it was opened with, or by none; they are left alone",
+            len(opened.objects.foreign),
+            directory.root,
+        )
+    return opened
+
+
+def _open(directory: Directory, config: StoreConfig, rejected: Rejected, seals: Seals) -> Opened:
     if not config.read_only:
         try:
             files.prepare(directory, FOLDERS)
@@ -58,20 +82,22 @@ def open_directory(directory: Directory, config: StoreConfig, rejected: Rejected
                 raise
             log.warning("%s can't be written to (%s); it is open for reading only", directory.root, cause)
         else:
-            return _open_for_writing(directory, config, rejected)
+            return _open_for_writing(directory, config, rejected, seals)
     if not directory.is_file(files.FORMAT_FILE):
         raise StoreError(f"{directory.root} is no store, or can't be read; choose the directory of one to read from it")
     files.check_format(directory, FORMAT_VERSION, write=False)
-    objects, references = Objects(directory, rejected, read_only=True), References(directory)
-    return Opened(objects, references, _read_index(directory, objects, references), read_only=True)
+    objects = Objects(directory, rejected, read_only=True, guard=seals.guard)
+    references = References(directory, seals.rows, seals.naming)
+    return Opened(objects, references, _read_index(directory, objects, references, seals.rows), read_only=True)
 
 
-def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejected) -> Opened:
-    objects, references = Objects(directory, rejected), References(directory)
+def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejected, seals: Seals) -> Opened:
+    objects = Objects(directory, rejected, guard=seals.guard)
+    references = References(directory, seals.rows, seals.naming)
     with files.locked(directory.root / LOCK_FILE):
         files.check_format(directory, FORMAT_VERSION)
         sweep(directory)
-        index = DiskIndex(directory.root / "index", config.index)
+        index = DiskIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
         index.make_room = lambda: give_up_ballast(directory)
         recovery.finish_erasures(index, objects, references)
         recovery.reconcile(index, objects, references)
@@ -94,11 +120,11 @@ def give_up_ballast(directory: Directory) -> bool:
         return False
 
 
-def _read_index(directory: Directory, objects: Objects, references: References) -> MemoryIndex:
+def _read_index(directory: Directory, objects: Objects, references: References, seal: RowSeal | None) -> MemoryIndex:
     """Make an index in memory: from the database if it is sound and complete, otherwise from the files themselves."""
     index = MemoryIndex()
     for kind, file in FILES.items():
-        rows = _read_rows(directory, kind, file)
+        rows = _read_rows(directory, kind, file, seal)
         if any(name == COMPLETE for name, _ in rows):
             index.load(rows)
             return index
@@ -111,14 +137,14 @@ def _read_index(directory: Directory, objects: Objects, references: References) 
     return index
 
 
-def _read_rows(directory: Directory, kind: str, file: str) -> list[tuple[str, Any]]:
+def _read_rows(directory: Directory, kind: str, file: str, seal: RowSeal | None) -> list[tuple[str, Any]]:
     """Read a whole database that nobody changes; nothing if it is damaged, absent or was not closed."""
-    path = directory.root / "index" / file
-    journal = directory.status("index", f"{file}-wal")
-    if not directory.is_file("index", file) or (journal is not None and journal.st_size):
+    folder = folder_of(seal)
+    journal = directory.status(folder, f"{file}-wal")
+    if not directory.is_file(folder, file) or (journal is not None and journal.st_size):
         return []
     try:
-        return [(name, load_value(value)) for name, value in _all_rows(path, kind)]
+        return list(load_rows(_all_rows(directory.root / folder / file, kind), seal))
     except (sqlite3.Error, OSError, ImportError):
         return []
 

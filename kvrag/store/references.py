@@ -7,6 +7,7 @@ document's file leaves no trace of its id.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from kvrag.fingerprint import canonical
 from kvrag.store.directory import Directory
 from kvrag.store.draft import write_file
 from kvrag.store.header import parse_text
+from kvrag.store.row_seal import RowSeal
 from kvrag.store.rows import as_list
 from kvrag.store.store_index import Reference
 from kvrag.types import ChunkKey, TextEntry
@@ -23,6 +25,9 @@ from kvrag.types import ChunkKey, TextEntry
 FOLDER = "references"
 SUFFIX = ".json"
 MAX_BYTES = 2**20
+SEALED = "kvrag sealed reference"
+BROKEN = "?"
+"""Stands for the key of what is no reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +69,53 @@ def decode(content: bytes) -> ReferenceFile | None:
     return None
 
 
-def name_of(reference: Reference) -> str:
-    """Name of a reference's file, without its suffix."""
+def name_of(reference: Reference, naming: bytes | None = None) -> str:
+    """Name of a reference's file, without its suffix; an HMAC where there is a key."""
     namespace, text, doc_id = (part.encode("utf-8", "surrogatepass") for part in reference)
-    fields = {"kind": b"reference", "namespace": namespace, "text": text, "document": doc_id}
-    return hashlib.sha256(canonical(fields)).hexdigest()
+    fields = canonical({"kind": b"reference", "namespace": namespace, "text": text, "document": doc_id})
+    return hashlib.sha256(fields).hexdigest() if naming is None else hmac.digest(naming, fields, "sha256").hex()
 
 
 class References:
-    """The folder of references in a store's directory."""
+    """The folder of references in a store's directory.
 
-    def __init__(self, directory: Directory) -> None:
+    Parameters
+    ----------
+    directory
+        The store's.
+    seal
+        Encrypts the files; ``None``: they are plain.
+    naming
+        Key of the files' names; ``None``: plain digests.
+    """
+
+    def __init__(self, directory: Directory, seal: RowSeal | None = None, naming: bytes | None = None) -> None:
         self._directory = directory
+        self._seal = seal
+        self._naming = naming
+
+    def name_of(self, reference: Reference) -> str:
+        """Name of a reference's file, without its suffix."""
+        return name_of(reference, self._naming)
 
     def add(self, file: ReferenceFile) -> bool:
         """Write a reference; ``False`` if it is there. Raises ``OSError``."""
-        place = _place(name_of(file.reference))
-        return not self._directory.is_file(*place) and write_file(self._directory, file.encode(), *place)
+        name = self.name_of(file.reference)
+        if self._directory.is_file(*_place(name)):
+            return False
+        content = file.encode()
+        if self._seal is not None:
+            fields = {"format": SEALED, "key": self._seal.id, "content": self._seal.seal(content, name)}
+            content = json.dumps(fields).encode("ascii")
+        return write_file(self._directory, content, *_place(name))
 
     def contains(self, reference: Reference) -> bool:
         """Whether a reference has its file."""
-        return self._directory.is_file(*_place(name_of(reference)))
+        return self._directory.is_file(*_place(self.name_of(reference)))
 
     def remove(self, reference: Reference) -> bool:
         """Erase a reference; whether it was there. Raises ``OSError``."""
-        return self._directory.unlink(*_place(name_of(reference)))
+        return self._directory.unlink(*_place(self.name_of(reference)))
 
     def names(self) -> set[str]:
         """Names of all references."""
@@ -97,12 +124,29 @@ class References:
         return {name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX)}
 
     def read(self, name: str) -> ReferenceFile | None:
-        """Read a reference; ``None`` if it is damaged, or says something else than its name."""
+        """Read a reference; ``None`` if it is damaged, of another key, or says something else than its name."""
+        content = self._content(name)
+        if content is None or _key_of(content) != self._key:
+            return None
+        if self._seal is not None:
+            content = self._seal.open(json.loads(content).get("content", ""), name)
+        file = None if content is None else decode(content)
+        return file if file and self.name_of(file.reference) == name else None
+
+    def is_foreign(self, name: str) -> bool:
+        """Whether a reference is encrypted with another key, or is plain where those of this store are not."""
+        content = self._content(name)
+        return content is not None and _key_of(content) not in (self._key, BROKEN)
+
+    @property
+    def _key(self) -> str:
+        return "" if self._seal is None else self._seal.id
+
+    def _content(self, name: str) -> bytes | None:
         try:
-            file = decode(self._directory.read(*_place(name), limit=MAX_BYTES))
+            return self._directory.read(*_place(name), limit=MAX_BYTES)
         except OSError:
             return None
-        return file if file and name_of(file.reference) == name else None
 
     def discard(self, name: str) -> bool:
         """Erase the file of this name, whatever it says."""
@@ -111,3 +155,16 @@ class References:
 
 def _place(name: str) -> tuple[str, str, str]:
     return FOLDER, name[:2], name + SUFFIX
+
+
+def _key_of(content: bytes) -> str:
+    """Public name of the key that a file is encrypted with; empty for a plain one."""
+    try:
+        match json.loads(content):
+            case {"format": "kvrag sealed reference", "key": str(key), "content": str()}:
+                return key or BROKEN
+            case {"format": "kvrag reference"}:
+                return ""
+    except (ValueError, RecursionError):
+        pass
+    return BROKEN

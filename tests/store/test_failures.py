@@ -219,10 +219,10 @@ def stuck(monkeypatch):
     release = threading.Event()
     real = blob.open_blob
 
-    def slow(*args, identity):
+    def slow(*args, identity, **kwargs):
         if identity == ME:
             release.wait(30)
-        return real(*args, identity=identity)
+        return real(*args, identity=identity, **kwargs)
 
     monkeypatch.setattr(blob, "open_blob", slow)
     yield release

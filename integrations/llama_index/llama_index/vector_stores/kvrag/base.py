@@ -18,7 +18,6 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvrag import ConfigError, KVRagEngine
-from kvrag.fingerprint import namespace_digest, text_digest
 from kvrag.hooks import Content, OnError, engine_of
 from llama_index.llms.kvrag.transform import precompute_nodes, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
@@ -121,8 +120,9 @@ class KVRagVectorStore(BasePydanticVectorStore):
     def _changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
         """Return the nodes that KV of another text is kept for: their ids were used before."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
-        index, space = self._engine().store.index, namespace_digest(self._space())
-        digests = {node.node_id: text_digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
+        index, names = self._engine().store.index, self._engine().names
+        space = names.namespace(self._space())
+        digests = {node.node_id: names.digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
         return [n for n in nodes if set(index.document_texts(space, n.node_id)) - {digests[n.node_id]}]
 
     # -- nodes go --------------------------------------------------------------------------------------------------
