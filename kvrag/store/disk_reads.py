@@ -52,6 +52,7 @@ class DiskReads(ForkAware):
         opened = open_directory(self.directory, config, self._on_rejected, self.keys)
         self.read_only = opened.read_only
         self.objects: Objects = opened.objects
+        self.objects.on_left = self._on_left
         self.references = opened.references
         self.rows = opened.index
         self.index: Index = self.rows
@@ -197,6 +198,13 @@ class DiskReads(ForkAware):
             with suppress(StoreError):
                 self.rows.remove(key)
         self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "rejected"))
+
+    def _on_left(self, key: ChunkKey, reason: str) -> None:
+        """Note that a file was left alone that its name says is ours, and drop its row: it may be written anew."""
+        self._warn_once(f"a chunk in {self._root} is not used, because {reason}; it is computed again")
+        if not self.read_only:
+            with suppress(StoreError):
+                self.rows.remove(key)
 
     def _on_evicted(self, key: ChunkKey) -> None:
         self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "evicted"))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import blob, recovery
+from kvrag.store import blob, foreign, recovery
 from kvrag.store.disk import DiskStore
 from kvrag.store.draft import sweep
-from kvrag.store.header import BlobRejected, OtherVersion
+from kvrag.store.header import BlobRejected, Foreign, OtherVersion
 from kvrag.store.objects import QUARANTINE, place_of
-from kvrag.types import ChunkKey
+from kvrag.types import ChunkIdentity, ChunkKey
 
 
 @dataclass(slots=True)
@@ -33,6 +33,8 @@ class FsckReport:
         Files of another version of the format; :func:`gc` removes them.
     unknown_rows
         Rows without a file, which were dropped.
+    foreign
+        Chunks of other keys, or of none, which are checked for damage only: whose they are can't be proven without the keys.
     """
 
     checked: int = 0
@@ -40,6 +42,7 @@ class FsckReport:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     other_versions: int = 0
     unknown_rows: int = 0
+    foreign: int = 0
 
     @property
     def ok(self) -> bool:
@@ -49,13 +52,17 @@ class FsckReport:
 
 @dataclass(slots=True)
 class GcReport:
-    """What was removed: files in ``tmp/`` and in quarantine, blobs of other versions, references without meaning, chunks evicted."""
+    """What was removed: files in ``tmp/`` and in quarantine, blobs of other versions, references without meaning, chunks evicted.
+
+    ``foreign`` counts chunks and references of other keys, which go only if that was asked for.
+    """
 
     swept: int = 0
     quarantined: int = 0
     other_versions: int = 0
     references: int = 0
     evicted: int = 0
+    foreign: int = 0
 
 
 def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
@@ -90,7 +97,7 @@ def fsck(store: DiskStore, keys: Sequence[ChunkKey] | None = None, *, verify_dat
 def _check(store: DiskStore, key: ChunkKey, report: FsckReport, *, data: bool) -> None:
     seen = store.directory.inode(*place_of(key))
     try:
-        with blob.Blob(store.directory, *place_of(key)) as file:
+        with blob.Blob(store.directory, *place_of(key), guard=store.objects.guard) as file:
             if chunk_key(file.header.identity) != key:
                 raise BlobRejected("it belongs to another chunk")
             report.checked += 1
@@ -101,6 +108,8 @@ def _check(store: DiskStore, key: ChunkKey, report: FsckReport, *, data: bool) -
                 report.verified += 1
     except OtherVersion:
         report.other_versions += 1
+    except Foreign:
+        _check_foreign(store, key, report, seen, data=data)
     except BlobRejected as fault:
         report.rejected.append((key, fault.reason))
         store.objects.put_away(key, seen, fault.reason)
@@ -108,20 +117,48 @@ def _check(store: DiskStore, key: ChunkKey, report: FsckReport, *, data: bool) -
         report.rejected.append((key, f"it can't be read: {error.strerror or error}"))
 
 
-def gc(store: DiskStore) -> GcReport:
-    """Remove what nobody needs: leftovers, quarantine, other versions, references of nothing, and what is over budget."""
+def _check_foreign(
+    store: DiskStore, key: ChunkKey, report: FsckReport, seen: tuple[int, int] | None, *, data: bool
+) -> None:
+    """Check for damage what can't be proven without its keys."""
+    try:
+        foreign.check(store.directory, *place_of(key), data=data)
+        report.foreign += 1
+    except BlobRejected as fault:
+        report.rejected.append((key, fault.reason))
+        store.objects.put_away(key, seen, fault.reason)
+    except OSError as error:
+        report.rejected.append((key, f"it can't be read: {error.strerror or error}"))
+
+
+def gc(store: DiskStore, *, with_foreign: bool = False) -> GcReport:
+    """Remove what nobody needs: leftovers, quarantine, other versions, references of nothing, and what is over budget.
+
+    Parameters
+    ----------
+    store
+        Open for writing.
+    with_foreign
+        Remove chunks and references of other keys too, or of none; they can't be told from those of another user of the directory.
+    """
     report = GcReport(swept=sweep(store.directory))
     report.quarantined = _empty_quarantine(store)
-    for key in _other_versions(store):
+    for key in _rejected_as(store, OtherVersion):
         report.other_versions += store.directory.unlink(*place_of(key))
+    for key in _rejected_as(store, Foreign) if with_foreign else ():
+        report.foreign += store.directory.unlink(*place_of(key))
     for name in store.references.names():
-        report.references += store.references.read(name) is None and store.references.discard(name)
+        if store.references.is_foreign(name):
+            report.foreign += with_foreign and store.references.discard(name)
+        else:
+            report.references += store.references.read(name) is None and store.references.discard(name)
     recovery.finish_erasures(store.rows, store.objects, store.references)
     before = store.stats()["disk"].chunks
     with suppress(StoreError):
         store.make_room()
     report.evicted = before - store.stats()["disk"].chunks
-    shutil.rmtree(store.directory.root / "index.damaged", ignore_errors=True)
+    for folder in store.directory.root.glob("index*.damaged"):
+        shutil.rmtree(folder, ignore_errors=True)
     store.rows.scrub()
     return report
 
@@ -138,24 +175,43 @@ def _empty_quarantine(store: DiskStore) -> int:
     return count
 
 
-def _other_versions(store: DiskStore) -> Iterator[ChunkKey]:
+def _rejected_as(store: DiskStore, kind: type[BlobRejected]) -> Iterator[ChunkKey]:
+    """Yield the keys of files that are rejected for this reason."""
     for key in store.files():
         try:
-            blob.Blob(store.directory, *place_of(key)).close()
-        except OtherVersion:
-            yield key
-        except (BlobRejected, OSError):
+            blob.Blob(store.directory, *place_of(key), guard=store.objects.guard).close()
+        except BlobRejected as fault:
+            if isinstance(fault, kind):
+                yield key
+        except OSError:
             continue
 
 
-def copy(source: DiskStore, target: DiskStore, keys: Sequence[ChunkKey] | None = None) -> tuple[int, int, int]:
+def copy(
+    source: DiskStore, target: DiskStore, keys: Sequence[ChunkKey] | None = None, *, namespaces: Sequence[str] = ()
+) -> tuple[int, int, int]:
     """Copy chunks with their texts and references; every byte is proven on the way, whoever wrote the source.
+
+    Parameters
+    ----------
+    source, target
+        Open stores.
+    keys
+        Chunks to copy; default: all.
+    namespaces
+        Names of the namespaces to copy, where the stores have different keys: chunks are called otherwise there.
 
     Returns
     -------
     tuple of int
-        Chunks copied, chunks that were there already, and chunks that could not be read.
+        Chunks copied, chunks that were there already, and chunks that could not be read, or called otherwise.
+
+    Raises
+    ------
+    StoreError
+        If the stores have different namespace secrets: only the texts themselves could be given their names under the other one.
     """
+    rename = _renaming(source, target, namespaces)
     copied = there = failed = 0
     by_text: dict[tuple[str, str], list[str]] = {}
     for namespace, digest, doc_id in source.rows.references():
@@ -163,13 +219,35 @@ def copy(source: DiskStore, target: DiskStore, keys: Sequence[ChunkKey] | None =
     for key in sorted(source.files()) if keys is None else keys:
         header = source.header(key)
         kv = None if header is None else source.get(header.identity)
-        if header is None or kv is None:
+        identity = None if header is None else rename(header.identity)
+        if header is None or kv is None or identity is None:
             failed += 1
             continue
-        put = partial(target.put, header.identity, kv)
+        put = partial(target.put, identity, kv)
         written = put(text=header.text)
         for text in source.rows.key_texts(key):
             for doc_id in by_text.get((header.identity.namespace, text.digest), []):
                 put(text=text, doc_id=doc_id)
         copied, there = copied + (written > 0), there + (written == 0)
     return copied, there, failed
+
+
+def _renaming(
+    source: DiskStore, target: DiskStore, namespaces: Sequence[str]
+) -> Callable[[ChunkIdentity], ChunkIdentity | None]:
+    """Say how identities of one store are called in another one."""
+    old, new = source.keys.names, target.keys.names
+    if old == new:
+        return lambda identity: identity
+    if old.text != new.text:
+        raise StoreError(
+            f"the stores {source.directory.root} and {target.directory.root} have different namespace secrets, and digests of texts can't "
+            "be translated; open both with the same one, or precompute again"
+        )
+    names = {old.namespace(name): new.namespace(name) for name in namespaces}
+
+    def rename(identity: ChunkIdentity) -> ChunkIdentity | None:
+        namespace = names.get(identity.namespace)
+        return None if namespace is None else replace(identity, namespace=namespace)
+
+    return rename

@@ -280,7 +280,7 @@ def _core(header: Header) -> bytes:
 
 
 def _place(header: Header, index: int, core: bytes) -> bytes:
-    """What a layer is bound to."""
+    """Say what a layer is bound to."""
     return canonical(
         {
             "version": str(FORMAT_VERSION).encode(),

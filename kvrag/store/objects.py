@@ -49,6 +49,8 @@ class Objects:
         self.guard = guard
         self.foreign: set[ChunkKey] = set()
         """Files met that other keys protect, or none: they are left alone."""
+        self.on_left: Rejected = lambda key, reason: None
+        """Told key and reason of a file that was asked for and left alone."""
         self._directory = directory
         self._rejected = rejected
         self._read_only = read_only
@@ -65,7 +67,7 @@ class Objects:
         try:
             return blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard)
         except BlobRejected as fault:
-            self.put_away(key, seen, fault.reason)
+            self._refuse(key, seen, fault)
             return None
 
     def read(self, identity: ChunkIdentity, *, helpers: int) -> tuple[ChunkKV, Header] | None:
@@ -76,8 +78,16 @@ class Objects:
             with blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard) as file:
                 return reader.read_all(file, self.buffer(file.header.num_bytes), helpers=helpers), file.header
         except BlobRejected as fault:
-            self.put_away(key, seen, fault.reason)
+            self._refuse(key, seen, fault)
             return None
+
+    def _refuse(self, key: ChunkKey, seen: tuple[int, int] | None, fault: BlobRejected) -> None:
+        """Put away what is damaged. What other keys protect stays until its place is needed: it may be good to others."""
+        if isinstance(fault, Foreign):
+            self.foreign.add(key)
+            self.on_left(key, fault.reason)
+        else:
+            self.put_away(key, seen, fault.reason)
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Return memory for a chunk's tensors, uint8, pinned where there is CUDA; ``OSError`` if there is not enough."""
@@ -148,12 +158,16 @@ class Objects:
         return 0 if status is None else status.st_mtime_ns
 
     def _clear_way(self, key: ChunkKey) -> None:
-        """Put away what is no folder or no file where one has to be: a link itself goes, not what it leads to."""
+        """Put away what is no folder or no file where one has to be, and what is of other keys: a link itself goes, not its target."""
         place = place_of(key)
         for what, is_right in ((place[:2], stat.S_ISDIR), (place, stat.S_ISREG)):
             status = self._directory.status(*what)
             if status is not None and not is_right(status.st_mode):
                 self._move_away(what)
+        # Names depend on the keys, so a file of other keys has this name only if someone gave it that.
+        if key in self.foreign and self.header(key) is None and self._directory.is_file(*place):
+            self._move_away(place)
+        self.foreign.discard(key)
 
 
 def place_of(key: str) -> tuple[str, str, str]:
