@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvrag.commands.keys import key_options
 from kvrag.commands.maintenance import existing_store, index_kind, report_copy
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
 
@@ -18,22 +19,24 @@ def export(
         list[str] | None, typer.Option("--document", help="Only this document; may be repeated.")
     ] = None,
     namespace: Namespace = "default",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Write the copy without the keys of the environment; of --namespace alone.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy all chunks, or those of some documents; every byte is proven. The copy can be opened with read_only=True."""
     from kvrag.config import StoreConfig
-    from kvrag.fingerprint import namespace_digest
     from kvrag.store import DiskStore
     from kvrag.store import fsck as checks
 
-    space = namespace_digest(namespace)
     with existing_store(kv_dir) as store:
+        space = store.keys.names.namespace(namespace)
         keys = None
         if document:
             keys = sorted({key for name in document for key in store.index.document_keys(space, name)})
-        other = DiskStore(target, StoreConfig(index=index_kind(target)))
+        other = DiskStore(target, StoreConfig(index=index_kind(target), **({} if plain else key_options())))
         try:
-            counts = checks.copy(store, other, keys)
+            counts = checks.copy(store, other, keys, namespaces=[namespace])
         finally:
             other.close()
     report_copy(f"Copied to {target}", counts, as_json=as_json)

@@ -18,13 +18,16 @@ def gc(
         int | None,
         typer.Option("--disk-bytes", min=0, help="Evict what is worth least until this many bytes are left."),
     ] = None,
+    foreign: Annotated[
+        bool, typer.Option("--foreign", help="Also what other keys than those of the environment protect, or none.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove leftovers of killed writers, the quarantine, chunks of other versions, and what is over a budget."""
     from kvrag.store import fsck as checks
 
     with existing_store(kv_dir, disk_bytes=disk_bytes) as store:
-        report = asdict(checks.gc(store))
+        report = asdict(checks.gc(store, with_foreign=foreign))
     if as_json:
         print_json(report)
     else:

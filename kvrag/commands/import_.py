@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from kvrag.commands.keys import key_options
 from kvrag.commands.maintenance import check_is_store, index_kind, report_copy
-from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir
+from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
 
 
 def import_(
@@ -16,6 +17,10 @@ def import_(
         Path, typer.Argument(help="Directory of a store, such as kvrag export makes; it is not changed.")
     ],
     kv_dir: KVDir = DEFAULT_KV_DIR,
+    namespace: Namespace = "default",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="The source was written without keys; takes --namespace alone over.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Take over what proves itself byte by byte; whoever wrote the source, nothing in it is run or trusted."""
@@ -24,10 +29,11 @@ def import_(
     from kvrag.store import DiskStore
     from kvrag.store import fsck as checks
 
-    other = DiskStore(source, StoreConfig(index=index_kind(source), read_only=True))
-    store = DiskStore(kv_dir, StoreConfig(index=index_kind(kv_dir)))
+    options = {} if plain else key_options()
+    other = DiskStore(source, StoreConfig(index=index_kind(source), read_only=True, **options))
+    store = DiskStore(kv_dir, StoreConfig(index=index_kind(kv_dir), **key_options()))
     try:
-        counts = checks.copy(other, store)
+        counts = checks.copy(other, store, namespaces=[namespace])
     finally:
         store.close()
         other.close()

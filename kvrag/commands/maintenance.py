@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kvrag.commands.keys import key_options
 from kvrag.commands.output import console, facts, print_json
 from kvrag.errors import StoreError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def index_kind(kv_dir: Path) -> str:
     """Kind of a store's index: the one that it has, otherwise the default. Another one would take its place."""
-    return "sqlite" if (kv_dir / "index" / "rows.db").exists() else "diskcache"
+    return "sqlite" if any(kv_dir.glob("index*/rows.db")) else "diskcache"
 
 
 def check_is_store(kv_dir: Path) -> None:
@@ -45,7 +46,12 @@ def existing_store(kv_dir: Path, *, disk_bytes: int | None = None) -> Iterator[D
     from kvrag.store import DiskStore
 
     config = StoreConfig(
-        index=index_kind(kv_dir), disk_bytes=disk_bytes, min_free_bytes=0, high_watermark=1.0, low_watermark=1.0
+        index=index_kind(kv_dir),
+        disk_bytes=disk_bytes,
+        min_free_bytes=0,
+        high_watermark=1.0,
+        low_watermark=1.0,
+        **key_options(),
     )
     store = DiskStore(kv_dir, config)
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrag.commands.keys import key_options
 from kvrag.commands.output import progress
 from kvrag.errors import ConfigError
 
@@ -105,11 +106,19 @@ def open_engine(
     if prefix is not None and system is not None:
         raise ConfigError("--prefix and --system both say what stands before the first chunk; pass one of them")
     with progress(f"loading {model} ..."):
+        from kvrag.config import StoreConfig
         from kvrag.engine import KVRagEngine
 
         before = prefix if system is None else [{"role": "system", "content": system}]
         engine = KVRagEngine.from_pretrained(
-            model, kv_dir=kv_dir, prefix=before, namespace=namespace, dtype=dtype, device=device, repair=repair
+            model,
+            kv_dir=kv_dir,
+            prefix=before,
+            namespace=namespace,
+            dtype=dtype,
+            device=device,
+            repair=repair,
+            store_config=StoreConfig(**key_options()),
         )
         engine.loaded  # noqa: B018 - loads it here, where it is announced
     return engine

@@ -18,10 +18,8 @@ def rm(
     as_json: AsJson = False,
 ) -> None:
     """Erase documents with the KV that only they hold on to, for every model and prefix. Exit status 1 if none was known."""
-    from kvrag.fingerprint import namespace_digest
-
-    space = namespace_digest(namespace)
     with existing_store(kv_dir) as store:
+        space = store.keys.names.namespace(namespace)
         known = set(store.index.documents(space))
         erased = {name: store.forget(space, name) for name in dict.fromkeys(document)}
     unknown = [name for name in erased if name not in known]

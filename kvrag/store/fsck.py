@@ -16,6 +16,7 @@ from kvrag.store.disk import DiskStore
 from kvrag.store.draft import sweep
 from kvrag.store.header import BlobRejected, Foreign, OtherVersion
 from kvrag.store.objects import QUARANTINE, place_of
+from kvrag.store.row_seal import RowSeal, folder_of
 from kvrag.types import ChunkIdentity, ChunkKey
 
 
@@ -139,7 +140,7 @@ def gc(store: DiskStore, *, with_foreign: bool = False) -> GcReport:
     store
         Open for writing.
     with_foreign
-        Remove chunks and references of other keys too, or of none; they can't be told from those of another user of the directory.
+        Remove what is of other keys too, or of none: chunks, references and indices. Whether others use it can't be seen.
     """
     report = GcReport(swept=sweep(store.directory))
     report.quarantined = _empty_quarantine(store)
@@ -157,8 +158,10 @@ def gc(store: DiskStore, *, with_foreign: bool = False) -> GcReport:
     with suppress(StoreError):
         store.make_room()
     report.evicted = before - store.stats()["disk"].chunks
-    for folder in store.directory.root.glob("index*.damaged"):
-        shutil.rmtree(folder, ignore_errors=True)
+    own = folder_of(RowSeal.of(store.keys))
+    for folder in store.directory.root.glob("index*"):
+        if folder.name.endswith(".damaged") or (with_foreign and folder.name != own):
+            shutil.rmtree(folder, ignore_errors=True)
     store.rows.scrub()
     return report
 

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from kvrag.errors import StoreError
 from kvrag.store import connect
 from kvrag.store.fork import ForkAware
-from kvrag.store.row_seal import RowSeal
+from kvrag.store.row_seal import RowSeal, load_rows, load_value
 from kvrag.store.rows import end_of
 from kvrag.store.store_index import StoreIndex
 from kvrag.types import ChunkKey
@@ -281,27 +281,6 @@ def _backend(kind: str) -> type[Rows]:
 def _inode(path: Path) -> tuple[int, int]:
     status = os.stat(path)
     return status.st_dev, status.st_ino
-
-
-def load_value(value: Any) -> Any:
-    """Parse a row's value; what is not JSON is absent."""
-    try:
-        return None if value is None else json.loads(value)
-    except (ValueError, RecursionError, TypeError):
-        return None
-
-
-def load_rows(rows: Iterable[tuple[str, Any]], seal: RowSeal | None) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of rows as they are meant, those of other keys left out."""
-    for name, value in rows:
-        row = name if seal is None else seal.open_name(name)
-        if row is not None:
-            yield row, load_value(value if seal is None else seal.open_value(name, value))
-
-
-def folder_of(seal: RowSeal | None) -> str:
-    """Name of the index's folder: each key has an index of its own, which others can't take for damaged."""
-    return "index" if seal is None else f"index-{seal.id}"
 
 
 def _move_aside(directory: Path) -> None:

@@ -18,12 +18,12 @@ from kvrag.store import files, recovery
 from kvrag.store.directory import Directory
 from kvrag.store.draft import sweep, write_file
 from kvrag.store.guard import Guard
-from kvrag.store.index import COMPLETE, FILES, DiskIndex, folder_of, load_rows
+from kvrag.store.index import COMPLETE, FILES, DiskIndex
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
 from kvrag.store.references import FOLDER as REFERENCES
 from kvrag.store.references import References
-from kvrag.store.row_seal import RowSeal
+from kvrag.store.row_seal import RowSeal, folder_of, load_rows
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvrag.errors import require
@@ -101,3 +101,24 @@ def _parts(row: str) -> Iterator[tuple[int, str, bool]]:
         at = start = end
         count += 1
     yield count, row[start:], False
+
+
+def load_value(value: Any) -> Any:
+    """Parse a row's value; what is not JSON is absent."""
+    try:
+        return None if value is None else json.loads(value)
+    except (ValueError, RecursionError, TypeError):
+        return None
+
+
+def load_rows(rows: Iterable[tuple[str, Any]], seal: RowSeal | None) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of rows as they are meant, those of other keys left out."""
+    for name, value in rows:
+        row = name if seal is None else seal.open_name(name)
+        if row is not None:
+            yield row, load_value(value if seal is None else seal.open_value(name, value))
+
+
+def folder_of(seal: RowSeal | None) -> str:
+    """Name of the index's folder: each key has an index of its own, which others can't take for damaged."""
+    return "index" if seal is None else f"index-{seal.id}"
