@@ -55,12 +55,11 @@ class Seals:
 
     guard: Guard | None
     rows: RowSeal | None
-    naming: bytes | None
 
 
 def open_directory(directory: Directory, config: StoreConfig, rejected: Rejected, keys: Keys) -> Opened:
     """Open or make a store; raises as :class:`~kvrag.store.disk.DiskStore`."""
-    seals = Seals(Guard.of(keys), RowSeal.of(keys), keys.names.address)
+    seals = Seals(Guard.of(keys), RowSeal.of(keys))
     opened = _open(directory, config, rejected, seals)
     if opened.objects.foreign:
         log.warning(
@@ -87,13 +86,13 @@ def _open(directory: Directory, config: StoreConfig, rejected: Rejected, seals: 
         raise StoreError(f"{directory.root} is no store, or can't be read; choose the directory of one to read from it")
     files.check_format(directory, FORMAT_VERSION, write=False)
     objects = Objects(directory, rejected, read_only=True, guard=seals.guard)
-    references = References(directory, seals.rows, seals.naming)
+    references = References(directory, seals.rows)
     return Opened(objects, references, _read_index(directory, objects, references, seals.rows), read_only=True)
 
 
 def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejected, seals: Seals) -> Opened:
     objects = Objects(directory, rejected, guard=seals.guard)
-    references = References(directory, seals.rows, seals.naming)
+    references = References(directory, seals.rows)
     with files.locked(directory.root / LOCK_FILE):
         files.check_format(directory, FORMAT_VERSION)
         sweep(directory)

@@ -14,7 +14,7 @@ from kvrag.store.base import Record
 from kvrag.store.header import Header
 from kvrag.store.index import DiskIndex
 from kvrag.store.objects import Objects
-from kvrag.store.references import ReferenceFile, References
+from kvrag.store.references import ReferenceFile, References, name_of
 from kvrag.store.store_index import StoreIndex
 from kvrag.types import ChunkKey
 
@@ -69,7 +69,7 @@ def headers(objects: Objects, keys: Iterable[ChunkKey]) -> Iterator[Header]:
 
 
 def _reconcile_references(index: DiskIndex, references: References) -> None:
-    rows = {references.name_of(reference): reference for reference in index.references()}
+    rows = {name_of(reference): reference for reference in index.references()}
     names = references.names()
     for batch in batches(names if index.stale else names - rows.keys()):
         with index.batch():

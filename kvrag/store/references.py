@@ -7,7 +7,6 @@ document's file leaves no trace of its id.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 from dataclasses import dataclass
 
@@ -69,11 +68,11 @@ def decode(content: bytes) -> ReferenceFile | None:
     return None
 
 
-def name_of(reference: Reference, naming: bytes | None = None) -> str:
-    """Name of a reference's file, without its suffix; an HMAC where there is a key."""
+def name_of(reference: Reference) -> str:
+    """Name of a reference's file, without its suffix."""
     namespace, text, doc_id = (part.encode("utf-8", "surrogatepass") for part in reference)
-    fields = canonical({"kind": b"reference", "namespace": namespace, "text": text, "document": doc_id})
-    return hashlib.sha256(fields).hexdigest() if naming is None else hmac.digest(naming, fields, "sha256").hex()
+    fields = {"kind": b"reference", "namespace": namespace, "text": text, "document": doc_id}
+    return hashlib.sha256(canonical(fields)).hexdigest()
 
 
 class References:
@@ -84,23 +83,16 @@ class References:
     directory
         The store's.
     seal
-        Encrypts the files; ``None``: they are plain.
-    naming
-        Key of the files' names; ``None``: plain digests.
+        Encrypts the files; ``None``: they are plain. Their names need no key: they cover the namespace's digest, which has one.
     """
 
-    def __init__(self, directory: Directory, seal: RowSeal | None = None, naming: bytes | None = None) -> None:
+    def __init__(self, directory: Directory, seal: RowSeal | None = None) -> None:
         self._directory = directory
         self._seal = seal
-        self._naming = naming
-
-    def name_of(self, reference: Reference) -> str:
-        """Name of a reference's file, without its suffix."""
-        return name_of(reference, self._naming)
 
     def add(self, file: ReferenceFile) -> bool:
         """Write a reference; ``False`` if it is there. Raises ``OSError``."""
-        name = self.name_of(file.reference)
+        name = name_of(file.reference)
         if self._directory.is_file(*_place(name)):
             return False
         content = file.encode()
@@ -111,11 +103,11 @@ class References:
 
     def contains(self, reference: Reference) -> bool:
         """Whether a reference has its file."""
-        return self._directory.is_file(*_place(self.name_of(reference)))
+        return self._directory.is_file(*_place(name_of(reference)))
 
     def remove(self, reference: Reference) -> bool:
         """Erase a reference; whether it was there. Raises ``OSError``."""
-        return self._directory.unlink(*_place(self.name_of(reference)))
+        return self._directory.unlink(*_place(name_of(reference)))
 
     def names(self) -> set[str]:
         """Names of all references."""
@@ -131,7 +123,7 @@ class References:
         if self._seal is not None:
             content = self._seal.open(json.loads(content).get("content", ""), name)
         file = None if content is None else decode(content)
-        return file if file and self.name_of(file.reference) == name else None
+        return file if file and name_of(file.reference) == name else None
 
     def is_foreign(self, name: str) -> bool:
         """Whether a reference is encrypted with another key, or is plain where those of this store are not."""
