@@ -126,11 +126,11 @@ class KVRagEngine:
         dtype
             ``"auto"``: float32 on CPU, else the checkpoint's.
         namespace
-            Isolation: chunks of one namespace are never found from another.
+            Isolation: chunks of one namespace are never found from another. See SECURITY.md for the keys of a ``store_config``.
         revision
             Hub revision.
         store_config
-            Budgets and limits of the store.
+            Budgets, limits and keys of the store.
         prove
             ``"auto"``: prove on the loaded model that reuse is exact where it says so (a moment, kept on disk); a model that it can't be
             proven for answers by full prefill, and every result says why. ``"off"``: look at the model's structure only.
