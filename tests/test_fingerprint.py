@@ -49,23 +49,23 @@ MODEL = ModelIdentity(
 # Golden values. A change of any literal below is a change of the format: raise FORMAT_VERSION and say so in docs/format.md.
 
 
-def test_canonical_bytes_are_those_of_format_2() -> None:
+def test_canonical_bytes_are_those_of_format_3() -> None:
     assert canonical({"b": b"\x01\x02", "a": b""}) == (
         b"\x01\x00\x00\x00a\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00b\x02\x00\x00\x00\x00\x00\x00\x00\x01\x02"
     )
     assert canonical({}) == b""
 
 
-def test_keys_are_those_of_format_2() -> None:
-    assert kvrag.fingerprint.FORMAT_VERSION == 2
-    assert chunk_key(IDENTITY) == "d145724c2a88b3efb2207253e533795df945ce285fb4aeae05ea89f8829cef54"
-    assert content_key(IDENTITY) == "0fd3f87145bf8d2a18fb6ddeb68eaf54040aa55e109f26611dc2b73ea1a65331"
+def test_keys_are_those_of_format_3() -> None:
+    assert kvrag.fingerprint.FORMAT_VERSION == 3
+    assert chunk_key(IDENTITY) == "c75557c43dcb67cbcefcb5a091f854f985d88c17f85e99f81347009953233d9f"
+    assert content_key(IDENTITY) == "3c3b42a53cc2ed1b300c45a314deb182d9cf53818b5146066be45eeb9fd07a54"
 
 
-def test_digests_are_those_of_format_2() -> None:
-    assert namespace_digest("default") == "sha256:bd5433b00839c017987b578f3cfbb96ed3e2b7bbe61cd89fe972472a3ddaf37e"
-    assert ids_digest([1, 2]) == "sha256:1856490bd01b5f24dfcc127de8d11e5a68767221edb66fe5a66efbe08c30c9e4"
-    assert MODEL.fingerprint == "sha256:5452d698265c4c2dc4241743523ab39f120e7c298a3450024d43dae88519550e"
+def test_digests_are_those_of_format_3() -> None:
+    assert namespace_digest("default") == "sha256:cbe094a76f122e69b5f909420a8ba2cbe5b7ff879ead2f77c0210cb3031d72c5"
+    assert ids_digest([1, 2]) == "sha256:2628e1fc4c1be666722192102a6febe4bf3cfba2cbf60a56a0d3571f1428cf97"
+    assert MODEL.fingerprint == "sha256:92941c39277ffd1abe7e77992090db525421cc4dc1321b62ac2babde0195af26"
 
 
 def test_digests_name_their_hash_and_keys_are_bare() -> None:

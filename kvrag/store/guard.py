@@ -95,12 +95,14 @@ class Guard:
         return cls(keys) if keys.mac is not None or keys.cipher is not None else None
 
     def head_size(self, header: Header) -> int:
-        """Length of the header that a blob will have."""
-        sealing = Sealing(self, header)
-        for _ in header.digests:
-            sealing.sums.append("0" * 64)
-            sealing.tags.append("0" * 2 * gcm.TAG_BYTES)
-        return len(sealing.head(header))
+        """Length of the header that a blob will have; nothing is encrypted for it."""
+        count = len(header.digests)
+        sums = ("0" * 64,) * count if self.signs else ()
+        if not self.encrypts:
+            return len(self.encode(header, Marks(sums)))
+        sealed = base64.b64encode(bytes(len(_plain(header)) + gcm.TAG_BYTES)).decode()
+        tags = ("0" * 2 * gcm.TAG_BYTES,) * count
+        return len(self.encode(header, Marks(sums, bytes(SALT_BYTES), tags, sealed)))
 
     def decode(self, head: bytearray) -> tuple[Header, Opening]:
         """Prove a header, and return it with what proves the layers.
@@ -136,8 +138,7 @@ class Guard:
     def seal(self, header: Header, salt: bytes, tags: Sequence[str]) -> str:
         """Encrypt a header, bound to what will stand in clear beside it."""
         bound = _bound(self._clear(header, Marks(salt=salt, tags=tuple(tags))), layers_of(header))
-        plain = memoryview(header.encode()[8:].rstrip(b" "))
-        parts, tag = gcm.encrypt(self.key_of(header, salt), HEADER_PLACE, [plain], bound)
+        parts, tag = gcm.encrypt(self.key_of(header, salt), HEADER_PLACE, [memoryview(_plain(header))], bound)
         return base64.b64encode(b"".join([*parts, tag])).decode()
 
     def key_of(self, header: Header, salt: bytes) -> bytes:
@@ -272,6 +273,11 @@ def layers_of(header: Header) -> dict[str, Any]:
         tensors[f"layer.{i:03d}"] = {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
         start += size
     return tensors
+
+
+def _plain(header: Header) -> bytes:
+    """Return a header's JSON without length and padding."""
+    return header.encode()[8:].rstrip(b" ")
 
 
 def _core(header: Header) -> bytes:

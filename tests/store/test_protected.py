@@ -30,7 +30,7 @@ from safetensors import safe_open
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, MissingDependencyError
 from kvrag.fingerprint import chunk_key, ids_bytes
-from kvrag.store import DiskStore, gcm
+from kvrag.store import DiskStore
 from kvrag.store.guard import Guard
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import StoreContract
@@ -560,21 +560,21 @@ def test_a_signed_blob_opens_as_a_plain_safetensors_file(opened, root):
 
 @needs_cryptography
 def test_no_nonce_comes_twice_under_one_key(opened, monkeypatch):
-    used, real = [], gcm.encrypt
+    """What is given to the cipher itself is looked at, while the same chunks are stored again and again."""
+    from cryptography.hazmat.primitives.ciphers import algorithms, modes
 
-    def encrypt(key, place, views, bound):
-        used.append((key, place))
-        return real(key, place, views, bound)
-
-    monkeypatch.setattr(gcm, "encrypt", encrypt)
+    keys, nonces, real = [], [], (algorithms.AES, modes.GCM)
+    monkeypatch.setattr(algorithms, "AES", lambda key: keys.append(bytes(key)) or real[0](key))
+    monkeypatch.setattr(
+        modes, "GCM", lambda nonce, *rest, **more: nonces.append(nonce) or real[1](nonce, *rest, **more)
+    )
     store = opened("cipher")
-    for _ in range(3):  # the same chunks again: nothing but chance may tell them apart
+    for _ in range(3):
         mine = [put(store, "cipher", number) for number in range(20)]
         store.delete([chunk_key(me) for me in mine])
-    headers = 60
-    assert len(used) >= headers * 3
-    sealed = {use for use in used if used.count(use) == 1}
-    assert len(sealed) == len(used), "a key and a nonce came twice"
+    used = list(zip(keys, nonces, strict=True))
+    assert len(used) == 60 * 3, "two layers and a header each"
+    assert len(set(used)) == len(used), "a key and a nonce came twice"
 
 
 @needs_cryptography

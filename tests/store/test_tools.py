@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kvrag.cli import app
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, fsck
 from kvrag.store.index import FILES
 from kvrag.store.objects import place_of
@@ -96,7 +96,7 @@ def test_gc_removes_what_nobody_needs(filled, root):
     filled.get(CHUNKS[1])
     (root / "quarantine" / "folder").mkdir()
     (root / "quarantine" / "folder" / "file").write_text("x")
-    other = path_of(root, 2).read_bytes().replace(b'"version":"2"', b'"version":"1"')
+    other = path_of(root, 2).read_bytes().replace(f'"version":"{FORMAT_VERSION}"'.encode(), b'"version":"1"')
     stray = root / "objects" / "aa" / ("a" * 64 + ".safetensors")
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(other)
