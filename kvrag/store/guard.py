@@ -17,7 +17,7 @@ import hmac
 import secrets
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrag.fingerprint import FORMAT_VERSION, canonical, chunk_key
@@ -234,20 +234,13 @@ class Sealing:
         return self._guard.encode(header, Marks(sums, self._salt, tuple(self.tags), sealed))
 
 
-@dataclass(frozen=True, slots=True)
 class Opening:
     """One blob that is being read; safe to use from several threads."""
 
-    guard: Guard
-    header: Header
-    marks: Marks
-    _key: bytes = field(init=False, repr=False)
-    _core: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        is_plain = not self.guard.encrypts
-        object.__setattr__(self, "_key", b"" if is_plain else self.guard.key_of(self.header, self.marks.salt))
-        object.__setattr__(self, "_core", b"" if is_plain else _core(self.header))
+    def __init__(self, guard: Guard, header: Header, marks: Marks) -> None:
+        self.guard, self.header, self.marks = guard, header, marks
+        self._key = guard.key_of(header, marks.salt) if guard.encrypts else b""
+        self._core = _core(header) if guard.encrypts else b""
 
     def layer(self, index: int, stored: memoryview, out: memoryview) -> None:
         """Prove a layer, and decrypt it to ``out`` where it is encrypted; what is there must not be used if this raises.
