@@ -23,6 +23,7 @@ from kvrag.plan import Plan, plan_prompt
 from kvrag.prefill import Clock, Prefilled, prefill, prefill_plain
 from kvrag.prompt import Prompt
 from kvrag.spans import SpanIndex
+from kvrag.store import TieredStore
 from kvrag.store.base import KVStore
 from kvrag.streams import Emit
 from kvrag.types import GenerationResult, Mode, TextEntry
@@ -136,7 +137,11 @@ class Answering:
             )
 
         mode: Mode = "full" if isinstance(lm, PlainLM) else request.mode
-        return _retry_without_reuse(attempt, mode), clock
+        return _retry_without_reuse(attempt, mode, self._release), clock
+
+    def _release(self) -> bool:
+        """Give up the memory of the store's uppermost tier, where another one is below it; whether that is any."""
+        return self.store.release() > 0 if isinstance(self.store, TieredStore) else False
 
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
@@ -199,17 +204,17 @@ class Answering:
         )
 
 
-def _retry_without_reuse(attempt: Callable[[Mode], Prefilled], mode: Mode) -> Prefilled:
-    """Run a prefill; when memory runs out, once more without reuse, then give up with a sentence."""
+def _retry_without_reuse(attempt: Callable[[Mode], Prefilled], mode: Mode, release: Callable[[], bool]) -> Prefilled:
+    """Run a prefill; when memory runs out, once more without reuse and with the memory that ``release`` frees, then give up."""
     done, reason = _attempt(attempt, mode)
-    if done is None and mode != "full":
+    if done is None and (release() or mode != "full"):
         logger.warning("out of memory with reuse (%s); trying once more without", reason)
         gc.collect()  # the failed attempt's buffers go before the next one allocates
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         done, reason = _attempt(attempt, "full")
         if done is not None:
-            return replace(done, fallback_reason="memory ran out with reuse")
+            return replace(done, fallback_reason=None if mode == "full" else "memory ran out with reuse")
     if done is None:
         raise OutOfMemoryError(
             "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
@@ -242,4 +247,5 @@ def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
         "loaded_bytes": done.loaded_bytes,
         "fallback_reason": done.fallback_reason,
         "has_other_prefix": done.has_other_prefix,
+        "holes": done.holes,
     }

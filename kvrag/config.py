@@ -15,6 +15,8 @@ T = TypeVar("T")
 STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
 DURABILITIES = ("durable", "cache")
 INDICES = ("diskcache", "sqlite")
+WRITE_POLICIES = ("through", "back")
+PREFETCHES = ("best_effort", "wait", "timeout")
 MODES: tuple[str, ...] = get_args(Mode)
 
 
@@ -123,11 +125,12 @@ class StoreConfig:
 
     Parameters
     ----------
-    ram_bytes
-        Budget of the memory tier; least recently used chunks leave first.
-    disk_bytes
-        Budget of the disk tier in bytes of KV; ``None``: no limit. What is worth least leaves first: lowest priority, then least
-        computing time saved per byte.
+    ram_bytes, ram_fraction
+        Budget of the host's memory tier, in bytes and as a fraction in [0, 1] of the memory that this process may use; the lesser wins.
+        The lowest priority leaves first, then what was not used for longest.
+    disk_bytes, disk_fraction
+        Budget of the disk tier in bytes of KV (``None``: no limit), and as a fraction in [0, 1] of the file system's size (1: no
+        limit); the lesser wins. What is worth least leaves first: lowest priority, then least computing time saved per byte.
     min_free_bytes
         Bytes of the file system that the store leaves to others; chunks leave, or are not stored, to keep them free. 0: no chunk
         leaves for the sake of others, and one that finds the disk full is not stored.
@@ -136,6 +139,18 @@ class StoreConfig:
     durability
         ``"durable"``: a chunk that was stored is still there after a power cut. ``"cache"``: the latest ones may be lost then, which
         saves the waiting for the disk. Nothing false is ever read, either way.
+    gpu_bytes, gpu_fraction
+        Budget of the tier in the accelerator's memory, in bytes (``None``: no limit) and as a fraction in [0, 1] of that memory; the
+        lesser wins, and 0 means no such tier. A model on the CPU has none. The tier is emptied when memory runs out.
+    host_min_priority, disk_min_priority
+        What is pushed out of the accelerator goes to the host, and what is stored goes to the disk, from this priority on; what has
+        less is dropped, or kept in the host's memory alone. 0 to 100.
+    write_policy
+        ``"through"``: what was stored is on the disk. ``"back"``: it is in the host's memory, and a writer in the background brings it
+        to the disk; what it has not yet is lost if the process is killed. ``flush()`` and ``close()`` wait for it.
+    prefetch
+        What a request does about reads that a prefetch has begun and not ended: ``"best_effort"`` computes instead, ``"wait"`` waits
+        however long, ``"timeout"`` waits until ``load_timeout_s`` is over.
     index
         Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python. All processes on a directory must use
         the same one; after a change it is rebuilt.
@@ -163,15 +178,36 @@ class StoreConfig:
     on_event: Callable[[Any], None] | None = None
     load_timeout_s: float = 10.0
     min_chunk_tokens: int = 32
+    gpu_bytes: int | None = None
+    gpu_fraction: float = 0.1
+    ram_fraction: float = 0.5
+    disk_fraction: float = 1.0
+    host_min_priority: int = 0
+    disk_min_priority: int = 0
+    write_policy: str = "through"
+    prefetch: str = "timeout"
 
     def __post_init__(self) -> None:
         _check_count("StoreConfig", "ram_bytes", self.ram_bytes, 0)
-        if self.disk_bytes is not None:
-            _check_count("StoreConfig", "disk_bytes", self.disk_bytes, 0)
+        for name in ("disk_bytes", "gpu_bytes"):
+            if getattr(self, name) is not None:
+                _check_count("StoreConfig", name, getattr(self, name), 0)
+        for name in ("gpu_fraction", "ram_fraction", "disk_fraction"):
+            _check_number("StoreConfig", name, getattr(self, name), 0, 1)
+        for name in ("host_min_priority", "disk_min_priority"):
+            _check_count("StoreConfig", name, getattr(self, name), 0)
+            _check_number("StoreConfig", name, getattr(self, name), 0, 100)
         _check_count("StoreConfig", "min_free_bytes", self.min_free_bytes, 0)
         _check_number("StoreConfig", "high_watermark", self.high_watermark, 0, 1)
         _check_number("StoreConfig", "low_watermark", self.low_watermark, 0, self.high_watermark)
-        for name, choices in (("durability", DURABILITIES), ("index", INDICES), ("read_only", (False, True))):
+        choices: tuple[object, ...]
+        for name, choices in (
+            ("durability", DURABILITIES),
+            ("index", INDICES),
+            ("read_only", (False, True)),
+            ("write_policy", WRITE_POLICIES),
+            ("prefetch", PREFETCHES),
+        ):
             if getattr(self, name) not in choices:
                 known = ", ".join(map(str, choices))
                 raise ConfigError(f"StoreConfig.{name} is {getattr(self, name)!r}; it must be one of {known}")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
-from kvrag.errors import ConfigError, InputError
+from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.fingerprint import namespace_digest
 from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
@@ -26,10 +26,12 @@ from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
 from kvrag.source import ModelSource
 from kvrag.stats import EngineStats
-from kvrag.store import open_store
+from kvrag.store import Prefetch, Tier, TieredStore, on_accelerator, open_store
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import (
     Chunk,
+    ChunkIdentity,
+    ChunkKey,
     Explanation,
     GenerationResult,
     Mode,
@@ -180,6 +182,7 @@ class KVRagEngine:
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self.source)
+                self.store = on_accelerator(self.store, self._loaded.lm.device, self.store_config)
             return self._loaded
 
     @property
@@ -195,8 +198,23 @@ class KVRagEngine:
                 self._prefix_text = prefix_text(self._prefix, self.loaded.encoder)
             return self._prefix_text
 
+    def flush(self) -> None:
+        """Wait until everything that was stored is on the disk; with the write policy ``"through"`` it is already.
+
+        Raises
+        ------
+        StoreError
+            If something could not be brought there since the last call. It is in memory, for as long as there is room.
+        """
+        errors = self.store.flush() if isinstance(self.store, Tier) else {}
+        if errors:
+            key, reason = next(iter(errors.items()))
+            raise StoreError(
+                f"{len(errors)} chunk(s) could not be written and are in memory only, {key[:12]} first: {reason}"
+            )
+
     def close(self) -> None:
-        """Close the store and forget the model; the engine can't be used afterwards."""
+        """Close the store, once what waits to be written is written, and forget the model; the engine can't be used afterwards."""
         with self._shared_lock:
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
@@ -276,19 +294,39 @@ class KVRagEngine:
             show_progress=show_progress,
         )
 
-    def prefetch(self, texts: Sequence[str], *, namespace: str | None = None) -> int:
-        """Load chunks from disk into the memory tier, for a prompt that is about to come.
+    def prefetch(
+        self, texts: Sequence[str] = (), *, keys: Sequence[ChunkKey] = (), namespace: str | None = None
+    ) -> Prefetch:
+        """Begin to read chunks into memory, for a prompt that is about to come, and return while they are read.
+
+        Each is read once, however often it is asked for; a few threads read, and no more at a time than the tier can take. What a request
+        does about reads that are under way is ``StoreConfig.prefetch``.
+
+        Parameters
+        ----------
+        texts
+            Chunk texts, as they will stand in the prompt; the prefix is read with them.
+        keys
+            Keys of chunks, of this model and namespace (others are left out).
+        namespace
+            Default: the engine's.
 
         Returns
         -------
-        int
-            Number of chunks found, the prefix included.
+        Prefetch
+            ``found`` chunks, the prefix included; ``wait()`` for the reads, or ``cancel()`` those that nobody has begun.
         """
-        prompt: list[str | Chunk] = [self.prefix_text, *map(Chunk, texts)]
-        request = self._request(prompt, "full", None, namespace)
-        identities = self._answering.plan(request).identities
-        loaded = self.store.get_many(identities, timeout_s=self.store_config.load_timeout_s)
-        return sum(kv is not None for kv in loaded)
+        wanted: list[ChunkIdentity | ChunkKey] = []
+        if texts:
+            prompt: list[str | Chunk] = [self.prefix_text, *map(Chunk, texts)]
+            wanted += self._answering.plan(self._request(prompt, "full", None, namespace)).identities
+        if keys:
+            owner = (self.loaded.fingerprint, self._namespace(namespace))
+            records = ((key, self.store.index.get(key)) for key in keys)
+            wanted += [key for key, record in records if record and (record.model, record.namespace) == owner]
+        if isinstance(self.store, TieredStore):
+            return self.store.prefetch(wanted)
+        return Prefetch(len(wanted))
 
     def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> int:
         """Delete documents: KV that no other document refers to is erased from every tier.

@@ -16,7 +16,7 @@ from kvrag.loading import LoadedModel
 from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.prompt import check_chunk_text
 from kvrag.spans import text_entry
-from kvrag.store.base import KVStore
+from kvrag.store.base import KVStore, Tier
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -230,10 +230,16 @@ class _Run:
             return [], str(error)
 
     def recount(self) -> None:
-        """Report what a store without a disk has pushed out again for want of room."""
-        for job in [job for job in self._done if not self._store.contains(chunk_key(job.identity))]:
-            self.stored -= 1
-            self.fail(job, "pushed out again by later chunks: ram_bytes is too small, or pass kv_dir")
+        """Report what did not reach the disk, and what a store without one has pushed out again for want of room."""
+        errors = self._store.flush() if isinstance(self._store, Tier) else {}
+        for job in self._done:
+            key = chunk_key(job.identity)
+            reason = errors.get(key)
+            if reason is None and not self._store.contains(key):
+                reason = "pushed out again by later chunks: ram_bytes is too small, or pass kv_dir"
+            if reason is not None:
+                self.stored -= 1
+                self.fail(job, reason)
 
     def _put(self, job: Job, kv: ChunkKV) -> None:
         try:

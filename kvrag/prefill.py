@@ -20,7 +20,8 @@ from kvrag.repair import deviation, probe, repair
 from kvrag.selection import select_rows, strategy_of
 from kvrag.stitch import stitch
 from kvrag.store.base import KVStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Mode
+from kvrag.store.holes import holes_of
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Prefilled:
     loaded_bytes: int
     fallback_reason: str | None
     has_other_prefix: bool
+    holes: tuple[Hole, ...] = ()
 
 
 def load(identities: list[ChunkIdentity], store: KVStore, *, timeout_s: float) -> dict[ChunkIdentity, ChunkKV | None]:
@@ -108,9 +110,12 @@ def prefill(
             loaded = load(list(dict.fromkeys(needed)), store, timeout_s=load_timeout_s)
     possible, kvs = lay_out(plan, loaded if wanted.reused else _present(plan))
     layout, reason = decide(possible, mode, config, num_layers=model.num_layers)
-    lost = sum(kv is None for kv in loaded.values())
-    if lost:
-        reason = reason or f"{lost} stored chunk(s) could not be loaded in time or intact, and were computed"
+    holes = holes_of(store, loaded)
+    if holes:
+        what = "; ".join(map(str, holes))
+        reason = (
+            reason or f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
+        )
     token_ids = plan.token_ids
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     num_bytes = sum(kv.num_bytes for kv in kvs) if layout.reused else 0
@@ -129,6 +134,7 @@ def prefill(
         loaded_bytes=num_bytes,
         fallback_reason=too_long or reason,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
+        holes=holes,
     )
 
 

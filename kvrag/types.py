@@ -85,7 +85,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """KV of one chunk in all layers, on the host.
+    """KV of one chunk in all layers, on the host, or on the accelerator where it comes from the tier in its memory.
 
     Parameters
     ----------
@@ -104,6 +104,38 @@ class ChunkKV:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(layer.num_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A stored chunk that a request could not load whole, and computed.
+
+    Parameters
+    ----------
+    key
+        The chunk.
+    good_layers
+        Layers from 0 on that had been read and proven: the chunk's row in the bitmap of success, which is true up to here and false
+        from the first bad layer on.
+    num_layers
+        Layers that it has; 0 where not even that could be read.
+    reason
+        ``"late"``, ``"absent"``, ``"damaged"`` or ``"unreadable"``.
+    """
+
+    key: ChunkKey
+    good_layers: int
+    num_layers: int
+    reason: Literal["late", "absent", "damaged", "unreadable"]
+
+    @property
+    def bitmap(self) -> tuple[bool, ...]:
+        """Which layers had been read and proven, layer 0 first."""
+        return tuple(layer < self.good_layers for layer in range(self.num_layers))
+
+    def __str__(self) -> str:
+        where = f" from layer {self.good_layers} of {self.num_layers} on" if self.num_layers else ""
+        return f"{self.key[:12]} {self.reason}{where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +227,9 @@ class Accounting:
         Why the answer used less reuse than asked for, or why this model's KV is never reused; ``None`` where neither is so.
     has_other_prefix
         Whether chunks were used that had been encoded behind another prefix than this prompt has: nothing of them is exact.
+    holes
+        Stored chunks that were late, damaged or gone when they were to be loaded, and so were computed: a row each of the bitmap of
+        success per chunk and layer; all chunks that are not among them were whole.
     """
 
     prompt_ids: list[int]
@@ -207,6 +242,7 @@ class Accounting:
     loaded_bytes: int = 0
     fallback_reason: str | None = None
     has_other_prefix: bool = False
+    holes: tuple[Hole, ...] = ()
 
     @property
     def kv_reuse_ratio(self) -> float:

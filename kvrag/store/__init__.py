@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from kvrag.config import StoreConfig
-from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats
+from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, Tier
 from kvrag.store.disk import DiskStore
-from kvrag.store.events import StoreEvent
+from kvrag.store.events import Events, StoreEvent
 from kvrag.store.index import DiskIndex
 from kvrag.store.memory import MemoryStore
 from kvrag.store.memory_index import MemoryIndex
+from kvrag.store.prefetch import Prefetch
+from kvrag.store.sizes import device_memory, host_memory, lesser
 from kvrag.store.tiered import TieredStore
+from kvrag.store.write_behind import WriteBehind
 
 __all__ = [
     "DiskIndex",
@@ -20,11 +25,15 @@ __all__ = [
     "KVStore",
     "MemoryIndex",
     "MemoryStore",
+    "Prefetch",
     "Record",
     "Retention",
     "StoreEvent",
     "StoreStats",
+    "Tier",
     "TieredStore",
+    "WriteBehind",
+    "on_accelerator",
     "open_store",
 ]
 
@@ -44,5 +53,33 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
     StoreError
         If the directory can't be used.
     """
-    memory = MemoryStore(config.ram_bytes)
-    return memory if kv_dir is None else TieredStore(memory, DiskStore(kv_dir, config))
+    limit = lesser(config.ram_bytes, config.ram_fraction, host_memory)
+    memory = MemoryStore(config.ram_bytes if limit is None else limit, events=Events(config.on_event, config.event_log))
+    if kv_dir is None:
+        return memory
+    disk = DiskStore(kv_dir, config)
+    lower = WriteBehind(disk) if config.write_policy == "back" else disk
+    return TieredStore(memory, lower, min_priority=config.host_min_priority, prefetch=config.prefetch)
+
+
+def on_accelerator(store: KVStore, device: torch.device, config: StoreConfig) -> KVStore:
+    """Put a tier in the memory of an accelerator above a store; the store itself where there is none, or no budget for one.
+
+    Parameters
+    ----------
+    store
+        From :func:`open_store`.
+    device
+        Where the model is.
+    config
+        Budgets.
+    """
+    if device.type == "cpu":
+        return store
+    budget = lesser(config.gpu_bytes, config.gpu_fraction, lambda: device_memory(device))
+    budget = device_memory(device) if budget is None else budget
+    if not budget:
+        return store
+    events = Events(config.on_event, config.event_log)
+    memory = MemoryStore(budget, name="gpu", device=device, events=events)
+    return TieredStore(memory, store, keeps_puts=False, prefetch=config.prefetch)

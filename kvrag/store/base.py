@@ -6,12 +6,13 @@ an answer: every read proves identity and integrity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvrag.errors import ConfigError
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,10 @@ class StoreStats:
     misses: int
     rejected: int
     """Blobs that failed the proof of identity or integrity and were quarantined."""
+    unwritten: int = 0
+    """Chunks of this tier that the writer in the background has yet to bring to it."""
+    failed_writes: int = 0
+    """Chunks that it could not bring to it."""
 
 
 class Index(Protocol):
@@ -183,7 +188,30 @@ class KVStore(Protocol):
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
 
     def stats(self) -> dict[str, StoreStats]:
-        """Return the statistics of each tier by name (``"host"``, ``"disk"``)."""
+        """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``)."""
 
     def close(self) -> None:
         """Release resources; idempotent."""
+
+
+@runtime_checkable
+class Tier(KVStore, Protocol):
+    """A store that tiers above it can do more with. Those of this package are; a store need not be one."""
+
+    def touch(self, key: ChunkKey) -> None:
+        """Count a hit that a tier above has answered."""
+
+    def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+        """Keep chunks from being pushed out by this process, as long as a request needs them."""
+
+    def priority(self, key: ChunkKey) -> int:
+        """Return a chunk's priority, 0 to 100."""
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return whose KV is stored under a key; ``None`` if there is none."""
+
+    def hole(self, identity: ChunkIdentity) -> Hole | None:
+        """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
+
+    def flush(self) -> dict[ChunkKey, str]:
+        """Wait until all that was put has reached the lowest tier; return what could not since the last call, and why."""

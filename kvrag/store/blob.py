@@ -161,6 +161,12 @@ class Blob:
             raise
         self._sizes = self.header.sizes()
         self._offsets = [0, *accumulate(keys + values for keys, values in self._sizes)]
+        self._is_good = [False] * len(self._sizes)
+
+    @property
+    def good_layers(self) -> int:
+        """Layers from 0 on that have been read and proven."""
+        return [*self._is_good, False].index(False)
 
     @property
     def num_layers(self) -> int:
@@ -201,6 +207,7 @@ class Blob:
         keys, view = self._sizes[index][0], _view(part)
         if xxhash.xxh3_128_hexdigest(view) != self.header.digests[index]:
             raise BlobRejected("its data is damaged")
+        self._is_good[index] = True
         shapes, dtype = self.header.shapes[index], self.header.dtype
         return LayerKV(part[:keys].view(dtype).view(shapes[0]), part[keys:].view(dtype).view(shapes[1]))
 

@@ -25,13 +25,19 @@ from kvrag.store import blob, recovery
 from kvrag.store.base import DEFAULT_PRIORITY, Record, Retention
 from kvrag.store.disk_reads import DiskReads
 from kvrag.store.events import StoreEvent
-from kvrag.store.header import Header
 from kvrag.store.objects import KEY
 from kvrag.store.references import ReferenceFile
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 ATTEMPTS = 3
 """How often a put begins anew when another process erases the chunk in its midst."""
+
+
+KEEP = Retention(100)
+
+
+class Withdrawn(StoreError):
+    """A chunk that room was reserved for was erased before it was written."""
 
 
 class DiskStore(DiskReads):
@@ -68,13 +74,46 @@ class DiskStore(DiskReads):
         StoreError
             If it can't be written, or there is no room for it. Nothing of it is left then.
         """
+        return self._put(identity, kv, text=text, doc_id=doc_id, retention=retention, is_reserved=False)
+
+    def fulfil(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
+        """Write a chunk that has room and a row already, as :class:`~kvrag.store.write_behind.WriteBehind` gives it; otherwise as :meth:`put`.
+
+        Raises
+        ------
+        Withdrawn
+            If it was erased since, and nothing is left of it.
+        StoreError
+            If it can't be written.
+        """
+        return self._put(identity, kv, text=text, doc_id=doc_id, retention=retention, is_reserved=True)
+
+    def _put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None,
+        retention: Retention | None,
+        is_reserved: bool,
+    ) -> int:
         self._check_writable()
         for _ in range(ATTEMPTS):
-            if self.link(identity, text=text, doc_id=doc_id):
+            if self._link(identity, text, doc_id, is_reserved=is_reserved):
                 return 0
             plan = blob.plan(identity, kv, text=text)
-            self._make_room(plan.header, retention)
-            written = self._write(plan, kv, doc_id)
+            if not is_reserved:
+                self.make_room(plan.header.num_bytes, retention=retention)
+            written = self._write(plan, kv, doc_id, is_reserved=is_reserved)
             if self.objects.contains(chunk_key(identity)):
                 if retention is not None:
                     self.rows.retain(chunk_key(identity), retention)
@@ -83,6 +122,9 @@ class DiskStore(DiskReads):
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already; return whether it is."""
+        return self._link(identity, text, doc_id, is_reserved=False)
+
+    def _link(self, identity: ChunkIdentity, text: TextEntry | None, doc_id: str | None, *, is_reserved: bool) -> bool:
         key = chunk_key(identity)
         if self._closed or self.read_only or not self.contains(key):
             return False
@@ -93,7 +135,7 @@ class DiskStore(DiskReads):
                 return False
             self._restore(header)
             record = header.record()
-        self._add(replace(record, text=text), doc_id)
+        self._add(replace(record, text=text), doc_id, is_reserved=is_reserved)
         if self.contains(key):
             return True
         # Erased meanwhile by another process, which did not see the new reference.
@@ -166,24 +208,18 @@ class DiskStore(DiskReads):
         for key in keys:
             self.rows.retain(key, retention)
 
-    def make_room(self, need: int = 0) -> None:
-        """Evict until the budgets hold with ``need`` more bytes; ``StoreError`` if that can't be."""
+    def make_room(self, need: int = 0, *, retention: Retention | None = KEEP) -> None:
+        """Evict what is worth no more than ``retention`` until the budgets hold with ``need`` more bytes; ``StoreError`` if it can't be."""
         self._check_writable()
         self._flush_hits()
-        self._evictor.make_room(need, priority=100)
+        self._evictor.make_room(need, priority=DEFAULT_PRIORITY if retention is None else retention.priority)
 
-    def _make_room(self, header: Header, retention: Retention | None) -> None:
-        self._flush_hits()
-        self._evictor.make_room(
-            header.num_bytes, priority=DEFAULT_PRIORITY if retention is None else retention.priority
-        )
-
-    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None) -> int:
+    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None, *, is_reserved: bool) -> int:
         """Write a blob, its reference and its row; return the bytes written, 0 if another writer was faster."""
         record = plan.header.record()
         is_new = self._publish(record.key, plan, kv)
         try:
-            self._add(record, doc_id)
+            self._add(record, doc_id, is_reserved=is_reserved)
         except StoreError:
             if is_new:
                 # Without its row a chunk can't be found by its text nor erased with its document.
@@ -207,10 +243,10 @@ class DiskStore(DiskReads):
                 "make sure that the directory exists, is writable and has free space"
             ) from error
 
-    def _add(self, record: Record, doc_id: str | None) -> None:
+    def _add(self, record: Record, doc_id: str | None, *, is_reserved: bool) -> None:
         """Add a row, with the file of its reference, which comes first: no chunk may outlive its document."""
         if doc_id is None or record.text is None:
-            return self.rows.add(record, doc_id=doc_id)
+            return self._add_row(record, doc_id, is_reserved=is_reserved)
         file = ReferenceFile(record.namespace, doc_id, record.text, record.key)
         for _ in range(ATTEMPTS):
             try:
@@ -221,7 +257,7 @@ class DiskStore(DiskReads):
                     "make sure that the directory exists, is writable and has free space"
                 ) from error
             try:
-                self.rows.add(record, doc_id=doc_id)
+                self._add_row(record, doc_id, is_reserved=is_reserved)
             except StoreError:
                 if is_new:
                     with suppress(OSError):
@@ -230,6 +266,14 @@ class DiskStore(DiskReads):
             if self.references.contains(file.reference):
                 return None
         raise StoreError(f"the document is erased from {self._root} as fast as it is written; try again later")
+
+    def _add_row(self, record: Record, doc_id: str | None, *, is_reserved: bool) -> None:
+        if not is_reserved:
+            self.rows.add(record, doc_id=doc_id)
+        elif not self.rows.confirm(record, doc_id):
+            raise Withdrawn(
+                f"the chunk {record.key[:12]} was erased before it was written; put it again if it is wanted"
+            )
 
     def _erase(self, key: ChunkKey) -> bool:
         """Erase a chunk everywhere; on a full disk the file goes first, which may make the room for the rest."""

@@ -19,11 +19,13 @@ from kvrag.store.events import Events, StoreEvent
 from kvrag.store.evict import Budget, Evictor
 from kvrag.store.fork import ForkAware
 from kvrag.store.header import Header
+from kvrag.store.holes import Reading, Readings
 from kvrag.store.loader import Loader
 from kvrag.store.objects import Objects, place_of
 from kvrag.store.opening import open_directory
 from kvrag.store.reader import HELPERS, LayerStream, read_layers
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
+from kvrag.store.sizes import file_system, lesser
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +53,10 @@ class DiskReads(ForkAware):
         self.references = opened.references
         self.rows = opened.index
         self.index: Index = self.rows
-        budget = Budget(config.disk_bytes, config.min_free_bytes, config.high_watermark, config.low_watermark)
+        limit = lesser(config.disk_bytes, config.disk_fraction, lambda: file_system(self._root))
+        budget = Budget(limit, config.min_free_bytes, config.high_watermark, config.low_watermark)
         self._evictor = Evictor(self.directory, self.rows, budget, self.objects.erase, self._on_evicted)
+        self._readings = Readings()
         self._loader = Loader(lambda identity: self._get(identity, helpers=0))
 
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
@@ -107,6 +111,23 @@ class DiskReads(ForkAware):
         """Keep chunks from being evicted by this process until the context ends."""
         return self._evictor.pinned(keys)
 
+    def priority(self, key: ChunkKey) -> int:
+        """Return a chunk's priority at present."""
+        return self.rows.priority(key)
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return whose KV is stored under a key; reads the head of its file."""
+        header = None if self._closed else self.header(key)
+        return None if header is None else header.identity
+
+    def hole(self, identity: ChunkIdentity) -> Hole | None:
+        """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
+        return self._readings.hole(chunk_key(identity))
+
+    def flush(self) -> dict[ChunkKey, str]:
+        """Return at once: what was put is on the disk."""
+        return {}
+
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of this tier, ``"disk"``."""
         chunks, num_bytes = self.rows.totals()
@@ -123,13 +144,27 @@ class DiskReads(ForkAware):
 
     def _get(self, identity: ChunkIdentity, *, helpers: int) -> ChunkKV | None:
         key = chunk_key(identity)
+        reading = self._readings.begin(key)
         found = None
         if not self._closed:
-            found = self._reading(key, lambda: self.objects.read(identity, helpers=helpers))
+            found = self._reading(key, lambda: self._read(identity, helpers, reading))
         if found is not None and self.rows.get(key) is None and not self._restore(found[1]):
             found = None
+        reading.reason = reading.reason or "absent"
+        self._readings.end(key, is_found=found is not None)
         self._count(key, hit=found is not None)
         return None if found is None else found[0]
+
+    def _read(self, identity: ChunkIdentity, helpers: int, reading: Reading) -> tuple[ChunkKV, Header] | None:
+        """Read a chunk and note what became of it."""
+        try:
+            found = self.objects.read(identity, helpers=helpers, opened=reading.opened)
+        except OSError as error:
+            is_absent = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            reading.reason = "absent" if is_absent else "unreadable"
+            raise
+        reading.reason = "damaged" if found is None else None
+        return found
 
     def _reading(self, key: ChunkKey, read: Callable[[], T]) -> T | None:
         """Run a read; what is absent is forgotten, and any other fault is a miss."""

@@ -1,19 +1,33 @@
-"""The memory tier: chunks on the host, least recently used ones leave first."""
+"""A memory tier, on the host or on an accelerator: the lowest priority leaves first, then what was not used for longest."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key
-from kvrag.store.base import Index, Record, Retention, StoreStats
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats
 from kvrag.store.blob import check_kv
+from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
+from kvrag.store.usage import Usage
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV, TextEntry
+
+PushedOut = Callable[[ChunkIdentity, ChunkKV, int], None]
+"""Told chunk, KV and priority of what had to leave for want of room."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    identity: ChunkIdentity
+    kv: ChunkKV
+    usage: Usage
 
 
 class MemoryStore(ForkAware):
@@ -24,14 +38,34 @@ class MemoryStore(ForkAware):
     Parameters
     ----------
     max_bytes
-        Budget; what has not been used for longest leaves when it is exceeded.
+        Budget; when it is exceeded, the lowest priority leaves, and of that what has not been used for longest. Neither a pinned chunk
+        does, nor one of a higher priority than the one that comes.
+    name
+        The tier's name in statistics and events.
+    device
+        Where the tensors are kept; default: on the host.
+    events
+        Told what comes and goes.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        name: str = "host",
+        device: torch.device | str = "cpu",
+        events: Events | None = None,
+    ) -> None:
         super().__init__()
         self.index: Index = MemoryIndex()
-        self._max_bytes = max_bytes
-        self._chunks: OrderedDict[ChunkKey, tuple[ChunkIdentity, ChunkKV]] = OrderedDict()
+        self.name = name
+        self.max_bytes = max_bytes
+        self.pushed_out: PushedOut = lambda identity, kv, priority: None
+        """Set by the tier that demotes what leaves."""
+        self.device = torch.device(device)
+        self._events = events or Events()
+        self._chunks: OrderedDict[ChunkKey, _Entry] = OrderedDict()
+        self._pins: Counter[ChunkKey] = Counter()
         self._num_bytes = 0
         self._hits = 0
         self._misses = 0
@@ -41,13 +75,13 @@ class MemoryStore(ForkAware):
         """Return the chunk's KV, or ``None``; the tensors are shared and must not be written to."""
         key = chunk_key(identity)
         with self._lock:
-            owner, kv = self._chunks.get(key, (None, None))
-            if kv is None or owner != identity:
+            entry = self._chunks.get(key)
+            if entry is None or entry.identity != identity:
                 self._misses += 1
                 return None
             self._chunks.move_to_end(key)
             self._hits += 1
-            return kv
+            return entry.kv
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Return several chunks; memory is never late."""
@@ -62,12 +96,12 @@ class MemoryStore(ForkAware):
         doc_id: str | None = None,
         retention: Retention | None = None,
     ) -> int:
-        """Keep a copy of a chunk and return its bytes; 0 if it was there already. ``retention`` is not used.
+        """Keep a copy of a chunk and return its bytes; 0 if it was there already.
 
         Raises
         ------
         StoreError
-            If the KV must not be stored or is larger than the whole budget.
+            If the KV must not be stored, is larger than the whole budget, or finds it taken by what may not leave.
         """
         if self.link(identity, text=text, doc_id=doc_id):
             return 0
@@ -75,18 +109,22 @@ class MemoryStore(ForkAware):
         record = _record(identity, kv.num_bytes, text)
         # The row first: the chunk may be pushed out by another thread at once, and takes its row with it then.
         self.index.add(record, doc_id=doc_id)
-        if not self.keep(identity, copy_kv(kv)):
+        if not self.keep(identity, copy_kv(kv, self.device), retention=retention, reason="put"):
             self.index.remove(record.key)
+            if kv.num_bytes <= self.max_bytes:
+                raise StoreError(
+                    f"{kv.num_bytes} bytes don't fit into the memory store, and nothing more may leave it; "
+                    "raise StoreConfig.ram_bytes or give the store a directory"
+                )
             raise StoreError(
-                f"a chunk of {kv.num_bytes} bytes is larger than the memory store's budget of {self._max_bytes} bytes; "
+                f"a chunk of {kv.num_bytes} bytes is larger than the memory store's budget of {self.max_bytes} bytes; "
                 "raise StoreConfig.ram_bytes or give the store a directory"
             )
         return kv.num_bytes
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already; return whether it is."""
-        with self._lock:
-            _, kv = self._chunks.get(chunk_key(identity), (None, None))
+        kv = self.peek(identity)
         if kv is None:
             return False
         self.index.add(_record(identity, kv.num_bytes, text), doc_id=doc_id)
@@ -101,19 +139,31 @@ class MemoryStore(ForkAware):
         """Erase chunks and return how many were there."""
         with self._lock:
             self._erasures += 1
-            found = sum(self._drop(key) for key in keys)
+            gone = [key for key in keys if self._drop(key)]
         for key in keys:
             self.index.remove(key)
-        return found
+        for key in gone:
+            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), "deleted"))
+        return len(gone)
 
     def forget(self, namespace: str, doc_id: str) -> int:
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
         return self.delete(self.index.unlink(namespace, doc_id))
 
     def stats(self) -> dict[str, StoreStats]:
-        """Return the statistics of this tier, ``"host"``."""
+        """Return the statistics of this tier by its name."""
         with self._lock:
-            return {"host": StoreStats(len(self._chunks), self._num_bytes, self._hits, self._misses, rejected=0)}
+            return {self.name: StoreStats(len(self._chunks), self._num_bytes, self._hits, self._misses, rejected=0)}
+
+    def release(self) -> int:
+        """Push everything out and return its bytes, as an upper tier; nothing is demoted, because memory is wanted now."""
+        with self._lock:
+            freed, self._num_bytes = self._num_bytes, 0
+            gone = list(self._chunks)
+            self._chunks.clear()
+        for key in gone:
+            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), "evicted"))
+        return freed
 
     def close(self) -> None:
         """Forget everything; idempotent."""
@@ -121,56 +171,114 @@ class MemoryStore(ForkAware):
             self._chunks.clear()
             self._num_bytes = 0
 
+    @contextmanager
+    def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+        """Keep chunks, there or yet to come, from being pushed out, as long as a request needs them."""
+        keys = list(keys)
+        with self._lock:
+            self._pins.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins -= Counter(keys)
+
     @property
     def erasures(self) -> int:
         """Calls of :meth:`delete` so far, for :meth:`keep`."""
         return self._erasures
 
-    def keep(self, identity: ChunkIdentity, kv: ChunkKV, *, erasures: int | None = None) -> bool:
-        """Take ownership of ``kv`` if it fits into the budget; return whether it does. No row is added to the index.
+    def peek(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return the chunk's KV, or ``None``, and count nothing."""
+        with self._lock:
+            entry = self._chunks.get(chunk_key(identity))
+        return entry.kv if entry is not None and entry.identity == identity else None
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return whose KV is kept under a key."""
+        with self._lock:
+            entry = self._chunks.get(key)
+        return None if entry is None else entry.identity
+
+    def keep(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        erasures: int | None = None,
+        retention: Retention | None = None,
+        reason: str = "promoted",
+    ) -> bool:
+        """Take ownership of ``kv`` if there is, or can be made, room for it; return whether it does. The index gets no row.
 
         Parameters
         ----------
         identity, kv
-            The chunk; its tensors must hold on to no more memory than they show.
+            The chunk; its tensors must be on the tier's device and hold on to no more memory than they show.
         erasures
             Value of :attr:`erasures` before the chunk was read elsewhere: if something was erased since, the chunk
             isn't kept, because it may be what was erased.
+        retention
+            Its priority.
+        reason
+            For the event.
         """
-        size = kv.num_bytes
-        if size > self._max_bytes:
-            return False
-        key = chunk_key(identity)
-        pushed_out = []
+        key, size = chunk_key(identity), kv.num_bytes
+        usage = Usage() if retention is None else Usage().retained(retention)
         with self._lock:
             if erasures is not None and erasures != self._erasures:
                 return False
-            self._drop(key)
-            while self._num_bytes + size > self._max_bytes:
-                pushed_out.append(next(iter(self._chunks)))
-                self._drop(pushed_out[-1])
-            self._chunks[key] = (identity, kv)
+            victims = self._victims(key, size, usage.priority_now())
+            if victims is None:
+                return False
+            for old in (key, *victims):
+                self._drop(old)
+            self._chunks[key] = _Entry(identity, kv, usage)
             self._num_bytes += size
-        for old in pushed_out:
+        self._events.emit(StoreEvent("BlockStored", self.name, (key,), reason, kv.num_tokens, size))
+        for old, entry in victims.items():
+            self._events.emit(StoreEvent("BlockRemoved", self.name, (old,), "evicted"))
+            self.pushed_out(entry.identity, entry.kv, entry.usage.priority_now())
             if not self.contains(old):
                 self.index.remove(old)
         return True
 
+    def _victims(self, key: ChunkKey, size: int, priority: int) -> dict[ChunkKey, _Entry] | None:
+        """Choose what leaves for ``size`` more bytes under ``key``; ``None`` if that is not enough."""
+        chosen: dict[ChunkKey, _Entry] = {}
+        old = self._chunks.get(key)
+        excess = self._num_bytes + size - self.max_bytes - (0 if old is None else old.kv.num_bytes)
+        if excess > 0 and size <= self.max_bytes:
+            # Sorting is stable: what was used last stays last among its equals.
+            ranked = sorted(((e.usage.priority_now(), k, e) for k, e in self._chunks.items()), key=lambda item: item[0])
+            for rank, other, entry in ranked:
+                if excess <= 0 or rank > priority:
+                    break
+                if other != key and not self._pins[other]:
+                    chosen[other] = entry
+                    excess -= entry.kv.num_bytes
+        return chosen if excess <= 0 else None
+
     def _drop(self, key: ChunkKey) -> bool:
-        _, kv = self._chunks.pop(key, (None, None))
-        if kv is None:
+        entry = self._chunks.pop(key, None)
+        if entry is None:
             return False
-        self._num_bytes -= kv.num_bytes
+        self._num_bytes -= entry.kv.num_bytes
         return True
 
 
-def copy_kv(kv: ChunkKV) -> ChunkKV:
-    """Copy a chunk to tensors of its own on the host: a slice would keep the whole batch that it was cut from alive."""
+def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
+    """Copy a chunk to tensors of its own on a device: a slice would keep the whole batch that it was cut from alive."""
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
     return ChunkKV(tuple(LayerKV(own(layer.keys), own(layer.values)) for layer in kv.layers))
+
+
+def priority_of(retention: Retention | None) -> int:
+    """Priority that a chunk is stored with."""
+    return DEFAULT_PRIORITY if retention is None else retention.priority
 
 
 def _record(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:

@@ -60,12 +60,15 @@ class Objects:
             self.put_away(key, seen, fault.reason)
             return None
 
-    def read(self, identity: ChunkIdentity, *, helpers: int) -> tuple[ChunkKV, Header] | None:
-        """Read and prove a chunk; ``None`` if it is damaged, and then put away. Raises ``OSError``."""
+    def read(
+        self, identity: ChunkIdentity, *, helpers: int, opened: Callable[[blob.Blob], None] = lambda _: None
+    ) -> tuple[ChunkKV, Header] | None:
+        """Read and prove a chunk; ``None`` if it is damaged, and then put away. ``opened`` is told its blob. Raises ``OSError``."""
         key = chunk_key(identity)
         seen = self._directory.inode(*place_of(key))
         try:
             with blob.open_blob(self._directory, *place_of(key), identity=identity) as file:
+                opened(file)
                 return reader.read_all(file, self.buffer(file.header.num_bytes), helpers=helpers), file.header
         except BlobRejected as fault:
             self.put_away(key, seen, fault.reason)

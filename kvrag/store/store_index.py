@@ -23,6 +23,22 @@ class StoreIndex(RowIndex):
         with self._transaction():
             self._refer(namespace, digest, doc_id)
 
+    def confirm(self, record: Record, doc_id: str | None) -> bool:
+        """Add a row that was added before, in one step with looking whether it was erased since; ``False`` if so, or perhaps so.
+
+        A document that was erased holds no reference. Without a document the row itself must still be there, which may also have been
+        dropped by a process that looked for the file too early.
+        """
+        with self._transaction():
+            if doc_id is None or record.text is None:
+                row = row_of("key", record.key)
+            else:
+                row = row_of("ref", record.namespace, record.text.digest, doc_id)
+            if self._read(row) is None:
+                return False
+            self._add(record, doc_id)
+        return True
+
     def references(self) -> list[Reference]:
         """Return all references as (namespace, text digest, document id)."""
         return _triples(self._list("ref "))
@@ -76,6 +92,10 @@ class StoreIndex(RowIndex):
 
     def scrub(self) -> None:
         """Let nothing of erased rows remain where others could read it, as far as that is possible now."""
+
+    def priority(self, key: ChunkKey) -> int:
+        """Return a chunk's priority at present."""
+        return Usage.of(self._peek(row_of("use", key))).priority_now()
 
     def retain(self, key: ChunkKey, retention: Retention) -> None:
         """Give a chunk a priority for eviction; nothing for an unknown one."""

@@ -1,15 +1,24 @@
-"""Memory above disk: reads promote, writes go through, erasures reach both."""
+"""Memory above another store: reads promote, what is pushed out is demoted, writes go through, erasures reach both.
+
+Tiers stack: the accelerator's memory above the host's, above the disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
+import torch
+
+from kvrag.errors import is_out_of_memory
 from kvrag.fingerprint import chunk_key
-from kvrag.store.base import Index, KVStore, Retention, StoreStats
-from kvrag.store.disk import DiskStore
+from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, StoreStats, Tier
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+from kvrag.store.prefetch import Load, Prefetch, Prefetcher, Read
+from kvrag.store.write_behind import WriteBehind
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 
 class TieredStore:
@@ -24,30 +33,80 @@ class TieredStore:
         Upper tier; its index is not used.
     disk
         Lower tier, the truth; its index is the index of both.
+    keeps_puts
+        Whether a chunk that is put is kept above at once, and not only when it is read.
+    min_priority
+        What is demoted to this upper tier from one above it must have this priority.
+    prefetch
+        What :meth:`get_many` does about reads that :meth:`prefetch` has begun; see :class:`kvrag.StoreConfig`.
     """
 
-    def __init__(self, memory: MemoryStore, disk: KVStore) -> None:
+    def __init__(
+        self,
+        memory: MemoryStore,
+        disk: KVStore,
+        *,
+        keeps_puts: bool = True,
+        min_priority: int = 0,
+        prefetch: str = "timeout",
+    ) -> None:
         self._memory = memory
         self._disk = disk
-        self._loader = Loader(self._promote)
+        self._lower = disk if isinstance(disk, Tier) else None
+        self._keeps_puts = keeps_puts
+        self._min_priority = min_priority
+        self._policy = prefetch
+        self._loader = Loader(self._load)
+        self._prefetcher = Prefetcher(memory.max_bytes)
         self.index: Index = disk.index
+        if isinstance(disk, TieredStore):
+            memory.pushed_out = disk.demote
 
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the chunk's KV from the nearest tier that has it, or ``None``."""
         kv = self._memory.get(identity)
         if kv is None:
             return self._promote(identity)
-        self._touch(identity)
+        self.touch(chunk_key(identity))
         return kv
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
-        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes."""
-        found = {identity: self._memory.get(identity) for identity in dict.fromkeys(identities)}
-        absent = [identity for identity, kv in found.items() if kv is None]
-        for identity in found.keys() - set(absent):
-            self._touch(identity)
-        found.update(zip(absent, self._loader.load_many(absent, timeout_s=timeout_s), strict=True))
+        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes.
+
+        A chunk that :meth:`prefetch` is reading is not read twice; whether it is waited for is the policy's business.
+        """
+        deadline = time.monotonic() + timeout_s
+        keys = {identity: chunk_key(identity) for identity in dict.fromkeys(identities)}
+        with self.pinned(keys.values()):
+            found = {identity: self._memory.get(identity) for identity in keys}
+            absent = [identity for identity, kv in found.items() if kv is None]
+            for identity in found.keys() - set(absent):
+                self.touch(keys[identity])
+            reads = self._reads([keys[identity] for identity in absent])
+            ours = [identity for identity in absent if keys[identity] not in reads]
+            found.update(zip(ours, self._loader.load_many(ours, timeout_s=timeout_s), strict=True))
+            for identity in absent:
+                if keys[identity] in reads:
+                    found[identity] = self._await(reads[keys[identity]], identity, deadline)
         return [found[identity] for identity in identities]
+
+    def prefetch(self, chunks: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
+        """Begin to read chunks into this tier and those below, and return at once.
+
+        What is there already, or is being read, is not read again; what would not fit into the tier beside the reads that are under
+        way is left out. Keys that nothing is stored under don't count as found.
+        """
+        wanted = dict.fromkeys((c, None) if isinstance(c, str) else (chunk_key(c), c) for c in chunks)
+        loads: dict[ChunkKey, tuple[Load, int]] = {}
+        found = 0
+        for key, identity in wanted:
+            if self._memory.contains(key):
+                found += 1
+            elif self._disk.contains(key):
+                found += 1
+                record = self.index.get(key)
+                loads[key] = (self._reader(key, identity), 0 if record is None else record.num_bytes)
+        return self._prefetcher.start(loads, found=found)
 
     def put(
         self,
@@ -58,7 +117,7 @@ class TieredStore:
         doc_id: str | None = None,
         retention: Retention | None = None,
     ) -> int:
-        """Write a chunk through to the lower tier and return the bytes written; 0 if it was there already.
+        """Give a chunk to the lower tier and return the bytes written; 0 if it was there already.
 
         Raises
         ------
@@ -67,8 +126,10 @@ class TieredStore:
         """
         erasures = self._memory.erasures
         written = self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
-        if written:
-            self._memory.keep(identity, copy_kv(kv), erasures=erasures)
+        if written and self._keeps_puts:
+            unwritten = self._disk.unwritten(identity) if isinstance(self._disk, WriteBehind) else None
+            own = unwritten or copy_kv(kv, self._memory.device)  # never a third copy
+            self._memory.keep(identity, own, erasures=erasures, retention=retention, reason="put")
         return written
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
@@ -97,23 +158,108 @@ class TieredStore:
         finally:
             self._memory.delete([key for key in keys if not self._disk.contains(key)])
 
+    def demote(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
+        """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""
+        key = chunk_key(identity)
+        if priority < self._min_priority or self._memory.contains(key):
+            return
+        self._memory.keep(identity, copy_kv(kv), retention=Retention(priority), reason="demoted")
+        if not self._disk.contains(key):  # erased meanwhile: an erasure empties the lower tier first
+            self._memory.delete([key])
+
+    def release(self) -> int:
+        """Empty the upper tier, for the sake of its memory, and return its bytes; what was in it is still below."""
+        return self._memory.release()
+
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name."""
         return {**self._memory.stats(), **self._disk.stats()}
 
-    def close(self) -> None:
-        """Release both tiers; idempotent."""
-        self._memory.close()
-        self._disk.close()
+    def flush(self) -> dict[ChunkKey, str]:
+        """Wait until all that was put has reached the lowest tier; return what could not since the last call, and why."""
+        return {} if self._lower is None else self._lower.flush()
 
-    def _touch(self, identity: ChunkIdentity) -> None:
-        """Let the lower tier know that a chunk is in use, so that it does not evict it for want of hits."""
-        if isinstance(self._disk, DiskStore):
-            self._disk.touch(chunk_key(identity))
+    def close(self) -> None:
+        """Release all tiers; idempotent."""
+        self._prefetcher.clear()
+        self._disk.close()
+        self._memory.close()
+
+    def touch(self, key: ChunkKey) -> None:
+        """Let the lower tiers know that a chunk is in use, so that they do not evict it for want of hits."""
+        if self._lower is not None:
+            self._lower.touch(key)
+
+    @contextmanager
+    def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+        """Keep chunks from being pushed out of any tier by this process until the context ends."""
+        keys = list(keys)
+        with ExitStack() as stack:
+            stack.enter_context(self._memory.pinned(keys))
+            if self._lower is not None:
+                stack.enter_context(self._lower.pinned(keys))
+            yield
+
+    def priority(self, key: ChunkKey) -> int:
+        """Return a chunk's priority at present."""
+        return DEFAULT_PRIORITY if self._lower is None else self._lower.priority(key)
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return whose KV is stored under a key."""
+        return self._memory.identity(key) or (None if self._lower is None else self._lower.identity(key))
+
+    def hole(self, identity: ChunkIdentity) -> Hole | None:
+        """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
+        return None if self._lower is None else self._lower.hole(identity)
+
+    def _reads(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Read]:
+        """Return the prefetch's reads that are not to be done again; with a deadline, what nobody has begun is read at once."""
+        return self._prefetcher.claim(keys) if self._policy == "timeout" else self._prefetcher.pending(keys)
+
+    def _await(self, read: Read, identity: ChunkIdentity, deadline: float) -> ChunkKV | None:
+        """Return what a read of the prefetch brings, if the policy waits for it."""
+        if self._policy == "wait":
+            read.is_over.wait()
+        elif self._policy == "timeout":
+            read.is_over.wait(max(0.0, deadline - time.monotonic()))
+        return self._memory.peek(identity) or read.kv
+
+    def _reader(self, key: ChunkKey, identity: ChunkIdentity | None) -> Load:
+        def read() -> ChunkKV | None:
+            owner = identity or self.identity(key)
+            return None if owner is None else self._load(owner)
+
+        return read
+
+    def _load(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return a chunk that another thread has brought meanwhile, or promote it."""
+        return self._memory.peek(identity) or self._promote(identity)
 
     def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
         erasures = self._memory.erasures
         kv = self._disk.get(identity)
-        if kv is not None:
-            self._memory.keep(identity, kv, erasures=erasures)
+        if kv is None:
+            return None
+        retention = Retention(self.priority(chunk_key(identity)))
+        own = self._on_device(kv)
+        if own is not None and self._memory.keep(identity, own, erasures=erasures, retention=retention):
+            return own
         return kv
+
+    def _on_device(self, kv: ChunkKV) -> ChunkKV | None:
+        """Return the chunk's tensors in the upper tier's memory; ``None`` where that is full, and then it is given up."""
+        if _is_on(kv, self._memory.device):
+            return kv
+        try:
+            return copy_kv(kv, self._memory.device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.release()
+            return None
+
+
+def _is_on(kv: ChunkKV, device: torch.device) -> bool:
+    """Whether a chunk's tensors are in a device's memory; a device without a number is the only one of its kind here."""
+    here = kv.layers[0].keys.device
+    return here.type == device.type and device.index in (None, here.index)

@@ -1,0 +1,202 @@
+"""The write policy ``"back"``: a put returns when the chunk is in the host's memory, and a thread brings it to the disk.
+
+A chunk has its row in the index from the put on, so that it is found and erased like any other; its file, and those of its references,
+come later. What is killed in between leaves rows without files, which count as absent. Erasing a document waits for the write that
+is under way, so that nothing comes back after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+
+from kvrag.fingerprint import chunk_key
+from kvrag.store import blob
+from kvrag.store.base import Index, Record, Retention, StoreStats
+from kvrag.store.disk import DiskStore
+from kvrag.store.memory import copy_kv
+from kvrag.store.write_queue import Entry, Queue
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
+
+QUEUE_BYTES = 512 * 2**20
+"""With this much waiting to be written, a put writes through: memory is not for a disk that can't keep up."""
+
+
+class WriteBehind:
+    """A disk tier that is written to in the background.
+
+    Parameters
+    ----------
+    disk
+        The tier. It is closed with this one.
+    max_bytes
+        Most bytes that wait to be written; a put that finds more writes through.
+    """
+
+    def __init__(self, disk: DiskStore, *, max_bytes: int = QUEUE_BYTES) -> None:
+        self._disk = disk
+        self._max_bytes = max_bytes
+        self._hits = 0
+        self.index: Index = disk.index
+        self._own = Queue(disk)
+
+    @property
+    def _queue(self) -> Queue:
+        """Queue of this process: a forked child leaves the parent's to the parent."""
+        if self._own.pid != os.getpid():
+            self._own = Queue(self._disk)
+        return self._own
+
+    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return the chunk's KV, from what waits or from the disk, or ``None``."""
+        kv = self.unwritten(identity)
+        if kv is None:
+            return self._disk.get(identity)
+        self._hits += 1
+        return kv
+
+    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
+        """Load several chunks at once; one that is not there in time is ``None``."""
+        found = {identity: self.unwritten(identity) for identity in dict.fromkeys(identities)}
+        absent = [identity for identity, kv in found.items() if kv is None]
+        self._hits += len(found) - len(absent)
+        if absent:
+            found.update(zip(absent, self._disk.get_many(absent, timeout_s=timeout_s), strict=True))
+        return [found[identity] for identity in identities]
+
+    def unwritten(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return the KV of a chunk that waits to be written; its tensors are the store's own."""
+        queue = self._queue
+        with queue.changes:
+            entry = queue.entries.get(chunk_key(identity))
+        return entry.kv if entry is not None and entry.identity == identity else None
+
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
+        """Take a copy of a chunk, to be written soon, and return its bytes; 0 if it was there already.
+
+        Raises
+        ------
+        StoreError
+            If it must not be stored, or there is no room for it. What fails later is told by :meth:`flush`.
+        """
+        queue = self._queue
+        with queue.changes:
+            if self.link(identity, text=text, doc_id=doc_id):
+                return 0
+            if queue.num_bytes + kv.num_bytes <= self._max_bytes:
+                record = self._reserve(identity, kv, text, doc_id, retention)
+                pin = ExitStack()
+                pin.enter_context(self._disk.pinned([record.key]))
+                queue.append(Entry(identity, copy_kv(kv), record, retention, [(text, doc_id)], pin))
+                return record.num_bytes
+        return self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
+
+    def _reserve(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        text: TextEntry | None,
+        doc_id: str | None,
+        retention: Retention | None,
+    ) -> Record:
+        """Refuse now what would be refused later, make room, and give the chunk its row."""
+        record = blob.plan(identity, kv, text=text).header.record()
+        blob.check_kv(identity, kv)
+        self._disk.make_room(record.num_bytes, retention=retention)
+        self._disk.rows.add(record, doc_id=doc_id)
+        if retention is not None:
+            self._disk.rows.retain(record.key, retention)
+        return record
+
+    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
+        """Add a reference to a chunk that is stored already, or waits to be; return whether it is."""
+        queue = self._queue
+        with queue.changes:
+            entry = queue.entries.get(chunk_key(identity))
+            if entry is not None and entry.identity == identity:
+                self.index.add(replace(entry.record, text=text), doc_id=doc_id)
+                entry.references.append((text, doc_id))
+                return True
+        return self._disk.link(identity, text=text, doc_id=doc_id)
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether a chunk waits to be written or has a file, without proving its integrity."""
+        return key in self._queue.entries or self._disk.contains(key)
+
+    def delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Erase chunks, written or not, and return how many were there; raises as :meth:`DiskStore.delete`."""
+        queue = self._queue
+        with queue.writing:
+            unwritten = sum(key in queue.entries and not self._disk.contains(key) for key in dict.fromkeys(keys))
+            with queue.changes:
+                for key in keys:
+                    queue.drop(key)
+            return unwritten + self._disk.delete(keys)
+
+    def forget(self, namespace: str, doc_id: str) -> int:
+        """Erase a document and all KV that only it held on to, written or not; return how many chunks were erased."""
+        queue = self._queue
+        with queue.writing:
+            keys = self.index.document_keys(namespace, doc_id)
+            unwritten = {key for key in keys if not self._disk.contains(key)}
+            erased = dropped = 0
+            try:
+                erased = self._disk.forget(namespace, doc_id)
+            finally:
+                with queue.changes:
+                    for key in keys:
+                        if self.index.get(key) is None and queue.drop(key):
+                            dropped += key in unwritten
+            return erased + dropped
+
+    def flush(self) -> dict[ChunkKey, str]:
+        """Wait until everything is on the disk; return what could not be written since the last call, and why."""
+        queue = self._queue
+        queue.drain()
+        with queue.changes:
+            errors, queue.errors = queue.errors, {}
+        return errors
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of the disk tier, what waits included."""
+        queue = self._queue
+        disk = self._disk.stats()["disk"]
+        return {
+            "disk": replace(disk, hits=disk.hits + self._hits, unwritten=len(queue.entries), failed_writes=queue.failed)
+        }
+
+    def close(self) -> None:
+        """Write what waits, then close the disk tier; idempotent."""
+        self.flush()
+        self._disk.close()
+
+    def touch(self, key: ChunkKey) -> None:
+        """Count a hit that a tier above has answered."""
+        self._disk.touch(key)
+
+    def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
+        """Keep chunks from being evicted by this process until the context ends."""
+        return self._disk.pinned(keys)
+
+    def priority(self, key: ChunkKey) -> int:
+        """Return a chunk's priority at present."""
+        return self._disk.priority(key)
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return whose KV is stored, or waits to be, under a key."""
+        entry = self._queue.entries.get(key)
+        return self._disk.identity(key) if entry is None else entry.identity
+
+    def hole(self, identity: ChunkIdentity) -> Hole | None:
+        """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
+        return self._disk.hole(identity)
