@@ -6,6 +6,7 @@ Nothing of LangChain or LlamaIndex is imported here: their objects are recognise
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -125,6 +126,39 @@ def sync_kv(
     gone = sorted(set(engine.document_ids(namespace=namespace)) - set(map(str, names)))
     engine.delete(gone, namespace=namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
+
+
+_prefetches = threading.BoundedSemaphore(4)
+"""Prefetches that are being planned; what comes beyond them is left out, as it would come too late."""
+
+
+def prefetch_kv(items: Any, *, llm: Any, namespace: str | None = None, content: Content = "text") -> None:
+    """Begin to read the KV of what a retriever found, in the background: return at once, and never raise.
+
+    Parameters
+    ----------
+    items, content
+        As for :func:`precompute_kv`.
+    llm, namespace
+        Who will answer, and where its KV is.
+    """
+
+    def run() -> None:
+        try:
+            texts = [text for _, text in _pairs(items, content) if text.strip()]
+            if texts:
+                engine_of(llm).prefetch(texts, namespace=namespace)
+        except Exception:  # the answer does without
+            logger.warning("the KV of %d retrieved documents could not be prefetched", len(items), exc_info=True)
+        finally:
+            _prefetches.release()
+
+    if items and _prefetches.acquire(blocking=False):
+        try:
+            threading.Thread(target=run, name="kvrag-prefetch", daemon=True).start()
+        except RuntimeError as error:  # too many threads, or the interpreter is about to exit
+            _prefetches.release()
+            logger.warning("a prefetch could not be started: %s", error)
 
 
 def engine_of(llm: Any) -> KVRagEngine:

@@ -650,7 +650,7 @@ def test_verify_does_not_pass_when_nothing_was_reused(engine: KVRagEngine) -> No
 
 def test_prefetch_counts_what_it_found(engine: KVRagEngine) -> None:
     engine.precompute(CHUNKS[:2])
-    assert engine.prefetch([CHUNKS[0], CHUNKS[4]]) == 2  # the prefix and one chunk
+    assert engine.prefetch([CHUNKS[0], CHUNKS[4]]).found == 2  # the prefix and one chunk
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class DiskStore(DiskReads):
         doc_id: str | None = None,
         retention: Retention | None = None,
     ) -> int:
-        """Write a chunk that has room and a row already, as :class:`~kvrag.store.write_behind.WriteBehind` gives it; otherwise as :meth:`put`.
+        """Write a chunk that :class:`~kvrag.store.write_behind.WriteBehind` has given room and a row; otherwise as :meth:`put`.
 
         Raises
         ------

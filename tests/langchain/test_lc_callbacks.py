@@ -17,9 +17,10 @@ from langchain_kvrag import ChatKVRag, KVPrefetchHandler, KVRagVectorStore
 
 
 def settle() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "kvrag-prefetch":
-            thread.join(30)
+    for name in ("kvrag-prefetch", "kvrag-read-ahead"):
+        for thread in threading.enumerate():
+            if thread.name == name:
+                thread.join(30)
 
 
 def in_memory(chat: ChatKVRag) -> int:
@@ -54,8 +55,8 @@ async def test_it_works_in_an_event_loop(retriever: VectorStoreRetriever, chat: 
 
 
 def test_unknown_and_empty_texts_are_fine(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
-    assert chat.engine.prefetch(["never seen " * 30]) == 1  # the prefix
-    assert chat.engine.prefetch(["never seen " * 30], namespace="other") == 0
+    assert chat.engine.prefetch(["never seen " * 30]).found == 1  # the prefix
+    assert chat.engine.prefetch(["never seen " * 30], namespace="other").found == 0
     handler = KVPrefetchHandler(chat)
     handler.on_retriever_end([])
     handler.on_retriever_end([Document(page_content=" ")])
@@ -72,7 +73,7 @@ def test_a_fault_is_logged_and_harms_nobody(
     def hang_up(*args: Any, **kwargs: Any) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(chat.engine.store, "get_many", hang_up)
+    monkeypatch.setattr(chat.engine.store, "prefetch", hang_up)
     with caplog.at_level(logging.WARNING):
         assert len(retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})) == 3
         settle()

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 
-from kvrag.hooks import engine_of
-
-logger = logging.getLogger(__name__)
+from kvrag.hooks import engine_of, prefetch_kv
 
 
 class KVPrefetchHandler(BaseCallbackHandler):
     """Load the KV of what a retriever returns from disk into memory, in the background.
 
     It pays where something slow (a reranker, a rewritten question, a network) stands between retrieval and the answer,
-    and does nothing for a store without ``kv_dir``, which is in memory anyway.
+    and does nothing for a store without ``kv_dir``, which is in memory anyway. What a request does about reads that are
+    still under way is :class:`kvrag.StoreConfig`'s ``prefetch``.
 
     Parameters
     ----------
@@ -45,12 +42,4 @@ class KVPrefetchHandler(BaseCallbackHandler):
 
     def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:
         """Start loading and return at once."""
-        texts = [document.page_content for document in documents if document.page_content.strip()]
-        if texts:
-            threading.Thread(target=self._run, args=(texts,), name="kvrag-prefetch", daemon=True).start()
-
-    def _run(self, texts: list[str]) -> None:
-        try:
-            engine_of(self.llm).prefetch(texts, namespace=self.namespace)
-        except Exception:  # the answer does without
-            logger.warning("the KV of %d retrieved documents could not be prefetched", len(texts), exc_info=True)
+        prefetch_kv(documents, llm=self.llm, namespace=self.namespace)

@@ -15,6 +15,7 @@ from kvrag.errors import require
 require("llama_index.core", extra="llama-index", purpose="kvrag's LlamaIndex classes")
 
 from llama_index.llms.kvrag.base import KVRagLLM  # noqa: E402
+from llama_index.llms.kvrag.prefetch import KVPrefetchHandler  # noqa: E402
 from llama_index.llms.kvrag.transform import PrecomputeKV  # noqa: E402
 
-__all__ = ["KVRagLLM", "PrecomputeKV"]
+__all__ = ["KVPrefetchHandler", "KVRagLLM", "PrecomputeKV"]

@@ -1,0 +1,57 @@
+"""Load the KV of retrieved nodes while the prompt is still being built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
+
+from kvrag.hooks import Content, prefetch_kv
+from llama_index.llms.kvrag.transform import resolve_kv_llm
+
+
+class KVPrefetchHandler(BaseEventHandler):
+    """Loads the KV of what a retriever returns from disk into memory, in the background.
+
+    It pays where something slow (a reranker, a rewritten question, a network) stands between retrieval and the answer, and does
+    nothing for a store without ``kv_dir``, which is in memory anyway. What a request does about reads that are still under way is
+    :class:`kvrag.StoreConfig`'s ``prefetch``.
+
+    Parameters
+    ----------
+    llm
+        The model that will answer, or its :class:`kvrag.KVRagEngine`.
+    namespace
+        Default: the engine's.
+    content
+        As for :class:`~llama_index.llms.kvrag.PrecomputeKV`: ``"text"``, or ``"llm"``, the text with the metadata that the LLM is shown.
+
+    Raises
+    ------
+    ConfigError
+        If ``llm`` is another kind of model.
+
+    Examples
+    --------
+    >>> get_dispatcher().add_event_handler(KVPrefetchHandler(llm=llm))  # doctest: +SKIP
+    """
+
+    llm: Any = Field(exclude=True, repr=False)
+    namespace: str | None = None
+    content: Content = "text"
+
+    def __init__(self, llm: Any = None, *, namespace: str | None = None, content: Content = "text") -> None:
+        super().__init__(llm=resolve_kv_llm(llm), namespace=namespace, content=content)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in traces."""
+        return "KVPrefetchHandler"
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        """Start loading when a retrieval has ended, and return at once."""
+        if isinstance(event, RetrievalEndEvent):
+            prefetch_kv(event.nodes, llm=self.llm, namespace=self.namespace, content=self.content)

@@ -1,0 +1,85 @@
+"""What a LlamaIndex retriever returned is in memory before it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.llms import MockLLM
+from llama_index_kit import documents, make_llm, settings
+
+from kvrag import ConfigError, precompute_kv
+from llama_index.llms.kvrag import KVPrefetchHandler, KVRagLLM
+
+TOP_K = 3
+
+
+def settle() -> None:
+    for name in ("kvrag-prefetch", "kvrag-read-ahead"):
+        for thread in threading.enumerate():
+            if thread.name == name:
+                thread.join(30)
+
+
+@pytest.fixture
+def llm(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagLLM]:
+    llm = make_llm(tiny_dir, tmp_path / "kv", max_new_tokens=3)
+    with settings(llm):
+        yield llm
+    llm.engine.close()
+
+
+@pytest.fixture
+def index(llm: KVRagLLM) -> Iterator[VectorStoreIndex]:
+    """An index whose KV is on disk only, as after a restart, and a handler that hears of its retrievals."""
+    index = VectorStoreIndex.from_documents(documents(6))
+    assert precompute_kv(index, llm=llm).stored == 6
+    llm.engine.store.release()
+    handlers = get_dispatcher().event_handlers
+    get_dispatcher().add_event_handler(KVPrefetchHandler(llm=llm))
+    yield index
+    del handlers[-1]
+
+
+def in_memory(llm: KVRagLLM) -> int:
+    return llm.engine.stats()["store"]["host"].chunks
+
+
+def test_retrieved_nodes_are_loaded(llm: KVRagLLM, index: VectorStoreIndex) -> None:
+    index.as_retriever(similarity_top_k=TOP_K).retrieve("Who keeps the ledger?")
+    settle()
+    assert in_memory(llm) == 1 + TOP_K  # and the prefix
+    reads = llm.engine.stats()["store"]["disk"].hits
+    nodes = index.as_query_engine(similarity_top_k=TOP_K).query("Who keeps the ledger?").source_nodes
+    settle()
+    assert len(nodes) == TOP_K
+    assert llm.engine.stats()["cached_tokens"] > 0
+    assert llm.engine.stats()["store"]["disk"].hits == reads
+
+
+async def test_it_works_in_an_event_loop(llm: KVRagLLM, index: VectorStoreIndex) -> None:
+    await index.as_retriever(similarity_top_k=TOP_K).aretrieve("Who?")
+    settle()
+    assert in_memory(llm) == 1 + TOP_K
+
+
+def test_a_fault_is_logged_and_harms_nobody(
+    llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hang_up(*args: object, **kwargs: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(llm.engine.store, "prefetch", hang_up)
+    assert len(index.as_retriever(similarity_top_k=TOP_K).retrieve("x")) == TOP_K
+    settle()
+    assert "could not be prefetched" in caplog.text
+
+
+def test_other_models_are_refused(llm: KVRagLLM) -> None:
+    with pytest.raises(ConfigError, match="MockLLM"):
+        KVPrefetchHandler(llm=MockLLM())
+    assert KVPrefetchHandler().llm is Settings.llm
