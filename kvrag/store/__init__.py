@@ -59,7 +59,13 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> KV
         return memory
     disk = DiskStore(kv_dir, config)
     lower = WriteBehind(disk) if config.write_policy == "back" else disk
-    return TieredStore(memory, lower, min_priority=config.host_min_priority, prefetch=config.prefetch)
+    return TieredStore(
+        memory,
+        lower,
+        min_priority=config.host_min_priority,
+        lower_min_priority=config.disk_min_priority,
+        prefetch=config.prefetch,
+    )
 
 
 def on_accelerator(store: KVStore, device: torch.device, config: StoreConfig) -> KVStore:

@@ -95,10 +95,13 @@ class Prefetcher:
     max_bytes
         Most bytes queued and under way together; a read beyond them is left out, because what it brought would push out what the
         others brought.
+    policy
+        What a request does about reads that are not over; see :class:`kvrag.StoreConfig`.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, policy: str = "timeout") -> None:
         self._max_bytes = max_bytes
+        self._policy = policy
         self._own = _State()
 
     @property
@@ -135,23 +138,29 @@ class Prefetcher:
             self._add_thread(state)
         return Prefetch(found, reads, self._cancel)
 
-    def claim(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Read]:
-        """Take back the reads that nobody has begun, for the caller to do, and return those under way."""
-        state = self._state
-        with state.lock:
-            keys = list(keys)
-            for key in keys:
-                read = state.queued.pop(key, None)
-                if read is not None:
-                    read.is_over.set()
-            return {key: state.running[key] for key in keys if key in state.running}
+    def begun(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Read]:
+        """Return the reads of these chunks that a request must not do again.
 
-    def pending(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Read]:
-        """Return the reads of these chunks that are not over."""
-        state = self._state
+        With a deadline, those that no thread has begun are withdrawn: the request reads these at once itself.
+        """
+        state, keys = self._state, list(keys)
         with state.lock:
-            both = {**state.queued, **state.running}
-        return {key: both[key] for key in keys if key in both}
+            if self._policy != "timeout":
+                both = {**state.queued, **state.running}
+                return {key: both[key] for key in keys if key in both}
+            withdrawn = [state.queued.pop(key) for key in keys if key in state.queued]
+            reads = {key: state.running[key] for key in keys if key in state.running}
+        for read in withdrawn:
+            read.is_over.set()
+        return reads
+
+    def result(self, read: Read, deadline: float) -> ChunkKV | None:
+        """Return what a read brings, if the policy waits for it; ``deadline`` is on ``time.monotonic``'s clock."""
+        if self._policy == "wait":
+            read.is_over.wait()
+        elif self._policy == "timeout":
+            read.is_over.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        return read.kv
 
     def clear(self) -> None:
         """Withdraw all reads that nobody has begun."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
-from kvrag.errors import is_out_of_memory
+from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
+from kvrag.store import blob
 from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, StoreStats, Tier
 from kvrag.store.loader import Loader
-from kvrag.store.memory import MemoryStore, copy_kv
-from kvrag.store.prefetch import Load, Prefetch, Prefetcher, Read
+from kvrag.store.memory import MemoryStore, copy_kv, priority_of
+from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.store.write_behind import WriteBehind
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
@@ -37,6 +39,8 @@ class TieredStore:
         Whether a chunk that is put is kept above at once, and not only when it is read.
     min_priority
         What is demoted to this upper tier from one above it must have this priority.
+    lower_min_priority
+        What is put with less stays in the upper tier, with its row in the index, and is gone when it is pushed out.
     prefetch
         What :meth:`get_many` does about reads that :meth:`prefetch` has begun; see :class:`kvrag.StoreConfig`.
     """
@@ -48,6 +52,7 @@ class TieredStore:
         *,
         keeps_puts: bool = True,
         min_priority: int = 0,
+        lower_min_priority: int = 0,
         prefetch: str = "timeout",
     ) -> None:
         self._memory = memory
@@ -55,12 +60,12 @@ class TieredStore:
         self._lower = disk if isinstance(disk, Tier) else None
         self._keeps_puts = keeps_puts
         self._min_priority = min_priority
-        self._policy = prefetch
+        self._lower_min_priority = lower_min_priority
+        self._only_here: set[ChunkKey] = set()
         self._loader = Loader(self._load)
-        self._prefetcher = Prefetcher(memory.max_bytes)
+        self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
         self.index: Index = disk.index
-        if isinstance(disk, TieredStore):
-            memory.pushed_out = disk.demote
+        memory.pushed_out = disk.demote if isinstance(disk, TieredStore) else self._lose
 
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the chunk's KV from the nearest tier that has it, or ``None``."""
@@ -82,12 +87,13 @@ class TieredStore:
             absent = [identity for identity, kv in found.items() if kv is None]
             for identity in found.keys() - set(absent):
                 self.touch(keys[identity])
-            reads = self._reads([keys[identity] for identity in absent])
+            reads = self._prefetcher.begun([keys[identity] for identity in absent])
             ours = [identity for identity in absent if keys[identity] not in reads]
             found.update(zip(ours, self._loader.load_many(ours, timeout_s=timeout_s), strict=True))
             for identity in absent:
                 if keys[identity] in reads:
-                    found[identity] = self._await(reads[keys[identity]], identity, deadline)
+                    brought = self._prefetcher.result(reads[keys[identity]], deadline)
+                    found[identity] = self._memory.peek(identity) or brought
         return [found[identity] for identity in identities]
 
     def prefetch(self, chunks: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
@@ -117,13 +123,15 @@ class TieredStore:
         doc_id: str | None = None,
         retention: Retention | None = None,
     ) -> int:
-        """Give a chunk to the lower tier and return the bytes written; 0 if it was there already.
+        """Give a chunk to the lower tier, if it is worth that, and return the bytes stored; 0 if it was there already.
 
         Raises
         ------
         StoreError
             If it can't be written; then it isn't kept in memory either.
         """
+        if priority_of(retention) < self._lower_min_priority:
+            return self._put_here(identity, kv, text, doc_id, retention)
         erasures = self._memory.erasures
         written = self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
         if written and self._keeps_puts:
@@ -134,11 +142,15 @@ class TieredStore:
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already; return whether it is."""
+        record = self.index.get(chunk_key(identity)) if self._is_only_here(chunk_key(identity)) else None
+        if record is not None:
+            self.index.add(replace(record, text=text), doc_id=doc_id)
+            return True
         return self._disk.link(identity, text=text, doc_id=doc_id)
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether the lower tier has a chunk, without proving its integrity."""
-        return self._disk.contains(key)
+        """Whether the lower tier has a chunk, without proving its integrity, or this one has what the lower one is not to have."""
+        return self._disk.contains(key) or self._is_only_here(key)
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks from both tiers and return how many were there."""
@@ -153,10 +165,13 @@ class TieredStore:
     def forget(self, namespace: str, doc_id: str) -> int:
         """Erase a document and all KV that only it held on to, in every tier; return how many chunks were erased."""
         keys = self.index.document_keys(namespace, doc_id)
+        here = [key for key in keys if self._is_only_here(key)]
         try:
-            return self._disk.forget(namespace, doc_id)
+            erased = self._disk.forget(namespace, doc_id)
         finally:
-            self._memory.delete([key for key in keys if not self._disk.contains(key)])
+            held = {key for key in here if self.index.get(key) is not None}
+            self._memory.delete([key for key in keys if key not in held and not self._disk.contains(key)])
+        return erased + len(here) - len(held)
 
     def demote(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
         """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""
@@ -164,7 +179,7 @@ class TieredStore:
         if priority < self._min_priority or self._memory.contains(key):
             return
         self._memory.keep(identity, copy_kv(kv), retention=Retention(priority), reason="demoted")
-        if not self._disk.contains(key):  # erased meanwhile: an erasure empties the lower tier first
+        if not self.contains(key):  # erased meanwhile: an erasure empties the lower tier first
             self._memory.delete([key])
 
     def release(self) -> int:
@@ -212,17 +227,40 @@ class TieredStore:
         """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
         return None if self._lower is None else self._lower.hole(identity)
 
-    def _reads(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Read]:
-        """Return the prefetch's reads that are not to be done again; with a deadline, what nobody has begun is read at once."""
-        return self._prefetcher.claim(keys) if self._policy == "timeout" else self._prefetcher.pending(keys)
+    def _put_here(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        text: TextEntry | None,
+        doc_id: str | None,
+        retention: Retention | None,
+    ) -> int:
+        """Store a chunk in the upper tier alone, for as long as it has room; raises as :meth:`put`."""
+        if self.link(identity, text=text, doc_id=doc_id):
+            return 0
+        blob.check_kv(identity, kv)
+        record = blob.plan(identity, kv, text=text).header.record()
+        self._only_here.add(record.key)
+        self.index.add(record, doc_id=doc_id)
+        if not self._memory.keep(identity, copy_kv(kv, self._memory.device), retention=retention, reason="put"):
+            self._lose(identity, kv, 0)
+            raise StoreError(
+                f"a chunk of {kv.num_bytes} bytes finds no room in memory, and has too low a priority for the disk; "
+                "raise StoreConfig.ram_bytes or lower StoreConfig.disk_min_priority"
+            )
+        return kv.num_bytes
 
-    def _await(self, read: Read, identity: ChunkIdentity, deadline: float) -> ChunkKV | None:
-        """Return what a read of the prefetch brings, if the policy waits for it."""
-        if self._policy == "wait":
-            read.is_over.wait()
-        elif self._policy == "timeout":
-            read.is_over.wait(max(0.0, deadline - time.monotonic()))
-        return self._memory.peek(identity) or read.kv
+    def _is_only_here(self, key: ChunkKey) -> bool:
+        return key in self._only_here and self._memory.contains(key)
+
+    def _lose(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
+        """Take the row of a chunk that was pushed out and is nowhere else."""
+        key = chunk_key(identity)
+        if key in self._only_here:
+            self._only_here.discard(key)
+            if not self._disk.contains(key):
+                with suppress(StoreError):
+                    self.index.remove(key)
 
     def _reader(self, key: ChunkKey, identity: ChunkIdentity | None) -> Load:
         def read() -> ChunkKV | None:
