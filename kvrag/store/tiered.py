@@ -24,10 +24,9 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 
 class TieredStore:
-    """A memory tier in front of a store that lasts.
+    """A memory tier in front of a store that lasts. Both give the same bits: what is kept above, the lower one took or gave.
 
-    Both give the same bits, because only what the lower one took or gave is kept above. A chunk that another process
-    erases stays in this one's memory until it is pushed out or erased here too.
+    A chunk that another process erases stays in this one's memory until it is pushed out or erased here too.
 
     Parameters
     ----------
@@ -245,8 +244,8 @@ class TieredStore:
         if not self._memory.keep(identity, copy_kv(kv, self._memory.device), retention=retention, reason="put"):
             self._lose(identity, kv, 0)
             raise StoreError(
-                f"a chunk of {kv.num_bytes} bytes finds no room in memory, and has too low a priority for the disk; "
-                "raise StoreConfig.ram_bytes or lower StoreConfig.disk_min_priority"
+                f"{kv.num_bytes} bytes find no room in memory, and have too low a priority for the disk; raise StoreConfig.ram_bytes "
+                "or lower StoreConfig.disk_min_priority"
             )
         return kv.num_bytes
 

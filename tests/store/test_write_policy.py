@@ -237,21 +237,20 @@ def test_a_kill_loses_what_waits_and_an_exit_nothing(root, end, left):
     store.close()
 
 
-def _child(store, root, result):
+def _child(store, go_on, result):
+    go_on.set()  # its own copy
     found = store.get(IDENTITIES[0]) is None, store.put(IDENTITIES[1], make_kv(IDENTITIES[1]), text=None), store.flush()
     result.put(found)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_child_leaves_the_parents_writes_to_the_parent(store, root, held_up):
+def test_a_forked_child_leaves_the_parents_writes_to_the_parent(store, held_up):
     context = multiprocessing.get_context("fork")
     result = context.Queue()
     with held_up() as go_on:
         put(store, 0, "a", "doc")
-        go_on_in_child = go_on
-        child = context.Process(target=_child, args=(store, root, result))
-        threading.Timer(0.1, go_on_in_child.set)
+        child = context.Process(target=_child, args=(store, go_on, result))
         child.start()
         is_absent, written, errors = result.get(timeout=40)
         child.join(30)
