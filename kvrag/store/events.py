@@ -24,11 +24,12 @@ class StoreEvent:
     type
         What happened.
     medium
-        The tier, ``"host"`` or ``"disk"``.
+        The tier, ``"gpu"``, ``"host"`` or ``"disk"``.
     block_hashes
         Keys of the chunks; none for ``AllBlocksCleared``.
     reason
-        ``"put"`` or ``"import"``; ``"evicted"``, ``"deleted"`` or ``"rejected"``; ``"cleared"``.
+        ``"put"``, ``"import"``, ``"promoted"`` from a tier below or ``"demoted"`` from one above; ``"evicted"``, ``"deleted"`` or
+        ``"rejected"``; ``"cleared"``.
     block_size, num_bytes
         Tokens and bytes of a stored chunk.
     """

@@ -12,6 +12,7 @@ from kvrag.errors import StoreError
 from kvrag.store import files
 from kvrag.store.base import Record
 from kvrag.store.directory import Directory
+from kvrag.store.fork import ForkAware
 from kvrag.store.store_index import StoreIndex
 from kvrag.store.usage import Usage, order
 from kvrag.types import ChunkKey
@@ -51,7 +52,7 @@ class Budget:
         return is_within and (not self.min_free_bytes or free - need >= self.min_free_bytes)
 
 
-class Evictor:
+class Evictor(ForkAware):
     """Frees space in a store.
 
     Parameters
@@ -74,6 +75,7 @@ class Evictor:
         erase: Callable[[ChunkKey], bool],
         removed: Callable[[ChunkKey], None],
     ) -> None:
+        super().__init__()
         self._directory, self._index, self._budget = directory, index, budget
         self._erase, self._removed = erase, removed
         self._pins: Counter[ChunkKey] = Counter()
@@ -82,14 +84,13 @@ class Evictor:
     def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
         """Keep chunks from being evicted by this process, as long as a request needs them."""
         keys = list(keys)
-        self._pins.update(keys)
+        with self._lock:
+            self._pins.update(keys)
         try:
             yield
         finally:
-            self._pins.subtract(keys)
-            for key in keys:
-                if self._pins[key] <= 0:
-                    del self._pins[key]
+            with self._lock:
+                self._pins -= Counter(keys)
 
     def make_room(self, need: int, *, priority: int) -> None:
         """Evict until ``need`` bytes fit; chunks of a higher priority than the new one stay.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -33,7 +33,7 @@ class TieredStore:
     memory
         Upper tier; its index is not used.
     disk
-        Lower tier, the truth; its index is the index of both.
+        Lower tier, the truth; its index is that of both.
     keeps_puts
         Whether a chunk that is put is kept above at once, and not only when it is read.
     min_priority
@@ -96,15 +96,16 @@ class TieredStore:
         return [found[identity] for identity in identities]
 
     def prefetch(self, chunks: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
-        """Begin to read chunks into this tier and those below, and return at once.
+        """Begin to read chunks into this tier and those below, and return at once; keys of nothing don't count as found.
 
-        What is there already, or is being read, is not read again; what would not fit into the tier beside the reads that are under
-        way is left out. Keys that nothing is stored under don't count as found.
+        What is there already, or is being read, is not read again; what finds no room beside the reads under way is left out.
         """
-        wanted = dict.fromkeys((c, None) if isinstance(c, str) else (chunk_key(c), c) for c in chunks)
+        wanted: dict[ChunkKey, ChunkIdentity | None] = {}
+        for chunk in chunks:
+            wanted.update({chunk: wanted.get(chunk)} if isinstance(chunk, str) else {chunk_key(chunk): chunk})
         loads: dict[ChunkKey, tuple[Load, int]] = {}
         found = 0
-        for key, identity in wanted:
+        for key, identity in wanted.items():
             if self._memory.contains(key):
                 found += 1
             elif self._disk.contains(key):
@@ -208,10 +209,7 @@ class TieredStore:
     def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
         """Keep chunks from being pushed out of any tier by this process until the context ends."""
         keys = list(keys)
-        with ExitStack() as stack:
-            stack.enter_context(self._memory.pinned(keys))
-            if self._lower is not None:
-                stack.enter_context(self._lower.pinned(keys))
+        with self._memory.pinned(keys), nullcontext() if self._lower is None else self._lower.pinned(keys):
             yield
 
     def priority(self, key: ChunkKey) -> int:
@@ -279,9 +277,8 @@ class TieredStore:
             return None
         retention = Retention(self.priority(chunk_key(identity)))
         own = self._on_device(kv)
-        if own is not None and self._memory.keep(identity, own, erasures=erasures, retention=retention):
-            return own
-        return kv
+        is_kept = own is not None and self._memory.keep(identity, own, erasures=erasures, retention=retention)
+        return own if is_kept else kv
 
     def _on_device(self, kv: ChunkKV) -> ChunkKV | None:
         """Return the chunk's tensors in the upper tier's memory; ``None`` where that is full, and then it is given up."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, TieredStore
+from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 CHUNKS = [make_identity(number, prefix=prefix) for number in range(2) for prefix in ("x", "y")]
@@ -25,9 +25,15 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(dir=RAM_DISK if RAM_DISK.is_dir() else None))
-        self.store = TieredStore(MemoryStore(BUDGET), DiskStore(self.root))
+        self.store = self.open()
         self.stored = {}  # chunk -> texts
         self.references = set()  # (document, text)
+
+    def open(self):
+        return TieredStore(MemoryStore(BUDGET), DiskStore(self.root))
+
+    def settle(self):
+        """Make the index safe to change behind the store's back."""
 
     def is_referenced(self, text):
         return any(name == text for _, name in self.references)
@@ -48,7 +54,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.stored.pop(chunk, None)
 
     @rule(doc=docs)
+    def forget(self, doc):
+        mine = {text for name, text in self.references if name == doc}
+        self.references -= {(doc, text) for text in mine}
+        gone = self.drop({text for text in mine if not self.is_referenced(text)})
+        assert self.store.forget(NAMESPACE, doc) == len(gone)
+
+    @rule(doc=docs)
     def unlink(self, doc):
+        self.settle()
         mine = {text for name, text in self.references if name == doc}
         self.references -= {(doc, text) for text in mine}
         gone = self.drop({text for text in mine if not self.is_referenced(text)})
@@ -58,6 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(text=names)
     def unlink_text(self, text):
+        self.settle()
         self.references = {(doc, name) for doc, name in self.references if name != text}
         gone = self.drop({text})
         keys = self.store.index.unlink_text(NAMESPACE, make_text(text).digest)
@@ -77,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self):
         self.store.close()
-        self.store = TieredStore(MemoryStore(BUDGET), DiskStore(self.root))
+        self.store = self.open()
 
     @rule(many=st.lists(chunks, max_size=5))
     def load(self, many):
@@ -102,6 +117,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.close()
         shutil.rmtree(self.root)
 
+
+class AllTiersMachine(StoreMachine):
+    """The same with three tiers, the upper one smaller, and a disk that is written to in the background."""
+
+    def open(self):
+        host = TieredStore(MemoryStore(BUDGET), WriteBehind(DiskStore(self.root)))
+        return TieredStore(MemoryStore(BUDGET // 2, name="gpu"), host, keeps_puts=False)
+
+    def settle(self):
+        assert self.store.flush() == {}
+
+
+TestAllTiersMachine = AllTiersMachine.TestCase
+TestAllTiersMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
