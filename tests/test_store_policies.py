@@ -16,6 +16,7 @@ from texts import make_chunks
 import kvrag.answer
 from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, StoreConfig, StoreError
 from kvrag.fingerprint import chunk_key
+from kvrag.hooks import prefetch_kv
 from kvrag.store import MemoryStore, TieredStore, blob, reader
 
 CHUNKS = make_chunks(4, words=30, seed=3)
@@ -193,3 +194,29 @@ def test_a_request_and_a_prefetch_that_is_not_over(engine_of: MakeEngine, held_u
     go_on.set()
     assert handle.wait(30)
     assert engine.prefill(ask(0, 1, 2), mode="stitch").holes == ()
+
+
+def test_only_so_many_prefetches_are_planned_at_once(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), []
+
+    def slow(texts: Any, **_: Any) -> None:
+        begun.append(texts)
+        go_on.wait(30)
+
+    monkeypatch.setattr(engine, "prefetch", slow)
+    start = time.monotonic()
+    for _ in range(9):
+        prefetch_kv(CHUNKS[:1], llm=engine)
+    assert time.monotonic() - start < 10
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvrag-prefetch":
+            thread.join(30)
+    assert 1 <= len(begun) <= 4
+    prefetch_kv([], llm=engine)
+    prefetch_kv(CHUNKS[:1], llm=engine)  # there is room again
+    for thread in threading.enumerate():
+        if thread.name == "kvrag-prefetch":
+            thread.join(30)
+    assert begun[-1] == CHUNKS[:1]
+    assert 2 <= len(begun) <= 5

@@ -277,8 +277,9 @@ class TieredStore:
             return None
         retention = Retention(self.priority(chunk_key(identity)))
         own = self._on_device(kv)
-        is_kept = own is not None and self._memory.keep(identity, own, erasures=erasures, retention=retention)
-        return own if is_kept else kv
+        if own is not None:
+            self._memory.keep(identity, own, erasures=erasures, retention=retention)
+        return own or kv
 
     def _on_device(self, kv: ChunkKV) -> ChunkKV | None:
         """Return the chunk's tensors in the upper tier's memory; ``None`` where that is full, and then it is given up."""

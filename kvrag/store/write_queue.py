@@ -131,6 +131,6 @@ class Queue:
             self.errors[key] = str(error)
             self.failed += 1
             self.drop(key)
-        if not self.disk.contains(key):
-            with suppress(StoreError):
+        with suppress(StoreError, OSError):  # a row without a file is dropped by who misses it
+            if not self.disk.contains(key):
                 self.disk.index.remove(key)
