@@ -9,18 +9,20 @@ from typing import Protocol
 from kvrag.config import RepairConfig
 from kvrag.deadline import Deadline
 from kvrag.errors import InputError
-from kvrag.fingerprint import chunk_key, content_key, ids_digest
+from kvrag.fingerprint import ids_digest
 from kvrag.layout import Layout, place
+from kvrag.lookup import Lookup
+from kvrag.partial import HeadScanner, PartFinder
 from kvrag.prompt import Piece, Prompt, PromptEncoder, cut, merge_live
 from kvrag.selection import effective_ratio, strategy_of
-from kvrag.store.base import KVStore, Record
+from kvrag.store.base import KVStore
 from kvrag.types import ChunkIdentity, ChunkKV, Mode, Span
 
 OVERHEAD_TOKENS = 160
 """Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
 
 
-class Scanner(Protocol):
+class Scanner(HeadScanner, Protocol):
     """Finds known chunk texts: :class:`kvrag.spans.SpanIndex`."""
 
     def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
@@ -118,9 +120,11 @@ def plan_prompt(
     InputError
         If the prompt is empty or malformed.
     """
-    lookup = _Lookup(store, model, namespace, deadline)
+    lookup = Lookup(store, model, namespace, deadline)
     head, rest = _split_head(merge_live(encoder.pieces(prompt)), prefixes)
     rest = _cut_at_chunks(rest, scanner, encoder, lookup)
+    finder = PartFinder(scanner, encoder, lookup.stored_ids, min_chunk_tokens)
+    rest = [part for piece in rest for part in (finder.cut_live(piece) if piece.kind == "live" else [piece])]
     if head is None and rest and rest[0].kind == "live":
         head, rest = rest[0], rest[1:]
     elif head is not None and not any(piece.kind == "chunk" for piece in rest):
@@ -128,10 +132,8 @@ def plan_prompt(
     head_ids = tuple(encoder.live_ids(head.text, at_start=True)) if head else tuple(encoder.bos_ids)
     lookup.prefix = ids_digest(head_ids)
     planned = [_plan_head(head or Piece(""), head_ids, lookup)] if head_ids else []
-    is_next_to_head = True
-    for piece in rest:
-        planned.append(_plan_piece(piece, encoder, lookup, is_next_to_head, min_chunk_tokens))
-        is_next_to_head = False
+    for index, piece in enumerate(rest):
+        planned += _plan_piece(piece, encoder, lookup, finder, is_next_to_head=index == 0)
     planned = [p for p in planned if p.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
@@ -149,7 +151,7 @@ def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | N
     return Piece(known), merge_live([Piece(text[len(known) :]), *pieces[1:]])
 
 
-def _cut_at_chunks(pieces: list[Piece], scanner: Scanner, encoder: PromptEncoder, lookup: _Lookup) -> list[Piece]:
+def _cut_at_chunks(pieces: list[Piece], scanner: Scanner, encoder: PromptEncoder, lookup: Lookup) -> list[Piece]:
     """Cut pieces at known chunks; the longest wins, unless it has no KV and hides shorter ones."""
     without: set[str] = set()
     while True:
@@ -166,35 +168,7 @@ def _cut_at_chunks(pieces: list[Piece], scanner: Scanner, encoder: PromptEncoder
         without |= hiding
 
 
-@dataclass(slots=True)
-class _Lookup:
-    """Asks the store; a fault of it, or its being late, is an absence."""
-
-    store: KVStore
-    model: str
-    namespace: str
-    deadline: Deadline
-    prefix: str = ""
-
-    def identity(self, ids: tuple[int, ...], prefix: str) -> ChunkIdentity:
-        return ChunkIdentity(self.model, self.namespace, prefix, ids)
-
-    def has(self, identity: ChunkIdentity) -> bool:
-        key = chunk_key(identity)
-        return self.deadline.ask(lambda: self.store.contains(key), False, what="the KV store")
-
-    def is_stored(self, ids: tuple[int, ...]) -> bool:
-        """Whether there is KV of this chunk behind any prefix."""
-        return self.other_prefix(ids) is not None
-
-    def other_prefix(self, ids: tuple[int, ...]) -> ChunkIdentity | None:
-        """Return the newest stored variant of this chunk behind any prefix."""
-        content, nothing = content_key(self.identity(ids, "")), list[Record]()
-        variants = self.deadline.ask(lambda: self.store.index.variants(content), nothing, what="the KV store's index")
-        return self.identity(ids, variants[-1].prefix) if variants else None
-
-
-def _plan_head(head: Piece, ids: tuple[int, ...], lookup: _Lookup) -> PlannedPiece:
+def _plan_head(head: Piece, ids: tuple[int, ...], lookup: Lookup) -> PlannedPiece:
     identity = lookup.identity(ids, ids_digest(()))
     if lookup.has(identity):
         return PlannedPiece(head, ids, identity, is_exact=True)
@@ -202,23 +176,43 @@ def _plan_head(head: Piece, ids: tuple[int, ...], lookup: _Lookup) -> PlannedPie
 
 
 def _plan_piece(
-    piece: Piece, encoder: PromptEncoder, lookup: _Lookup, is_next_to_head: bool, min_chunk_tokens: int
-) -> PlannedPiece:
+    piece: Piece, encoder: PromptEncoder, lookup: Lookup, finder: PartFinder, *, is_next_to_head: bool
+) -> list[PlannedPiece]:
+    """Plan one piece; two come of a chunk without KV whose first part is that of a stored one."""
     if piece.kind == "live":
-        return PlannedPiece(piece, tuple(encoder.live_ids(piece.text)))
+        return [PlannedPiece(piece, tuple(encoder.live_ids(piece.text)))]
     ids = encoder.chunk_ids(piece.text)
-    if len(ids) < min_chunk_tokens:
-        return PlannedPiece(piece, ids, reason=f"{len(ids)} tokens, fewer than min_chunk_tokens={min_chunk_tokens}")
-    identity = lookup.identity(ids, lookup.prefix)
+    if len(ids) < finder.min_tokens:
+        return [PlannedPiece(piece, ids, reason=f"{len(ids)} tokens, fewer than min_chunk_tokens={finder.min_tokens}")]
+    planned = _plan_stored(piece, ids, lookup, is_next_to_head)
+    if planned is not None:
+        return [planned]
+    first, *others = finder.cut_chunk(piece)
+    planned = _plan_stored(first, encoder.chunk_ids(first.text), lookup, is_next_to_head) if first.part_of else None
+    if planned is not None:
+        reason = "the rest of a chunk of which another one that is stored has the first part"
+        return [planned, *(PlannedPiece(other, encoder.chunk_ids(other.text), reason=reason) for other in others)]
+    known = "the text is known, but there is no KV of this model for it" if not piece.is_given else "not precomputed"
+    return [PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model")]
+
+
+def _plan_stored(piece: Piece, ids: tuple[int, ...], lookup: Lookup, is_next_to_head: bool) -> PlannedPiece | None:
+    """Plan a chunk, or the first part of one, by its stored KV; ``None`` where there is none."""
+    stored = piece.part_of or ids
+    share = f"first {len(ids)} of {len(stored)} tokens of a stored chunk" if len(stored) > len(ids) else None
+    identity = lookup.identity(stored, lookup.prefix)
     if lookup.has(identity):
         reason = None if is_next_to_head else "other text stands between the prefix and this chunk: repaired"
-        return PlannedPiece(piece, ids, identity, is_exact=is_next_to_head, reason=reason)
-    variant = lookup.other_prefix(ids)
-    if variant is not None:
-        reason = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
-        return PlannedPiece(piece, ids, variant, is_mismatched=True, reason=reason)
-    known = "the text is known, but there is no KV of this model for it" if not piece.is_given else "not precomputed"
-    return PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model")
+        return PlannedPiece(piece, ids, identity, is_exact=is_next_to_head, reason=_joined(share, reason))
+    variant = lookup.other_prefix(stored)
+    if variant is None:
+        return None
+    reason = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
+    return PlannedPiece(piece, ids, variant, is_mismatched=True, reason=_joined(share, reason))
+
+
+def _joined(*reasons: str | None) -> str | None:
+    return "; ".join(reason for reason in reasons if reason) or None
 
 
 def lay_out(plan: Plan, loaded: Mapping[ChunkIdentity, ChunkKV | None]) -> tuple[Layout, list[ChunkKV]]:

@@ -19,11 +19,15 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`."""
+    """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`.
+
+    ``part_of`` holds the token ids of a stored chunk of which this is the first part; empty otherwise.
+    """
 
     text: str
     kind: Literal["live", "chunk"] = "live"
     is_given: bool = False
+    part_of: tuple[int, ...] = ()
 
 
 class PromptEncoder(SegmentTokenizer):

@@ -130,6 +130,28 @@ class SpanIndex:
         lengths = np.concatenate([pair[1] for pair in found])
         return _verified(text, starts, lengths, self._entries, without)
 
+    def head_places(self, text: str) -> list[int]:
+        """Return the places where a registered text may begin, ascending, whether or not the rest of it follows."""
+        if len(text) < ANCHOR_CHARS or not self._entries:
+            return []
+        windows = _window_hashes(text)
+        return np.unique(np.concatenate([table.places(windows) for table in self._tables()])).tolist()  # type: ignore[no-any-return]
+
+    def texts_like(self, text: str, *, limit: int) -> list[TextEntry]:
+        """Return the registered texts that begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters alone.
+
+        Parameters
+        ----------
+        text
+            Nothing but its beginning is looked at.
+        limit
+            Of more texts, the longest are returned.
+        """
+        head = _window_hashes(text[:ANCHOR_CHARS]) if len(text) >= ANCHOR_CHARS else ()
+        digests = [d for window in head for table in self._tables() for d in table.digests_of(window, limit)]
+        found = [entry for digest in digests if (entry := self._entries.get(digest))]
+        return sorted(found, key=lambda entry: -entry.num_chars)[:limit]
+
     def _tables(self) -> tuple[_Table, _Table]:
         """Return tables that hold every entry, sorting only what has changed."""
         with self._lock:
@@ -150,29 +172,41 @@ class _Table:
     heads: Hashes
     tails: Hashes
     lengths: Integers
+    digests: NDArray[np.object_]
 
     @classmethod
     def build(cls, entries: Collection[TextEntry]) -> _Table:
         heads = np.fromiter((entry.head for entry in entries), np.uint64, len(entries))
         tails = np.fromiter((entry.tail for entry in entries), np.uint64, len(entries))
         lengths = np.fromiter((entry.num_chars for entry in entries), np.int64, len(entries))
-        return cls(heads, tails, lengths).take(np.lexsort((-lengths, heads)))
+        digests = np.fromiter((entry.digest for entry in entries), np.object_, len(entries))
+        return cls(heads, tails, lengths, digests).take(np.lexsort((-lengths, heads)))
 
     def take(self, rows: Integers) -> _Table:
         """Return the given rows."""
-        return _Table(self.heads[rows], self.tails[rows], self.lengths[rows])
+        return _Table(self.heads[rows], self.tails[rows], self.lengths[rows], self.digests[rows])
 
     def rows_of(self, heads: Hashes) -> tuple[Integers, Integers]:
         """Return the first row of each head, and the number of its rows."""
         first = np.searchsorted(self.heads, heads, "left")
         return first, np.searchsorted(self.heads, heads, "right") - first
 
+    def places(self, windows: Hashes) -> Integers:
+        """Return the places where an entry's head stands, ascending."""
+        if not len(self.heads):
+            return np.empty(0, np.int64)
+        first = np.minimum(np.searchsorted(self.heads, windows, "left"), len(self.heads) - 1)
+        return np.flatnonzero(self.heads[first] == windows)
+
+    def digests_of(self, head: np.uint64, limit: int) -> list[str]:
+        """Return the digests of the longest entries with this head."""
+        first = int(np.searchsorted(self.heads, head, "left"))
+        stop = int(np.searchsorted(self.heads, head, "right"))
+        return self.digests[first : min(stop, first + limit)].tolist()  # type: ignore[no-any-return]
+
     def candidates(self, windows: Hashes) -> tuple[Integers, Integers]:
         """Return starts and lengths of the places where head, tail and length of an entry fit."""
-        if not len(self.heads):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        first = np.minimum(np.searchsorted(self.heads, windows, "left"), len(self.heads) - 1)
-        places = np.flatnonzero(self.heads[first] == windows)
+        places = self.places(windows)
         # A header shared by ten thousand chunks brings them all in; few of them have a tail that is in the prompt too.
         rows = _ranges(*self.rows_of(np.unique(windows[places])))
         fits = self.lengths[rows] < len(windows) + ANCHOR_CHARS

@@ -119,6 +119,15 @@ class SegmentTokenizer:
         """Turn ids into text, control tokens left out."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def control_text_after(self, text: str, start: int) -> int:
+        """Return where the first control-token text from ``start`` on begins; the text's length where there is none."""
+        found = self._control_text.search(text, start) if self._control_text is not None else None
+        return found.start() if found else len(text)
+
+    def document_ids(self, text: str) -> tuple[int, ...]:
+        """Tokenise as ``chunk_ids`` does, without remembering the text."""
+        return self._chunk_ids(text)
+
     def _chunk_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise chunk text: the same ids at index time and in every prompt, and control-token text stays text."""
         check_encodable(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvrag.errors import ConfigError
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
@@ -187,3 +187,17 @@ class KVStore(Protocol):
 
     def close(self) -> None:
         """Release resources; idempotent."""
+
+
+@runtime_checkable
+class TextLookup(Protocol):
+    """What a :class:`KVStore` may offer besides; without it, chunks are reused as a whole or not at all."""
+
+    def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
+        """Return whose KV is stored for a text: one identity per model and prefix. Empty for a text that is unknown or has no KV.
+
+        The KV itself is not read. An identity that is returned was proven to be that of its key.
+        """
+
+    def knows(self, namespace: str, digest: str) -> bool:
+        """Whether a text is registered now, with or without KV; not any more once its last document was erased."""

@@ -99,6 +99,16 @@ class DiskReads(ForkAware):
         """Return the header of a chunk's file; ``None`` if it is absent or no chunk of this format."""
         return self._reading(key, lambda: self.objects.header(key))
 
+    def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
+        """Return whose KV is stored for a text, as its files' headers say."""
+        keys = [] if self._closed else self.rows.text_keys(namespace, digest)
+        headers = [self.header(key) for key in keys if not self.rows.is_gone(key)]
+        return [header.identity for header in headers if header is not None]
+
+    def knows(self, namespace: str, digest: str) -> bool:
+        """Whether a text is registered now, with or without KV."""
+        return self.rows.text(namespace, digest) is not None
+
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk's file is there, without proving its integrity."""
         return self.objects.contains(key)

@@ -29,7 +29,8 @@ class MemoryStore(ForkAware):
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()
-        self.index: Index = MemoryIndex()
+        self._rows = MemoryIndex()
+        self.index: Index = self._rows
         self._max_bytes = max_bytes
         self._chunks: OrderedDict[ChunkKey, tuple[ChunkIdentity, ChunkKV]] = OrderedDict()
         self._num_bytes = 0
@@ -96,6 +97,16 @@ class MemoryStore(ForkAware):
         """Whether a chunk is in memory."""
         with self._lock:
             return key in self._chunks
+
+    def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
+        """Return whose KV is stored for a text."""
+        keys = self._rows.text_keys(namespace, digest)
+        with self._lock:
+            return [self._chunks[key][0] for key in keys if key in self._chunks]
+
+    def knows(self, namespace: str, digest: str) -> bool:
+        """Whether a text is registered now, with or without KV."""
+        return self._rows.text(namespace, digest) is not None
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks and return how many were there."""

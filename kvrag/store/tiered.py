@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrag.fingerprint import chunk_key
-from kvrag.store.base import Index, KVStore, Retention, StoreStats
+from kvrag.store.base import Index, KVStore, Retention, StoreStats, TextLookup
 from kvrag.store.disk import DiskStore
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
@@ -74,6 +74,14 @@ class TieredStore:
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already; return whether it is."""
         return self._disk.link(identity, text=text, doc_id=doc_id)
+
+    def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
+        """Return whose KV the lower tier has for a text."""
+        return self._disk.identities(namespace, digest) if isinstance(self._disk, TextLookup) else []
+
+    def knows(self, namespace: str, digest: str) -> bool:
+        """Whether the lower tier has a text registered now, with or without KV."""
+        return isinstance(self._disk, TextLookup) and self._disk.knows(namespace, digest)
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether the lower tier has a chunk, without proving its integrity."""
