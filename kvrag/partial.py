@@ -27,8 +27,8 @@ MAX_TEXTS = 8
 MAX_LOOKS = 64
 """Places of one prompt where a text may begin and nothing was found, after which no more are looked at."""
 
-FIRST_LOOK = 512
-"""Characters that are tokenised first at a place; twice as many each time that they all belong to a stored chunk."""
+FIRST_LOOK = 1024
+"""Characters that are tokenised first at a place; four times as many each time that they all belong to a stored chunk."""
 
 SETTLE_TOKENS = 4
 """Tokens before the end of a piece of text that may be others for want of what follows."""
@@ -107,11 +107,10 @@ class PartFinder:
         chunk, count = self._longest(text, stored)
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
             ids, body = chunk[:end], self.encoder.decode(chunk[:end])
-            if not text.startswith(body) or self.encoder.chunk_ids(body) != ids:
-                continue
-            if is_live and tuple(self.encoder.live_ids(body)) != ids:
-                return None  # a control token in a spelling that only the tokenizer knows
-            return Piece(body, "chunk", part_of=chunk)
+            # Tokenised as live text it has the same ids: so it holds no control token in a spelling that only the tokenizer knows.
+            tokenise = self.encoder.live_ids if is_live else self.encoder.document_ids
+            if text.startswith(body) and tuple(tokenise(body)) == ids:
+                return Piece(body, "chunk", part_of=chunk, num_ids=end)
         return None
 
     def _longest(self, text: str, stored: Sequence[TokenIds]) -> tuple[TokenIds, int]:
@@ -123,7 +122,7 @@ class PartFinder:
             count, _, chunk = max((n, -len(c), c) for n, c in zip(counts, stored, strict=True))
             if width >= len(text) or count < len(ids) - SETTLE_TOKENS:
                 return chunk, count
-            width *= 2
+            width *= 4
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

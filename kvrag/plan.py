@@ -181,14 +181,14 @@ def _plan_piece(
     """Plan one piece; two come of a chunk without KV whose first part is that of a stored one."""
     if piece.kind == "live":
         return [PlannedPiece(piece, tuple(encoder.live_ids(piece.text)))]
-    ids = encoder.chunk_ids(piece.text)
+    ids = piece.part_of[: piece.num_ids] or encoder.chunk_ids(piece.text)
     if len(ids) < finder.min_tokens:
         return [PlannedPiece(piece, ids, reason=f"{len(ids)} tokens, fewer than min_chunk_tokens={finder.min_tokens}")]
     planned = _plan_stored(piece, ids, lookup, is_next_to_head)
     if planned is not None:
         return [planned]
     first, *others = finder.cut_chunk(piece)
-    planned = _plan_stored(first, encoder.chunk_ids(first.text), lookup, is_next_to_head) if first.part_of else None
+    planned = _plan_stored(first, first.part_of[: first.num_ids], lookup, is_next_to_head) if first.part_of else None
     if planned is not None:
         reason = "the rest of a chunk of which another one that is stored has the first part"
         return [planned, *(PlannedPiece(other, encoder.chunk_ids(other.text), reason=reason) for other in others)]

@@ -21,13 +21,15 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk]
 class Piece:
     """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`.
 
-    ``part_of`` holds the token ids of a stored chunk of which this is the first part; empty otherwise.
+    ``part_of`` holds the token ids of a stored chunk of which this is the first part, and ``num_ids`` how many of
+    them are its own; empty and 0 otherwise.
     """
 
     text: str
     kind: Literal["live", "chunk"] = "live"
     is_given: bool = False
     part_of: tuple[int, ...] = ()
+    num_ids: int = 0
 
 
 class PromptEncoder(SegmentTokenizer):
