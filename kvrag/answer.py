@@ -21,11 +21,12 @@ from kvrag.loading import LoadedModel
 from kvrag.plain import PlainLM
 from kvrag.plan import Plan, plan_prompt
 from kvrag.prefill import Clock, Prefilled, prefill, prefill_plain
-from kvrag.prompt import Prompt
+from kvrag.prompt import Prompt, chunks_in_messages
 from kvrag.spans import SpanIndex
 from kvrag.store.base import KVStore
 from kvrag.streams import Emit
-from kvrag.types import GenerationResult, Mode, TextEntry
+from kvrag.types import GenerationResult, Missed, MissedChunk, Mode, TextEntry
+from kvrag.write_back import WriteBack
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,14 @@ class Answering:
     ----------
     loaded, store, store_config
         Model, tokenizer, KV store and its limits.
+    write_back
+        Takes what answered prompts missed; ``None`` where that is computed each time.
     """
 
     loaded: LoadedModel
     store: KVStore
     store_config: StoreConfig
+    write_back: WriteBack | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
@@ -111,6 +115,7 @@ class Answering:
             As :meth:`kvrag.engine.KVRagEngine.generate`.
         """
         clock = Clock()
+        erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
         with clock.stage("plan"):
             plan = self.plan(request)
         lm = self.loaded.lm
@@ -136,7 +141,8 @@ class Answering:
             )
 
         mode: Mode = "full" if isinstance(lm, PlainLM) else request.mode
-        return _retry_without_reuse(attempt, mode), clock
+        done = _retry_without_reuse(attempt, mode)
+        return replace(done, missed=_missed(request, plan, erasures) if self.write_back else None), clock
 
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
@@ -188,6 +194,8 @@ class Answering:
             show(text.finish())
         end = time.perf_counter()
         has_ended = text.is_stopped or ids[-1] in eos_ids
+        if self.write_back and done.missed:
+            self.write_back.offer(done.missed)
         return GenerationResult(
             **accounting(done, clock),
             text="".join(parts),
@@ -197,6 +205,19 @@ class Answering:
             total_ms=(end - start) * 1e3,
             tokens_per_s=(len(ids) - 1) / (end - first) if len(ids) > 1 else 0.0,
         )
+
+
+def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
+    """Return what may be stored of a prompt: registered and explicit chunks behind a prefix of the application's, no live text."""
+    given = [MissedChunk(text, is_given=True) for text in chunks_in_messages(request.prompt)]
+    chunks = tuple(dict.fromkeys([*plan.missed, *given]))
+    if request.mode == "full" or not chunks:
+        return None
+    head = plan.pieces[
+        0
+    ].piece.text  # may hold a question where it is no known prefix: then nothing is encoded behind it
+    prefix = head if head in request.prefixes else request.prefixes[0]
+    return Missed(chunks, prefix, request.namespace, erasures)
 
 
 def _retry_without_reuse(attempt: Callable[[Mode], Prefilled], mode: Mode) -> Prefilled:

@@ -15,6 +15,7 @@ T = TypeVar("T")
 STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
 DURABILITIES = ("durable", "cache")
 INDICES = ("diskcache", "sqlite")
+ON_MISS = ("compute", "store")
 MODES: tuple[str, ...] = get_args(Mode)
 
 
@@ -149,6 +150,11 @@ class StoreConfig:
         Chunks not loaded within this time count as misses and are computed.
     min_chunk_tokens
         Shorter chunks are not stored: a row that must be repaired anyway saves nothing.
+    on_miss
+        What becomes of chunks that a prompt brings and the store has not. ``"compute"``: they are computed for the answer, each time.
+        ``"store"``: after the answer, in the background, they are precomputed as by :meth:`~kvrag.KVRagEngine.precompute`, without a
+        document id, so that only budgets erase them. That holds for explicit :class:`~kvrag.Chunk` segments and for registered texts,
+        never for live text such as a user's turn.
     """
 
     ram_bytes: int = 2 * 2**30
@@ -163,6 +169,7 @@ class StoreConfig:
     on_event: Callable[[Any], None] | None = None
     load_timeout_s: float = 10.0
     min_chunk_tokens: int = 32
+    on_miss: str = "compute"
 
     def __post_init__(self) -> None:
         _check_count("StoreConfig", "ram_bytes", self.ram_bytes, 0)
@@ -171,10 +178,15 @@ class StoreConfig:
         _check_count("StoreConfig", "min_free_bytes", self.min_free_bytes, 0)
         _check_number("StoreConfig", "high_watermark", self.high_watermark, 0, 1)
         _check_number("StoreConfig", "low_watermark", self.low_watermark, 0, self.high_watermark)
-        for name, choices in (("durability", DURABILITIES), ("index", INDICES), ("read_only", (False, True))):
+        named = (("durability", DURABILITIES), ("index", INDICES), ("read_only", (False, True)), ("on_miss", ON_MISS))
+        for name, choices in named:
             if getattr(self, name) not in choices:
                 known = ", ".join(map(str, choices))
                 raise ConfigError(f"StoreConfig.{name} is {getattr(self, name)!r}; it must be one of {known}")
+        if self.read_only and self.on_miss == "store":
+            raise ConfigError(
+                "StoreConfig.on_miss is 'store', and a read_only store takes nothing; leave one of them out"
+            )
         if not isinstance(self.event_log, (str, type(None))):
             raise ConfigError(f"StoreConfig.event_log is {self.event_log!r}; it must be the path of a file, or None")
         if self.on_event is not None and not callable(self.on_event):

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,7 @@ from kvrag.types import (
     VerifyReport,
 )
 from kvrag.verify import verify_prompts
+from kvrag.write_back import WriteBack, erasures_of
 
 
 class KVRagEngine:
@@ -79,6 +81,7 @@ class KVRagEngine:
         self.repair = _check_repair(repair) or RepairConfig()
         self.store_config = store_config or StoreConfig()
         self.store = open_store(kv_dir, self.store_config)
+        self._erasures = erasures_of(self.kv_dir)
         self._prefix, self._prefix_text = prefix, cast("str | None", None)
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._stats = EngineStats()
@@ -200,6 +203,8 @@ class KVRagEngine:
         with self._shared_lock:
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
+        if self._query_side is not None and self._query_side.write_back is not None:
+            self._query_side.write_back.close()
         self.store.close()
         self._loaded = self._query_side = None
 
@@ -290,6 +295,17 @@ class KVRagEngine:
         loaded = self.store.get_many(identities, timeout_s=self.store_config.load_timeout_s)
         return sum(kv is not None for kv in loaded)
 
+    def flush_write_back(self, timeout_s: float | None = None) -> bool:
+        """Wait until what answered prompts missed is stored (``StoreConfig(on_miss="store")``), for at most ``timeout_s`` seconds.
+
+        Returns
+        -------
+        bool
+            Whether nothing is left to store.
+        """
+        write_back = self._query_side.write_back if self._query_side is not None else None
+        return write_back is None or write_back.flush(timeout_s)
+
     def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> int:
         """Delete documents: KV that no other document refers to is erased from every tier.
 
@@ -300,6 +316,7 @@ class KVRagEngine:
         """
         space = self._namespace(namespace)
         ids = [ids] if isinstance(ids, str) else ids
+        self._erasures.note(space)  # what is waiting to be written back was seen before, and might hold what goes now
         return sum(self.store.forget(space, doc_id) for doc_id in ids)
 
     def document_ids(self, *, namespace: str | None = None) -> list[str]:
@@ -464,8 +481,10 @@ class KVRagEngine:
         return verify_prompts(self, prompts, **options)
 
     def stats(self) -> dict[str, Any]:
-        """Return totals over requests, and the size and counters of each tier of the store."""
-        return {**self._stats.snapshot(), "store": self.store.stats()}
+        """Return totals over requests, the size and counters of each tier of the store, and what was written back, if anything is."""
+        write_back = self._query_side.write_back if self._query_side is not None else None
+        extra = {} if write_back is None else {"write_back": write_back.stats()}
+        return {**self._stats.snapshot(), **extra, "store": self.store.stats()}
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
@@ -477,7 +496,10 @@ class KVRagEngine:
         """The query-time half; loads the model."""
         with self._lock:
             if self._query_side is None:
-                self._query_side = Answering(self.loaded, self.store, self.store_config)
+                loaded, config = self.loaded, self.store_config
+                wanted = config.on_miss == "store" and not isinstance(loaded.lm, PlainLM)
+                write_back = WriteBack(loaded, self.store, config, self._erasures) if wanted else None
+                self._query_side = Answering(loaded, self.store, config, write_back)
             return self._query_side
 
     def _request(self, prompt: Prompt, mode: Mode, repair: RepairConfig | None, namespace: str | None) -> Request:
@@ -503,7 +525,9 @@ class KVRagEngine:
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             request = self._request(prompt, mode, repair, namespace)
-            result = self._answering.answer(request, config, start, emit, cancel)
+            answering = self._answering
+            with answering.write_back.request() if answering.write_back else nullcontext():
+                result = answering.answer(request, config, start, emit, cancel)
             self._stats.count(result)
             return result
 

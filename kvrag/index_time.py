@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tqdm.auto import tqdm
 
@@ -17,9 +18,25 @@ from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.prompt import check_chunk_text
 from kvrag.spans import text_entry
 from kvrag.store.base import KVStore
-from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
+
+
+class ChunkSink(Protocol):
+    """What a precompute needs of a :class:`~kvrag.store.base.KVStore`."""
+
+    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
+        """Store a chunk."""
+        ...
+
+    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
+        """Add a reference to a chunk that is stored already; return whether it is."""
+        ...
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether a chunk is stored."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +114,7 @@ def replaced_ids(store: KVStore, items: Sequence[tuple[str | None, str]], namesp
 
 def precompute_texts(
     loaded: LoadedModel,
-    store: KVStore,
+    store: ChunkSink,
     items: Sequence[tuple[str | None, str]],
     *,
     prefix: str,
@@ -105,6 +122,7 @@ def precompute_texts(
     batch_size: int,
     min_chunk_tokens: int,
     show_progress: bool,
+    before_batch: Callable[[], None] | None = None,
 ) -> PrecomputeReport:
     """Store the KV of the prefix and of every text that has none yet.
 
@@ -126,6 +144,8 @@ def precompute_texts(
         Shorter texts are skipped.
     show_progress
         Show a progress bar.
+    before_batch
+        Called before each forward; what it raises ends the run.
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
@@ -151,6 +171,8 @@ def precompute_texts(
     todo.sort(key=lambda job: len(job.identity.token_ids))  # neighbours of similar length pad least
     with tqdm(total=len(jobs), initial=len(jobs) - len(todo), disable=not show_progress, unit="chunk") as bar:
         for batch in _batches(todo, batch_size):
+            if before_batch is not None:
+                before_batch()
             run.store_batch(batch)
             bar.update(len(batch))
     run.recount()
@@ -183,7 +205,7 @@ class _Run:
     """State of one precompute: the prefix's buffer and the report in the making."""
 
     def __init__(
-        self, loaded: LoadedModel, store: KVStore, model: str, prefix_ids: tuple[int, ...], namespace: str
+        self, loaded: LoadedModel, store: ChunkSink, model: str, prefix_ids: tuple[int, ...], namespace: str
     ) -> None:
         self._loaded, self._store, self._model = loaded, store, model
         self._prefix_ids, self._namespace = prefix_ids, namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvrag.config import RepairConfig
@@ -16,7 +16,7 @@ from kvrag.partial import HeadScanner, PartFinder
 from kvrag.prompt import Piece, Prompt, PromptEncoder, cut, merge_live
 from kvrag.selection import effective_ratio, strategy_of
 from kvrag.store.base import KVStore
-from kvrag.types import ChunkIdentity, ChunkKV, Mode, Span
+from kvrag.types import ChunkIdentity, ChunkKV, MissedChunk, Mode, Span
 
 OVERHEAD_TOKENS = 160
 """Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
@@ -44,6 +44,8 @@ class PlannedPiece:
         As in :class:`~kvrag.layout.Segment`.
     reason
         Why there is no stored KV, or why it is not exact.
+    missed
+        The chunk to store, where it has no KV of its own.
     """
 
     piece: Piece
@@ -52,6 +54,7 @@ class PlannedPiece:
     is_exact: bool = False
     is_mismatched: bool = False
     reason: str | None = None
+    missed: MissedChunk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,11 @@ class Plan:
     def token_ids(self) -> list[int]:
         """Token ids of the prompt."""
         return [i for piece in self.pieces for i in piece.ids]
+
+    @property
+    def missed(self) -> list[MissedChunk]:
+        """Chunks without KV of their own, each once."""
+        return list(dict.fromkeys(piece.missed for piece in self.pieces if piece.missed is not None))
 
     @property
     def has_mismatch(self) -> bool:
@@ -187,32 +195,32 @@ def _plan_piece(
     planned = _plan_stored(piece, ids, lookup, is_next_to_head)
     if planned is not None:
         return [planned]
+    missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
     first, *others = finder.cut_chunk(piece)
     planned = _plan_stored(first, first.part_of[: first.num_ids], lookup, is_next_to_head) if first.part_of else None
     if planned is not None:
         reason = "the rest of a chunk of which another one that is stored has the first part"
-        return [planned, *(PlannedPiece(other, encoder.chunk_ids(other.text), reason=reason) for other in others)]
+        rest = [PlannedPiece(other, encoder.chunk_ids(other.text), reason=reason) for other in others]
+        pays = sum(len(other.ids) for other in rest) >= finder.min_tokens
+        return [replace(planned, missed=missed if pays else None), *rest]
     known = "the text is known, but there is no KV of this model for it" if not piece.is_given else "not precomputed"
-    return [PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model")]
+    return [PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model", missed=missed)]
 
 
 def _plan_stored(piece: Piece, ids: tuple[int, ...], lookup: Lookup, is_next_to_head: bool) -> PlannedPiece | None:
     """Plan a chunk, or the first part of one, by its stored KV; ``None`` where there is none."""
     stored = piece.part_of or ids
-    share = f"first {len(ids)} of {len(stored)} tokens of a stored chunk" if len(stored) > len(ids) else None
+    reasons = [f"first {len(ids)} of {len(stored)} tokens of a stored chunk"] if len(stored) > len(ids) else []
     identity = lookup.identity(stored, lookup.prefix)
     if lookup.has(identity):
-        reason = None if is_next_to_head else "other text stands between the prefix and this chunk: repaired"
-        return PlannedPiece(piece, ids, identity, is_exact=is_next_to_head, reason=_joined(share, reason))
+        if not is_next_to_head:
+            reasons.append("other text stands between the prefix and this chunk: repaired")
+        return PlannedPiece(piece, ids, identity, is_exact=is_next_to_head, reason="; ".join(reasons) or None)
     variant = lookup.other_prefix(stored)
     if variant is None:
         return None
-    reason = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
-    return PlannedPiece(piece, ids, variant, is_mismatched=True, reason=_joined(share, reason))
-
-
-def _joined(*reasons: str | None) -> str | None:
-    return "; ".join(reason for reason in reasons if reason) or None
+    reasons.append("encoded behind another prefix than this prompt has: repaired with a larger ratio")
+    return PlannedPiece(piece, ids, variant, is_mismatched=True, reason="; ".join(reasons))
 
 
 def lay_out(plan: Plan, loaded: Mapping[ChunkIdentity, ChunkKV | None]) -> tuple[Layout, list[ChunkKV]]:

@@ -20,7 +20,7 @@ from kvrag.repair import deviation, probe, repair
 from kvrag.selection import select_rows, strategy_of
 from kvrag.stitch import stitch
 from kvrag.store.base import KVStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Mode
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Missed, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Prefilled:
     """A prefilled prompt, ready to decode.
 
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, ``buffer`` holds the prompt's KV (``None`` where
-    the model keeps it in a cache of its own); the counts and ``exactness`` are those of :class:`~kvrag.types.Accounting`.
+    the model keeps it in a cache of its own); the counts and ``exactness`` are those of :class:`~kvrag.types.Accounting`. ``missed`` may be
+    written back.
     """
 
     extend: Extend
@@ -59,6 +60,7 @@ class Prefilled:
     loaded_bytes: int
     fallback_reason: str | None
     has_other_prefix: bool
+    missed: Missed | None = None
 
 
 def load(identities: list[ChunkIdentity], store: KVStore, *, timeout_s: float) -> dict[ChunkIdentity, ChunkKV | None]:

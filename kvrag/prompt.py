@@ -136,6 +136,13 @@ def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
         yield Piece(after)
 
 
+def chunks_in_messages(prompt: Prompt) -> list[str]:
+    """Return the texts of the explicit chunks in the contents of chat messages, which rendering makes plain text."""
+    contents = [] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
+    parts = [part for content in contents if isinstance(content, Sequence) for part in content]
+    return [part.text.strip() for part in parts if isinstance(part, Chunk)]
+
+
 def check_chunk_text(text: object) -> str:
     """Return the text of a chunk, or raise :class:`InputError` if it is not a string or holds nothing but white space."""
     if not isinstance(text, str):

@@ -136,6 +136,36 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class MissedChunk:
+    """A chunk of a prompt that has no KV. ``is_given``: as an explicit :class:`Chunk`; else its text is a registered one."""
+
+    text: str
+    is_given: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """What one prompt held that had no KV, for :mod:`kvrag.write_back`.
+
+    Parameters
+    ----------
+    chunks
+        Its chunks.
+    prefix
+        Text to encode them behind.
+    namespace
+        Digest of the namespace.
+    erasures
+        Erasures that this process had begun there when the prompt came.
+    """
+
+    chunks: tuple[MissedChunk, ...]
+    prefix: str
+    namespace: str
+    erasures: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrecomputeReport:
     """What :meth:`KVRagEngine.precompute` did.
 

@@ -28,6 +28,7 @@ RANKS = [
     {"acceptance"},
     {"loading"},
     {"index_time", "prefill", "explain", "verify"},
+    {"write_back"},
     {"answer"},
     {"engine"},
     {"hooks"},
