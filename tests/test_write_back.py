@@ -1,0 +1,390 @@
+"""Write-back of misses: index-time KV of retrieved chunks, after the answer; never live text, never what was erased."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from texts import make_chunks
+
+import kvrag.index_time
+import kvrag.write_back
+from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key, text_digest
+from kvrag.models import CausalLM
+from kvrag.testing.chunks import same_bits
+from kvrag.write_back import MAX_WAITING, erasures_of
+
+MakeEngine = Callable[..., KVRagEngine]
+CHUNKS = make_chunks(4, words=30, seed=31)
+STORE = StoreConfig(on_miss="store")
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def engine(engine_of: MakeEngine) -> KVRagEngine:
+    return engine_of("llama", store_config=STORE)
+
+
+def given(engine: KVRagEngine, *texts: str, question: str = "Who?") -> list[str | Chunk]:
+    return [engine.prefix_text, *[part for text in texts for part in (Chunk(text), "\n\n")], question]
+
+
+def answer(engine: KVRagEngine, prompt: Any, **options: Any) -> Any:
+    result = engine.generate(prompt, max_new_tokens=2, **{"mode": "stitch", **options})
+    assert engine.flush_write_back(PATIENT_S)
+    return result
+
+
+def identities(engine: KVRagEngine, *texts: str) -> Any:
+    return [
+        i
+        for text in texts
+        for i in engine.store.identities(engine._namespace(None), text_digest(text))  # type: ignore[attr-defined]
+    ]
+
+
+class Paused:
+    """Holds precompute just before it encodes chunks, until told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after: bool = False) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        original = kvrag.index_time.encode_chunks
+
+        def encode(*args: Any) -> Any:
+            kvs = original(*args) if after else None
+            self.reached.set()
+            assert self.go_on.wait(PATIENT_S)
+            return original(*args) if kvs is None else kvs
+
+        monkeypatch.setattr(kvrag.index_time, "encode_chunks", encode)
+
+
+# -- what is stored --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_back_is_what_precompute_stores(
+    engine: KVRagEngine, engine_of: MakeEngine, tmp_path: Path
+) -> None:
+    """Repair with full strength would leave its marks in KV that came from the answer."""
+    engine.precompute(CHUNKS[:1])
+    repair = RepairConfig(strategy="query", recompute_ratio=0.5, shift=1.0)
+    result = answer(engine, given(engine, CHUNKS[0], CHUNKS[1], CHUNKS[2]), repair=repair)
+    assert result.computed_tokens > 100
+    assert engine.stats()["write_back"] == {"stored": 2, "skipped": 0, "failed": 0, "dropped": 0, "waiting": 0}
+    other = engine_of("llama", kv_dir=tmp_path / "other")
+    other.precompute(CHUNKS, batch_size=1)
+    for identity in identities(other, *CHUNKS[:3]):
+        assert same_bits(engine.store.get(identity), other.store.get(identity))
+    assert identities(engine, CHUNKS[3]) == []
+    assert set(engine.store.index.keys()) < set(other.store.index.keys())
+
+
+def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine: KVRagEngine) -> None:
+    first = answer(engine, given(engine, CHUNKS[0]))
+    again = answer(engine, given(engine, CHUNKS[0]))
+    assert (first.exactness, again.exactness) == ("full", "exact")
+    assert again.cached_tokens > 64
+    assert again.token_ids == first.token_ids
+    assert engine.stats()["write_back"]["stored"] == 1
+    assert engine.document_ids() == []
+
+
+def test_chunks_in_messages_are_explicit_too(engine: KVRagEngine) -> None:
+    parts = ["Read:\n", Chunk(CHUNKS[0]), "\n", Chunk(f"\n{CHUNKS[1]} "), "\nWho?"]
+    answer(engine, [{"role": "user", "content": parts}])
+    assert engine.stats()["write_back"]["stored"] == 2
+    assert answer(engine, [{"role": "user", "content": parts}]).cached_tokens > 128
+
+
+def test_by_default_misses_are_computed_and_forgotten(engine_of: MakeEngine) -> None:
+    engine = engine_of("llama")
+    answer(engine, given(engine, CHUNKS[0]))
+    assert engine.store.index.keys() == []
+    assert "write_back" not in engine.stats()
+    assert StoreConfig().on_miss == "compute"
+
+
+def test_user_turns_and_live_text_are_never_stored(engine: KVRagEngine) -> None:
+    turns = [
+        {"role": "system", "content": CHUNKS[0]},
+        {"role": "user", "content": CHUNKS[1]},
+        {"role": "assistant", "content": CHUNKS[2]},
+        {"role": "user", "content": [{"type": "text", "text": CHUNKS[3]}]},
+    ]
+    for prompt in (turns, CHUNKS[0], [CHUNKS[1], "\n", CHUNKS[2]]):
+        answer(engine, prompt)
+    assert engine.store.index.keys() == []
+
+
+def test_live_text_before_the_chunks_is_never_stored_as_a_prefix(engine: KVRagEngine) -> None:
+    """The chunk is encoded behind the engine's own prefix, and only that one is stored with it."""
+    answer(engine, [f"My secret question: {CHUNKS[3]}\n", Chunk(CHUNKS[0]), "\nWell?"])
+    (identity,) = identities(engine, CHUNKS[0])
+    prefix = engine._request("x", "auto", None, None).prefixes[0]
+    head = tuple(engine.loaded.encoder.live_ids(prefix, at_start=True))
+    keys = set(engine.store.index.keys()) - {chunk_key(identity)}
+    assert len(keys) == 1
+    records = [engine.store.index.get(key) for key in keys]
+    assert [record.num_tokens for record in records if record] == [len(head)]
+
+
+def test_a_prefix_that_was_precomputed_with_is_kept_to(engine: KVRagEngine) -> None:
+    engine.precompute(CHUNKS[3:], prefix="Notes of the archive:\n")
+    result = answer(engine, ["Notes of the archive:\n", Chunk(CHUNKS[0]), "\nWho?"])
+    assert result.computed_tokens > 64
+    assert answer(engine, ["Notes of the archive:\n", Chunk(CHUNKS[0]), "\nWho?"]).exactness == "exact"
+
+
+def test_registered_texts_without_kv_come_back(engine: KVRagEngine) -> None:
+    """What a budget pushed out, or another model has stored: found by scanning, and known to the index."""
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    identity = identities(engine, CHUNKS[0])[0]
+    engine.store.delete([chunk_key(identity)])
+    prompt = [{"role": "user", "content": f"{CHUNKS[0]}\n\nWho?"}]
+    answer(engine, prompt)
+    assert identities(engine, CHUNKS[0]) == [identity]
+    assert engine.delete(["doc"]) == 1
+    assert identities(engine, CHUNKS[0]) == []
+
+
+@pytest.mark.parametrize(("length", "is_stored"), [(-30, False), (None, True)])
+def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(
+    engine: KVRagEngine, length: int | None, is_stored: bool
+) -> None:
+    engine.precompute(CHUNKS[:1])
+    text = CHUNKS[0][:120] + (CHUNKS[1] if is_stored else " and so on")
+    answer(engine, given(engine, text[:length] if length is None else text))
+    assert bool(identities(engine, text)) == is_stored
+    assert sum(len(span.text) for span in engine.explain(given(engine, text)).spans if span.hit) > 100
+
+
+@pytest.mark.parametrize("mode", ["full"])
+def test_answers_without_reuse_store_nothing(engine: KVRagEngine, mode: Any) -> None:
+    answer(engine, given(engine, CHUNKS[0]), mode=mode)
+    engine.prefill(given(engine, CHUNKS[0]), mode="stitch")
+    engine.score(given(engine, CHUNKS[0]), "x", mode="stitch")
+    assert engine.flush_write_back(PATIENT_S)
+    assert engine.store.index.keys() == []
+
+
+def test_short_chunks_stay_live(engine: KVRagEngine) -> None:
+    answer(engine, given(engine, "Too short."))
+    assert engine.store.index.keys() == []
+
+
+def test_namespaces_stay_apart(engine: KVRagEngine) -> None:
+    answer(engine, given(engine, CHUNKS[0]), namespace="mine")
+    assert answer(engine, given(engine, CHUNKS[0]), namespace="other").cached_tokens == 0
+    assert answer(engine, given(engine, CHUNKS[0]), namespace="mine").exactness == "exact"
+
+
+def test_a_refused_model_writes_nothing_back(engine_of: MakeEngine) -> None:
+    engine = engine_of("gpt2", store_config=STORE)
+    answer(engine, given(engine, CHUNKS[0]), mode="auto")
+    assert engine.store.index.keys() == []
+
+
+# -- when it is stored -----------------------------------------------------------------------------------------------------
+
+
+def test_it_waits_until_no_request_runs(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_back = engine._answering.write_back
+    assert write_back is not None
+    forwards: list[str] = []
+    original = CausalLM.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(threading.current_thread().name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(CausalLM, "forward", forward)
+    with write_back.request():
+        engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+        assert not engine.flush_write_back(0.2)
+        assert "kvrag-write-back" not in forwards
+    assert engine.flush_write_back(PATIENT_S)
+    assert engine.stats()["write_back"]["stored"] == 1
+
+
+def test_the_answer_does_not_wait_for_it(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = Paused(monkeypatch)
+    first = engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+    assert paused.reached.wait(PATIENT_S)
+    assert engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch").token_ids == first.token_ids
+    assert not engine.flush_write_back(0.0)
+    paused.go_on.set()
+    assert engine.flush_write_back(PATIENT_S)
+    assert engine.stats()["write_back"]["stored"] == 1
+
+
+def test_more_than_can_wait_is_dropped_and_counted(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.write_back, "MAX_WAITING", 1)
+    assert MAX_WAITING > 1
+    answer(engine, given(engine, CHUNKS[0], CHUNKS[1]))
+    assert engine.stats()["write_back"]["dropped"] == 2
+    assert engine.store.index.keys() == []
+
+
+def test_faults_are_counted_and_logged_and_the_engine_goes_on(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise StoreError("the disk is full")
+
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        patch.setattr(engine.store, "put", refuse)
+        answer(engine, given(engine, CHUNKS[0]))
+    assert "the disk is full" in caplog.text
+    assert engine.stats()["write_back"]["failed"] == 1
+    answer(engine, given(engine, CHUNKS[1]))
+    assert engine.stats()["write_back"]["dropped"] == 1, "not again right away: each try costs a forward"
+    monkeypatch.setattr(kvrag.write_back, "RETRY_S", 0.0)
+    write_back = engine._answering.write_back
+    assert write_back is not None
+    write_back._not_before = 0.0
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("a bug")
+
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        patch.setattr(kvrag.index_time, "encode_chunks", fail)
+        answer(engine, given(engine, CHUNKS[1]))
+    assert "a bug" in caplog.text
+    assert engine.stats()["write_back"]["failed"] == 2
+    answer(engine, given(engine, CHUNKS[1]))
+    assert engine.stats()["write_back"]["stored"] == 1
+
+
+# -- erasing and closing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before its forward", "after its forward"])
+@pytest.mark.parametrize("by", ["the engine", "another engine"])
+def test_what_is_deleted_meanwhile_does_not_come_back(
+    after: bool, by: str, engine: KVRagEngine, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
+    deleting = engine if by == "the engine" else engine_of("llama", store_config=STORE)
+    paused = Paused(monkeypatch, after=after)
+    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+    assert paused.reached.wait(PATIENT_S)
+    deleting.delete(["doc"])
+    paused.go_on.set()
+    assert engine.flush_write_back(PATIENT_S)
+    assert identities(engine, CHUNKS[0]) == []
+    assert engine.stats()["write_back"]["dropped"] == 1
+
+
+def test_what_is_deleted_while_the_answer_is_made_does_not_come_back(engine: KVRagEngine) -> None:
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
+    stream = engine.stream(given(engine, CHUNKS[0]), max_new_tokens=200, mode="stitch")
+    next(stream)
+    engine.delete(["doc"])
+    stream.cancel()
+    for _ in stream:
+        pass
+    assert engine.flush_write_back(PATIENT_S)
+    assert identities(engine, CHUNKS[0]) == []
+
+
+def test_a_deleted_text_that_a_prompt_still_quotes_does_not_come_back(engine: KVRagEngine) -> None:
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    prompt = [{"role": "user", "content": f"{CHUNKS[0]}\n\nWho?"}]
+    answer(engine, prompt)
+    engine.delete(["doc"])
+    answer(engine, prompt)
+    assert identities(engine, CHUNKS[0]) == []
+    assert engine.stats()["write_back"]["skipped"] == 1
+
+
+def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
+    paused = Paused(monkeypatch, after=True)
+    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+    assert paused.reached.wait(PATIENT_S)
+    engine.store.forget(engine._namespace(None), "doc")
+    paused.go_on.set()
+    assert engine.flush_write_back(PATIENT_S)
+    assert identities(engine, CHUNKS[0]) == []
+    assert engine.stats()["write_back"]["failed"] == 1
+
+
+def test_a_delete_waits_for_what_is_being_written_and_erases_it(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
+    writing, original = threading.Event(), engine.store.put
+
+    def put(*args: Any, **options: Any) -> int:
+        writing.set()
+        time.sleep(0.2)
+        return original(*args, **options)
+
+    monkeypatch.setattr(engine.store, "put", put)
+    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+    assert writing.wait(PATIENT_S)
+    engine.delete(["doc"])
+    assert engine.flush_write_back(PATIENT_S)
+    assert identities(engine, CHUNKS[0]) == []
+
+
+def test_closing_does_not_wait_and_stores_nothing_more(
+    engine: KVRagEngine, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paused = Paused(monkeypatch, after=True)
+    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+    assert paused.reached.wait(PATIENT_S)
+    write_back = engine._answering.write_back
+    assert write_back is not None
+    with caplog.at_level(logging.WARNING):
+        engine.close()
+        assert not paused.go_on.is_set()
+        paused.go_on.set()
+        assert write_back.flush(PATIENT_S)
+    assert write_back.stats()["dropped"] == 1
+    assert "not stored" not in caplog.text
+    other = engine_of("llama", store_config=STORE)
+    assert identities(other, CHUNKS[0]) == []
+
+
+def test_a_process_that_ends_right_after_its_answer_ends_in_order(tiny_dir: str, tmp_path: Path) -> None:
+    code = f"""
+from kvrag import Chunk, KVRagEngine, StoreConfig
+engine = KVRagEngine.from_pretrained({tiny_dir!r}, kv_dir={str(tmp_path)!r}, store_config=StoreConfig(on_miss="store"))
+engine.generate([engine.prefix_text, Chunk({CHUNKS[0]!r}), "Who?"], max_new_tokens=2)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Fatal" in done.stderr, "Traceback" in done.stderr) == (0, False, False), done.stderr
+
+
+def test_engines_on_one_directory_share_their_erasures(tmp_path: Path) -> None:
+    one = erasures_of(str(tmp_path))
+    assert erasures_of(str(tmp_path)) is one
+    assert erasures_of(None) is not erasures_of(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_miss": "Store"}, "on_miss is 'Store'; it must be one of compute, store"),
+        ({"on_miss": "store", "read_only": True}, "a read_only store takes nothing"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StoreConfig(**options)
