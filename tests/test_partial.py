@@ -75,7 +75,7 @@ def test_the_first_part_of_a_stored_chunk_behind_its_prefix_is_exact(stored: KVR
     assert distance(stored, prompt, mode="stitch", repair=NO_REPAIR) < TOLERANCE
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(1, len(LONG)), tail=st.sampled_from(["", "...", "xyz", "\n\n", " ", "é"]))
 def test_every_cut_of_the_first_chunk_equals_full_prefill(stored: KVRagEngine, cut: int, tail: str) -> None:
     prompt = ask(LONG[:cut] + tail)
@@ -88,7 +88,7 @@ def test_every_cut_of_the_first_chunk_equals_full_prefill(stored: KVRagEngine, c
         assert len(found[0][0]) > cut - 12, "the part ends where the text does, but for a word"
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(80, 400), min_size=2, max_size=4), order=st.permutations(range(4)))
 def test_every_cut_in_any_order_equals_full_prefill_after_full_repair(
     stored: KVRagEngine, cuts: list[int], order: list[int]
@@ -326,6 +326,23 @@ def test_long_parts_are_found_to_their_end(tokenizer: Any) -> None:
     finder = finder_of(PromptEncoder(tokenizer), [text], [])
     piece = finder.cut_live(Piece(text[:4000] + "!!! Who?"))[0]
     assert 3990 < len(piece.text) <= 4000
+
+
+def test_parts_of_a_text_that_repeats_itself_do_not_overlap(tokenizer: Any) -> None:
+    finder = finder_of(PromptEncoder(tokenizer), ["=" * 60 + " and so on"], [])
+    cut = finder.cut_live(Piece("=" * 1000 + "!"))
+    assert "".join(piece.text for piece in cut) == "=" * 1000 + "!"
+    assert {piece.text for piece in cut[:-1]} == {"=" * 60}
+
+
+def test_a_part_never_ends_inside_a_character(tokenizer: Any) -> None:
+    """The bytes of ``é`` and ``è`` begin alike, and so do their tokens."""
+    finder = finder_of(PromptEncoder(tokenizer), [LONG[:150] + "é" + LONG[150:]], [])
+    prompt = LONG[:150] + "è" + LONG[150:]
+    cut = finder.cut_live(Piece(prompt))
+    assert "".join(piece.text for piece in cut) == prompt
+    assert [piece.kind for piece in cut] == ["chunk", "live"]
+    assert cut[0].text == LONG[:150]
 
 
 def test_hostile_texts_cost_a_bounded_number_of_looks(tokenizer: Any) -> None:
