@@ -241,7 +241,7 @@ def test_other_namespaces_are_not_looked_into(stored: KVRagEngine) -> None:
 
 def test_kv_of_another_model_is_not_used(stored: KVRagEngine, engine_of: MakeEngine) -> None:
     other = engine_of("llama", seed=1, kv_dir=stored.kv_dir)
-    assert parts(other, ask(LONG[:150])) == []
+    assert {span.kind for span in other.explain(ask(LONG[:150])).spans} == {"prefix"}
     assert parts(other, [other.prefix_text, Chunk(LONG[:150]), "Who?"]) == []
 
 
@@ -332,7 +332,7 @@ def test_parts_of_a_text_that_repeats_itself_do_not_overlap(tokenizer: Any) -> N
     finder = finder_of(PromptEncoder(tokenizer), ["=" * 60 + " and so on"], [])
     cut = finder.cut_live(Piece("=" * 1000 + "!"))
     assert "".join(piece.text for piece in cut) == "=" * 1000 + "!"
-    assert {piece.text for piece in cut[:-1]} == {"=" * 60}
+    assert [len(piece.text) for piece in cut] == [60] * 16 + [40, 1]
 
 
 def test_a_part_never_ends_inside_a_character(tokenizer: Any) -> None:
