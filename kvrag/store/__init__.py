@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvrag.config import StoreConfig
-from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats
+from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, TextLookup
 from kvrag.store.disk import DiskStore
 from kvrag.store.events import StoreEvent
 from kvrag.store.index import DiskIndex
@@ -24,6 +24,7 @@ __all__ = [
     "Retention",
     "StoreEvent",
     "StoreStats",
+    "TextLookup",
     "TieredStore",
     "open_store",
 ]
