@@ -14,7 +14,6 @@ the digests are known, so a file that was cut short has none.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,11 +24,16 @@ import xxhash
 
 from kvrag.errors import StoreError
 from kvrag.store.directory import Directory, NotRegular
-from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, decode, shape_of
+from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, Shape, decode, shape_of
+from kvrag.store.scan import all_finite, all_finite_on_device
+from kvrag.tensors import raw
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
 Write = Callable[[memoryview, int], None]
-"""Takes bytes and their offset in the file."""
+"""Takes bytes and their offset in the file. The bytes stay as they are until the blob is written."""
+
+PART_BYTES = 512 * 1024
+"""What is scanned, hashed and written at once: it stays in a processor's own cache for all three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,15 @@ def check_finite(kv: ChunkKV, layer: int) -> None:
         If a value is not finite.
     """
     for name, tensor in (("keys", kv.layers[layer].keys), ("values", kv.layers[layer].values)):
-        low, high = torch.aminmax(tensor.detach())
-        if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-            raise StoreError(
-                f"{name} of layer {layer} of the chunk hold a value that is not finite; "
-                "the chunk is not stored, compute it again"
-            )
+        if not all_finite_on_device(tensor):
+            raise _not_finite(name, layer)
+
+
+def _not_finite(name: str, layer: int) -> StoreError:
+    return StoreError(
+        f"{name} of layer {layer} of the chunk hold a value that is not finite; "
+        "the chunk is not stored, compute it again"
+    )
 
 
 def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
@@ -105,7 +112,7 @@ def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
 
 
 def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
-    """Write a planned blob, layer by layer while each is in the processor's cache, and its header last.
+    """Write a planned blob, scanned, hashed and handed on part by part while each is in the processor's cache; its header last.
 
     Returns
     -------
@@ -121,12 +128,16 @@ def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
     """
     offset, digests = plan.start, []
     for i, layer in enumerate(kv.layers):
-        check_finite(kv, i)
         digest = xxhash.xxh3_128()
-        for view in (_bytes(layer.keys), _bytes(layer.values)):
-            digest.update(view)
-            out(view, offset)
-            offset += len(view)
+        for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+            view = raw(tensor)
+            for start in range(0, len(view), PART_BYTES):
+                part = view[start : start + PART_BYTES]
+                if not all_finite(part, tensor.dtype):
+                    raise _not_finite(name, i)
+                digest.update(part)
+                out(part, offset)
+                offset += len(part)
         digests.append(digest.hexdigest())
     header = replace(plan.header, digests=tuple(digests))
     out(memoryview(header.encode()), 0)
@@ -187,22 +198,29 @@ class Blob:
         OSError
             If it can't be read.
         """
-        part = buffer[self._offsets[index] : self._offsets[index + 1]]
-        fill(self._fd, _view(part), self._start + self._offsets[index])
-        return self._proven(index, part)
+        start, end = self._offsets[index : index + 2]
+        view = _view(buffer)
+        fill(self._fd, view[start:end], self._start + start)
+        return self._proven(index, buffer, view)
 
     def all(self, buffer: torch.Tensor) -> ChunkKV:
         """Read all layers at once, which is quicker for a small chunk, and prove each; raises as :meth:`layer`."""
-        fill(self._fd, _view(buffer), self._start)
-        parts = zip(self._offsets, self._offsets[1:], strict=False)
-        return ChunkKV(tuple(self._proven(index, buffer[a:b]) for index, (a, b) in enumerate(parts)))
+        view = _view(buffer)
+        fill(self._fd, view, self._start)
+        return ChunkKV(tuple(self._proven(index, buffer, view) for index in range(self.num_layers)))
 
-    def _proven(self, index: int, part: torch.Tensor) -> LayerKV:
-        keys, view = self._sizes[index][0], _view(part)
-        if xxhash.xxh3_128_hexdigest(view) != self.header.digests[index]:
+    def _proven(self, index: int, buffer: torch.Tensor, view: memoryview) -> LayerKV:
+        start, end = self._offsets[index : index + 2]
+        if xxhash.xxh3_128_hexdigest(view[start:end]) != self.header.digests[index]:
             raise BlobRejected("its data is damaged")
-        shapes, dtype = self.header.shapes[index], self.header.dtype
-        return LayerKV(part[:keys].view(dtype).view(shapes[0]), part[keys:].view(dtype).view(shapes[1]))
+        keys, values = self.header.shapes[index]
+        middle = start + self._sizes[index][0]
+        return LayerKV(self._tensor(buffer, start, keys), self._tensor(buffer, middle, values))
+
+    def _tensor(self, buffer: torch.Tensor, start: int, shape: Shape) -> torch.Tensor:
+        """View bytes as a tensor in one step: a small chunk has many, and each step takes a microsecond."""
+        typed, (_, tokens, dim) = buffer.view(self.header.dtype), shape
+        return typed.as_strided(shape, (tokens * dim, dim, 1), typed.storage_offset() + start // typed.itemsize)
 
 
 def max_header_bytes(identity: ChunkIdentity) -> int:
@@ -241,10 +259,6 @@ def _read_header(fd: int, file_size: int, limit: int) -> tuple[Header, int]:
     if file_size != start + header.num_bytes:
         raise BlobRejected("it has the wrong length")
     return header, start
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return _view(tensor.detach().cpu().contiguous().view(torch.uint8).flatten())
 
 
 def _view(flat: torch.Tensor) -> memoryview:

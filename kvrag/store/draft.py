@@ -19,6 +19,12 @@ from kvrag.store.directory import Directory
 YOUNG_S = 60.0
 """A file in ``tmp/`` that is younger may belong to a writer that has not locked it yet."""
 
+GATHER_BYTES = 2**20
+"""Smaller writes are gathered to at least this: a call costs as much as writing some ten kilobytes."""
+
+GATHER_VIEWS = 512
+"""Most writes gathered; the kernel takes 1024 at once."""
+
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What file systems without hard links answer."""
 
@@ -63,6 +69,14 @@ class Draft:
             if count <= 0:
                 raise OSError(errno.EIO, "the disk takes no more bytes")
             view, offset = view[count:], offset + count
+
+    def write_all(self, views: list[memoryview], offset: int) -> None:
+        """Write what follows each other in the file with one call; as :meth:`write`, every byte."""
+        count = os.pwritev(self._fd, views, offset)
+        for view in views:
+            if count < len(view):
+                self.write(view[max(0, count) :], offset + max(0, count))
+            count, offset = count - len(view), offset + len(view)
 
     def publish(self, *place: str) -> bool:
         """Give the file its name, without replacing another one; ``False`` if the name is taken.
@@ -119,6 +133,35 @@ class Draft:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Gather:
+    """Collects small writes that follow each other and makes large ones of them.
+
+    Parameters
+    ----------
+    draft
+        Where they go. The bytes must stay as they are until :meth:`flush`.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._views: list[memoryview] = []
+        self._start = self._end = 0
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Take bytes; they are written when there are enough of them, or when others are not their sequel."""
+        if offset != self._end or self._end - self._start >= GATHER_BYTES or len(self._views) >= GATHER_VIEWS:
+            self.flush()
+            self._start = self._end = offset
+        self._views.append(view)
+        self._end += len(view)
+
+    def flush(self) -> None:
+        """Write what is left; raises ``OSError`` as :meth:`Draft.write`."""
+        views, self._views = self._views, []
+        if views:
+            self._draft.write_all(views, self._start)
 
 
 def allocate(fd: int, size: int) -> None:

@@ -186,7 +186,9 @@ def parse_text(value: object) -> TextEntry:
 def shape_of(value: list[int]) -> Shape:
     """Check three sizes; ``ValueError`` if they are no shape."""
     heads, tokens, dim = value
-    if not all(type(size) is int and 0 < size < 2**31 for size in (heads, tokens, dim)):
+    # Written out, because it is run twice per layer of every blob that is read.
+    is_shape = type(heads) is type(tokens) is type(dim) is int and min(heads, tokens, dim) > 0
+    if not is_shape or max(heads, tokens, dim) >= 2**31:
         raise ValueError("not a shape")
     return heads, tokens, dim
 

@@ -16,7 +16,7 @@ from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, reader
 from kvrag.store.buffers import Buffers
 from kvrag.store.directory import Directory
-from kvrag.store.draft import Draft
+from kvrag.store.draft import Draft, Gather
 from kvrag.store.header import BlobRejected, Header, OtherVersion
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
 
@@ -96,7 +96,9 @@ class Objects:
         """Write a blob; ``False`` if it is there already. Raises ``OSError``, and leaves nothing then."""
         self._clear_way(key)
         with Draft(self._directory, plan.size) as draft:
-            blob.write(plan, kv, draft.write)
+            gather = Gather(draft)
+            blob.write(plan, kv, gather.write)
+            gather.flush()
             return draft.publish(*place_of(key))
 
     def erase(self, key: ChunkKey) -> bool:

@@ -1,0 +1,110 @@
+"""What is written is finite, whole and in its place, however it is cut into parts and calls."""
+
+import os
+
+import pytest
+import torch
+
+from kvrag.errors import StoreError
+from kvrag.store import DiskStore, blob, draft
+from kvrag.store.directory import Directory
+from kvrag.store.scan import all_finite, all_finite_on_device
+from kvrag.tensors import raw
+from kvrag.testing.chunks import make_identity, same_bits
+from kvrag.types import ChunkKV, LayerKV
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_precision_number_is_judged_rightly(dtype):
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    for number, is_finite in zip(numbers, torch.isfinite(numbers).tolist(), strict=True):
+        assert all_finite(raw(number.reshape(1)), dtype) == is_finite
+    assert all_finite(raw(numbers[torch.isfinite(numbers)]), dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
+def test_one_bad_number_is_found_wherever_it_is(dtype, bad):
+    values = torch.randn(1000).to(dtype)
+    values[7], values[8] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    for place in (0, 1, 499, 998, 999):
+        planted = values.clone()
+        if bad is not None:
+            planted[place] = bad
+        assert all_finite(raw(planted), dtype) == (bad is None)
+        assert all_finite_on_device(planted) == (bad is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_part_of_a_long_tensor_is_scanned(root, dtype):
+    identity, store = make_identity(tokens=3), DiskStore(root)
+    width = blob.PART_BYTES // dtype.itemsize
+    for place in range(0, 3 * width, width // 2):
+        values = torch.zeros(1, 3, width, dtype=dtype)
+        values.view(-1)[place] = -float("nan")
+        with pytest.raises(StoreError, match=r"values of layer 0 .* not finite"):
+            store.put(identity, ChunkKV((LayerKV(torch.zeros(1, 3, 1, dtype=dtype), values),)), text=None)
+    assert store.directory.names("tmp") == []
+    store.close()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 5), (3000, 1), (300_000, 5), (1, 300_000)])
+def test_layers_of_any_size_come_back(root, sizes):
+    """Smaller and larger than a part, and than what is gathered for one call; not contiguous, too."""
+    identity, store = make_identity(tokens=2), DiskStore(root)
+    strided = [(torch.randn(1, 2, sizes[0]), torch.randn(sizes[1] + 1, 2, 1).permute(2, 1, 0)) for _ in range(9)]
+    kv = ChunkKV(tuple(LayerKV(keys, values.contiguous()) for keys, values in strided))
+    given = ChunkKV(tuple(LayerKV(keys, values) for keys, values in strided))
+    assert store.put(identity, given, text=None) == kv.num_bytes
+    assert same_bits(store.get(identity), kv)
+    with store.stream(identity) as layers:
+        assert same_bits(ChunkKV(tuple(layers)), kv)
+    store.close()
+
+
+def test_a_chunk_is_read_into_any_part_of_a_buffer(root):
+    identity, store = make_identity(tokens=2), DiskStore(root)
+    kv = ChunkKV(tuple(LayerKV(torch.randn(2, 2, 3), torch.randn(2, 2, 5)) for _ in range(3)))
+    store.put(identity, kv, text=None)
+    with store.objects.open(identity) as file:
+        buffer = torch.empty(64 + kv.num_bytes, dtype=torch.uint8)[64:]
+        assert same_bits(file.all(buffer), kv)
+        assert same_bits(ChunkKV(tuple(file.layer(index, buffer) for index in range(3))), kv)
+    store.close()
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 10**9])
+def test_gathered_writes_end_where_they_should(root, monkeypatch, most):
+    """A call may take fewer bytes than it was given, and says so only by its result."""
+    whole = os.pwritev
+    monkeypatch.setattr(
+        draft.os, "pwritev", lambda fd, views, at: whole(fd, [memoryview(b"".join(views))[:most]], at), raising=True
+    )
+    monkeypatch.setattr(draft, "GATHER_BYTES", 100)
+    monkeypatch.setattr(draft, "GATHER_VIEWS", 5)
+    directory = Directory(root)
+    root.mkdir()
+    (root / "tmp").mkdir()
+    pieces = [bytes([number]) * (number * 7 % 50) for number in range(1, 60)]
+    with draft.Draft(directory, 0) as out:
+        gather, at = draft.Gather(out), 10
+        for piece in pieces:
+            gather.write(memoryview(piece), at)
+            at += len(piece)
+        gather.write(memoryview(b"0123456789"), 0)
+        gather.flush()
+        gather.flush()
+        assert out.publish("file")
+    assert (root / "file").read_bytes() == b"0123456789" + b"".join(pieces)
+
+
+def test_a_disk_that_takes_nothing_is_an_error(root, monkeypatch):
+    root.mkdir()
+    (root / "tmp").mkdir()
+    with draft.Draft(Directory(root), 0) as out:
+        monkeypatch.setattr(draft.os, "pwritev", lambda fd, views, at: 0)
+        monkeypatch.setattr(draft.os, "pwrite", lambda fd, view, at: 0)
+        with pytest.raises(OSError, match="takes no more"):
+            out.write_all([memoryview(b"abc"), memoryview(b"d")], 0)
