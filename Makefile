@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams bench-store wheel-test support fuzz gpu-check kernel-check reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-memory bench-seams bench-store wheel-test support fuzz fuzz-reader gpu-check kernel-check reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -70,6 +70,10 @@ support: setup ## Measure what is supported, on tiny models of every architectur
 
 fuzz: setup ## 5,000 random models, prompts and repairs against transformers' own forward
 	KVRAG_FUZZ_CASES=5000 KVRAG_FUZZ_JSON=1 $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
+
+fuzz-reader: setup ## A million made-up inputs to all that reads stored bytes (about ten minutes; Linux): ARGS="--runs 10000000"
+	$(PIP) install --quiet atheris
+	$(BIN)/python tests/reliability/fuzz_reader.py $(ARGS)
 
 KERNEL_TESTS := -m pytest -c /dev/null --rootdir=. --confcutdir=tests/kernels -p no:cacheprovider -q tests/kernels
 

@@ -3,6 +3,7 @@
 import json
 import struct
 
+import reader_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +64,16 @@ def test_headers_of_noise(noise):
 def test_spliced_references(place, insert, drop):
     content = REFERENCE[:place] + insert + REFERENCE[place + drop :]
     assert content == REFERENCE or references.decode(content) is None
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_whatever_is_read_is_right_or_refused(data):
+    """The targets of `make fuzz-reader`: headers, whole files, references and rows of the index, spliced."""
+    number = data.draw(st.integers(0, len(reader_target.TARGETS) - 1))
+    seed = data.draw(st.sampled_from(list(reader_target.SEEDS.values())[number]))
+    place, drop = data.draw(st.integers(0, len(seed))), data.draw(st.integers(0, 40))
+    reader_target.run(number, seed[:place] + data.draw(st.binary(max_size=40)) + seed[place + drop :])
 
 
 @settings(max_examples=200, deadline=None)
