@@ -37,6 +37,19 @@ class Directory:
         self.durable = durable
         self._allocates: bool | None = None
 
+    def make(self) -> None:
+        """Make the root, private, and what is absent above it; ``OSError`` if it can't be."""
+        absent = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in absent if self.durable else ():
+            # Otherwise a power cut may take the whole store. A folder that can't be read can't be synced.
+            with contextlib.suppress(PermissionError):
+                fd = os.open(folder.parent, FOLDER)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
     @contextlib.contextmanager
     def folder(self, *names: str, make: bool = False) -> Iterator[int]:
         """Open a folder below the root and give its descriptor; with ``make``, make what is absent, private.

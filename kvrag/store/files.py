@@ -30,7 +30,7 @@ def prepare(directory: Directory, folders: Sequence[str]) -> None:
         If they can't; its cause is the ``OSError``.
     """
     try:
-        directory.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.make()
         for folder in folders:
             with directory.folder(folder, make=True):
                 pass

@@ -21,6 +21,9 @@ TOKEN_MS = 1.0
 """Assumed cost of a token where none was measured. Only ratios matter, and only among chunks of one store."""
 
 KINDS = (int, str, float, float, float, int, float)
+LEAST = (0, None, -1, -1, 0, 0, -1)
+MOST = (100, None, *(2**63,) * 5)
+"""Types and bounds of a row's fields: a row from elsewhere must not make a chunk one that never leaves."""
 
 
 def since_boot() -> float:
@@ -68,8 +71,8 @@ class Usage:
         """Parse a row; one that is not of this form is that of a chunk nobody said anything about."""
         if not isinstance(value, list) or len(value) != len(KINDS):
             return cls()
-        for item, kind in zip(value, KINDS, strict=True):
-            if type(item) is not kind or (isinstance(item, (int, float)) and not -1 <= item < 2**63):
+        for item, kind, least, most in zip(value, KINDS, LEAST, MOST, strict=True):
+            if type(item) is not kind or (least is not None and not least <= item <= most):
                 return cls()
         return cls(*value)
 

@@ -19,10 +19,11 @@ from kvrag.store import DiskStore
 from kvrag.testing.chunks import NAMESPACE
 
 CALLS = (
-    *("openat", "pwrite64", "pread64", "preadv", "write", "fallocate", "fdatasync", "fsync", "link", "linkat"),
+    *("openat", "pwrite64", "pwritev", "pwritev2", "pread64", "preadv", "preadv2", "read", "write", "fallocate", "fdatasync", "fsync", "link", "linkat"),
     *("unlink", "unlinkat", "mkdir", "mkdirat", "newfstatat", "fstat", "stat", "lstat", "ftruncate", "flock", "fcntl"),
     *("rename", "renameat", "renameat2", "statfs", "getdents64", "mmap"),
 )
+TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "preadv", "preadv2", "pread64", "read")
 MAKE_ERRORS = ("ENOSPC", "EIO", "EINTR", "EACCES")
 KEPT, VICTIM, NEW = (1, 2, 5), 3, 10
 ACKNOWLEDGED, REFUSED = 10, 11
@@ -130,7 +131,7 @@ def cases(folder: Path, root: Path) -> list[tuple[str, str]]:
         for call, count in sorted(calls.items()):
             for number in range(1, min(count, 12) + 1):
                 faults = [f"error={name}" for name in MAKE_ERRORS] + ["signal=KILL"]
-                faults += ["retval=7"] if call in ("pwrite64", "write", "preadv", "pread64") else []
+                faults += ["retval=7"] if call in TRANSFERS else []
                 found += [
                     (operation, f"-e inject={call}:{fault}:when={number}") for fault in faults if _fair(call, fault)
                 ]

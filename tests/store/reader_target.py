@@ -110,7 +110,7 @@ def row(data: bytes) -> bool:
     assert len(rows.totals_of(parsed)) == 2
     usage = Usage.of(parsed)
     assert 0 <= usage.recent_hits(10**6) < 2**64
-    assert usage.priority_now() is not None
+    assert 0 <= usage.priority_now() <= 100
     return record is not None or text is not None or usage != Usage()
 
 
