@@ -136,10 +136,10 @@ class Recording:
     def _at(self, start: str, path: bytes) -> tuple[Node, bytes] | None:
         """Folder and name that a path leads to; ``None`` outside."""
         if path.startswith(b"/"):
-            if not path.startswith(self._folder + b"/"):
+            if not (path + b"/").startswith(self._folder + b"/"):
                 return None
-            node, path = self.root, path[len(self._folder) + 1 :]
-        elif start in ("AT_FDCWD",) or int(start) not in self._open:
+            node, path = self.root, path[len(self._folder) :]
+        elif start == "AT_FDCWD" or int(start) not in self._open:
             return None
         else:
             node = self._open[int(start)][0]
