@@ -19,7 +19,22 @@ from kvrag.store import DiskStore
 from kvrag.testing.chunks import NAMESPACE
 
 CALLS = (
-    *("openat", "pwrite64", "pwritev", "pwritev2", "pread64", "preadv", "preadv2", "read", "write", "fallocate", "fdatasync", "fsync", "link", "linkat"),
+    *(
+        "openat",
+        "pwrite64",
+        "pwritev",
+        "pwritev2",
+        "pread64",
+        "preadv",
+        "preadv2",
+        "read",
+        "write",
+        "fallocate",
+        "fdatasync",
+        "fsync",
+        "link",
+        "linkat",
+    ),
     *("unlink", "unlinkat", "mkdir", "mkdirat", "newfstatat", "fstat", "stat", "lstat", "ftruncate", "flock", "fcntl"),
     *("rename", "renameat", "renameat2", "statfs", "getdents64", "mmap"),
 )

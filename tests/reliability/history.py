@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import random
+import signal
+import sys
+import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from world import CONFIG, Outcome, agree, fork, key, put, state, wait
+from world import CONFIG, METHODS, Outcome, agree, key, put, start_together, state
 
 from kvrag.errors import StoreError
 from kvrag.store import DiskStore
@@ -21,39 +22,41 @@ Event = tuple[str, int, int, int, str]
 """Operation, chunk, begin and end (monotonic ns, the same clock in all processes), result."""
 
 
-def worker(root: Path, log: Path, seconds: float, seed: int) -> None:
+def worker(root: Path, logs: Path, seconds: float, number: int) -> None:
     """Do random things and write down when each began and ended."""
-    rng, events = random.Random(seed), []
+    rng, events = random.Random(number), []
     store = DiskStore(root, CONFIG)
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:
-        operation, number = rng.choices(("put", "get", "forget"), (3, 8, 1))[0], rng.choice(KEYS)
+        operation, chunk = rng.choices(("put", "get", "forget"), (3, 8, 1))[0], rng.choice(KEYS)
         begin = time.monotonic_ns()
         try:
             if operation == "put":
-                result = "new" if put(store, number) else "known"
+                result = "new" if put(store, chunk) else "known"
             elif operation == "get":
-                result = state(store, number)
+                result = state(store, chunk)
             else:
-                result = str(store.forget(NAMESPACE, f"doc {number}"))
+                result = str(store.forget(NAMESPACE, f"doc {chunk}"))
         except StoreError as error:
             result = f"error: {error}"
-        events.append((operation, number, begin, time.monotonic_ns(), result))
+        events.append((operation, chunk, begin, time.monotonic_ns(), result))
         if rng.random() < 0.01:
             store.close()
             store = DiskStore(root, CONFIG)
     store.close()
-    log.write_text(json.dumps(events))
+    (logs / str(number)).write_text(json.dumps(events))
 
 
-def run(folder: Path, *, processes: int, seconds: float) -> Outcome:
-    """Let them run, and check the history."""
-    outcome, root = Outcome(), folder / "store"
-    logs = [folder / f"log{number}" for number in range(processes)]
-    pids = [fork(lambda log=log, seed=seed: worker(root, log, seconds, seed)) for seed, log in enumerate(logs)]
-    for pid in pids:
-        outcome.check(wait(pid) == 0, "a process failed")
-    events: list[Any] = [event for log in logs if log.exists() for event in json.loads(log.read_text())]
+def run(folder: Path, *, processes: dict[str, int], seconds: float) -> Outcome:
+    """Let processes of every kind of start run on one store, and check the history."""
+    outcome, root, logs = Outcome(), folder / "store", folder / "logs"
+    logs.mkdir()
+    inherited = DiskStore(root, CONFIG)  # open in the parent, and in what is forked
+    codes = start_together(folder, processes, worker, root, logs, seconds)
+    inherited.close()
+    outcome.check(set(codes) == {0}, f"a process failed: {codes}")
+    outcome.counts["processes"] = processes
+    events: list[Any] = [event for log in logs.iterdir() for event in json.loads(log.read_text())]
     check(events, outcome)
     store = DiskStore(root, CONFIG)
     agree(store, outcome, "at the end")
@@ -84,27 +87,66 @@ def check(events: list[Event], outcome: Outcome) -> None:
             outcome.check(result != "missing" or is_explained, f"chunk {number} was stored, and is missing")
 
 
-def openings(folder: Path, *, rounds: int) -> Outcome:
+def openings(folder: Path, *, processes: dict[str, int], rounds: int) -> Outcome:
     """Several processes make the same store at once; each key is written, and all agree."""
     outcome = Outcome()
     for number in range(rounds):
         root = folder / f"store{number}"
-        pids = [fork(partial(_open_and_put, root)) for _ in range(8)]
-        for pid in pids:
-            outcome.check(wait(pid) == 0, "a process failed to open a new store")
+        codes = start_together(folder, processes, _open_and_put, root)
+        outcome.check(set(codes) == {0}, f"a process failed to open a new store: {codes}")
         store = DiskStore(root, CONFIG)
         agree(store, outcome, "after concurrent first openings")
         outcome.check(len(store.index.keys()) == 4, "a chunk is missing")
         store.close()
-        outcome.add("openings", len(pids))
+        outcome.add("openings", len(codes))
+    outcome.counts["processes"] = processes
     return outcome
 
 
-def _open_and_put(root: Path) -> int:
+def _open_and_put(root: Path, number: int) -> None:
     store = DiskStore(root, CONFIG)
-    order = random.Random(os.getpid()).sample(range(1, 5), 4)
-    for number in order:
-        put(store, number)
-    ok = all(state(store, number) == "readable" and store.contains(key(number)) for number in order)
+    order = random.Random(number).sample(range(1, 5), 4)
+    for chunk in order:
+        put(store, chunk)
+    ok = all(state(store, chunk) == "readable" and store.contains(key(chunk)) for chunk in order)
     store.close()
-    return 0 if ok else 1
+    if not ok:
+        sys.exit(2)
+
+
+def inheritance(folder: Path, *, rounds: int) -> Outcome:
+    """Start processes while threads of the parent write: no lock is left behind, and what is open in the parent stays whole."""
+    outcome, root = Outcome(), folder / "store"
+    store, stop = DiskStore(root, CONFIG), threading.Event()
+
+    def write(first: int) -> None:
+        while not stop.is_set():
+            put(store, first)
+            store.forget(NAMESPACE, f"doc {first}")
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in (101, 102)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(rounds):
+            for method in METHODS if number == 0 else METHODS[:1]:
+                codes = start_together(folder, {method: 2}, _put_one, root, 10 * number + len(method))
+                outcome.check(set(codes) == {0}, f"{method}: a process failed: {codes}")
+                outcome.add(method, len(codes))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    outcome.check(put(store, 103) > 0 and state(store, 103) == "readable", "the parent's store is broken")
+    agree(store, outcome, "in the parent")
+    store.close()
+    return outcome
+
+
+def _put_one(root: Path, chunk: int, number: int) -> None:
+    signal.alarm(60)  # a lock that is held for ever
+    store = DiskStore(root, CONFIG)
+    put(store, chunk)
+    if state(store, chunk) != "readable":
+        sys.exit(2)
+    store.close()

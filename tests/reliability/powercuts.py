@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +64,9 @@ def run(folder: Path, *, limit: int | None, seed: int = 0) -> Outcome:
 
 def _files(folder: Path) -> dict[str, bytes]:
     """Content of all files but SQLite's shared memory, which is not written by calls and means nothing after a power cut."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".db-shm"}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".db-shm"
+    }
 
 
 def _cut(

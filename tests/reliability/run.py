@@ -22,6 +22,7 @@ import damage
 import faults
 import history
 import kills
+import powercuts
 import space
 from world import Outcome, warm_up
 
@@ -36,8 +37,10 @@ SHORT: dict[str, Scenario] = {
     "values that are not finite": damage.not_finite,
     "full disk": space.full_disk,
     "directory lost": space.vanished,
-    "histories": partial(history.run, processes=8, seconds=6),
-    "first openings": partial(history.openings, rounds=5),
+    "power cuts": partial(powercuts.run, limit=60),
+    "histories": partial(history.run, processes={"fork": 6, "spawn": 1, "forkserver": 1}, seconds=6),
+    "first openings": partial(history.openings, processes={"fork": 6, "spawn": 1, "forkserver": 1}, rounds=2),
+    "starts amid writes": partial(history.inheritance, rounds=2),
     "clocks": clocks.run,
 }
 LONG: dict[str, Scenario] = {
@@ -45,8 +48,10 @@ LONG: dict[str, Scenario] = {
     "kills": partial(kills.run, kills=3000),
     "system calls": partial(faults.run, limit=None),
     "bit flips": partial(damage.flips, count=100_000),
-    "histories": partial(history.run, processes=8, seconds=60),
-    "first openings": partial(history.openings, rounds=40),
+    "power cuts": partial(powercuts.run, limit=600),
+    "histories": partial(history.run, processes={"fork": 4, "spawn": 2, "forkserver": 2}, seconds=120),
+    "first openings": partial(history.openings, processes={"fork": 4, "spawn": 2, "forkserver": 2}, rounds=20),
+    "starts amid writes": partial(history.inheritance, rounds=40),
 }
 RAM_DISK = Path("/dev/shm")
 

@@ -15,7 +15,18 @@ from world import fork, wait
 
 CHANGES = (
     *("open", "openat", "creat", "close", "dup", "dup2", "dup3", "write", "writev", "pwrite64", "pwritev", "pwritev2"),
-    *("ftruncate", "truncate", "fallocate", "fsync", "fdatasync", "sync_file_range", "link", "linkat", "symlink", "symlinkat"),
+    *(
+        "ftruncate",
+        "truncate",
+        "fallocate",
+        "fsync",
+        "fdatasync",
+        "sync_file_range",
+        "link",
+        "linkat",
+        "symlink",
+        "symlinkat",
+    ),
     *("unlink", "unlinkat", "rmdir", "rename", "renameat", "renameat2", "mkdir", "mkdirat"),
 )
 HARMLESS = frozenset({"sync_file_range", "dup", "dup2", "dup3"})
@@ -173,9 +184,7 @@ class Recording:
             self._open[fd] = (node, position + len(content))
         self._note_change("data", node, offset=offset, content=content)
 
-    def _linked(
-        self, source: tuple[Node, bytes] | None, target: tuple[Node, bytes] | None, *, moves: bool
-    ) -> None:
+    def _linked(self, source: tuple[Node, bytes] | None, target: tuple[Node, bytes] | None, *, moves: bool) -> None:
         if source is None or target is None:
             assert source is target, "something was moved out of the store, or into it"
             return

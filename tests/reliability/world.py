@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -100,6 +101,44 @@ def fork(work: Callable[[], int | None]) -> int:
 def wait(pid: int) -> int:
     """Exit status of a child; negative: the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+METHODS = ("fork", "spawn", "forkserver")
+
+
+def start_together(folder: Path, processes: dict[str, int], work: Callable[..., None], *args: Any) -> list[int]:
+    """Start processes in each of :data:`METHODS`, as many as are asked for, let them begin at once, and return their exit codes.
+
+    ``work`` is a function of a module; it gets ``args`` and the number of its process. What the parent has open is open in forked
+    ones.
+    """
+    children = []
+    for method, count in processes.items():
+        context = multiprocessing.get_context(method)
+        for _ in range(count):
+            mine = (folder, work, args, len(children))
+            children.append(context.Process(target=_begin, args=mine))
+            children[-1].start()
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("ready-*"))) < len(children) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (folder / "go").touch()
+    for child in children:
+        child.join(300)
+        if child.is_alive():
+            child.kill()
+            child.join()
+    for file in (*folder.glob("ready-*"), folder / "go"):
+        file.unlink()
+    return [-99 if child.exitcode is None else child.exitcode for child in children]
+
+
+def _begin(folder: Path, work: Callable[..., None], args: tuple[Any, ...], number: int) -> None:
+    warm_up()
+    (folder / f"ready-{number}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.001)
+    work(*args, number)
 
 
 def kill_after(pids: list[int], rng: random.Random, low: float, high: float) -> list[int]:
