@@ -32,8 +32,8 @@ from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 Write = Callable[[memoryview, int], None]
 """Takes bytes and their offset in the file. The bytes stay as they are until the blob is written."""
 
-PART_BYTES = 512 * 1024
-"""What is scanned, hashed and written at once: it stays in a processor's own cache for all three."""
+PART_BYTES = 1280 * 1024
+"""What is scanned, hashed and written at once: short enough to stay in cache, long enough for few steps. Whole values of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)

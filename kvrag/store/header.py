@@ -7,11 +7,12 @@ are checked by the code that wrote them, and no rule can be forgotten.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ class Header:
 
     def encode(self) -> bytes:
         """Length and padded header, as they stand at the head of the file."""
-        metadata, tensors = _dump(self._metadata()), _dump(self._tensors())
+        layout = replace(self, identity=NOBODY, digests=(), text=None)
+        metadata, tensors = _dump(self._metadata()), _tensors_of(layout)
         digest = xxhash.xxh3_128_hexdigest(b'{"__metadata__":' + metadata + b"," + tensors[1:])
         metadata = metadata[:-1] + b',"header_digest":"' + digest.encode() + b'"}'
         text = b'{"__metadata__":' + metadata + b"," + tensors[1:]
@@ -137,6 +139,15 @@ class Header:
                 tensors[f"layer.{i:03d}.{name}"] = place
                 start += size
         return tensors
+
+
+NOBODY = ChunkIdentity("", "", "", ())
+
+
+@functools.lru_cache(maxsize=64)
+def _tensors_of(layout: Header) -> bytes:
+    """JSON of the tensors. It is the same for all chunks of a model that have one length, and most of a header's work."""
+    return _dump(layout._tensors())
 
 
 def decode(head: bytearray) -> Header:
