@@ -255,11 +255,14 @@ def store_index(result: dict[str, Any]) -> str:
     return table(["", "measured", "target"], rows) + machine_of(result, "store.json")
 
 
+NOT_COUNTS = ("failures", "seconds", "skipped", "form", "commit")
+
+
 def reliability(result: dict[str, Any]) -> str:
     """List what each scenario did, and what it saw broken."""
     rows = []
     for name, r in result["scenarios"].items():
-        counts = [f"{key}: {value:,}" for key, value in r.items() if key not in ("failures", "seconds", "skipped")]
+        counts = [f"{key}: {value:,}" for key, value in r.items() if key not in NOT_COUNTS]
         broken = f"not run: {r['skipped']}" if "skipped" in r else str(len(r["failures"]))
         rows.append([name, "; ".join(counts), broken])
     return table(["scenario", "what happened", "promises broken"], rows) + machine_of(result, "reliability.json")

@@ -21,8 +21,7 @@ TOKEN_MS = 1.0
 """Assumed cost of a token where none was measured. Only ratios matter, and only among chunks of one store."""
 
 KINDS = (int, str, float, float, float, int, float)
-LEAST = (0, None, -1, -1, 0, 0, -1)
-MOST = (100, None, *(2**63,) * 5)
+BOUNDS: tuple[tuple[int, int] | None, ...] = ((0, 100), None, *((-1, 2**63),) * 2, *((0, 2**63),) * 2, (-1, 2**63))
 """Types and bounds of a row's fields: a row from elsewhere must not make a chunk one that never leaves."""
 
 
@@ -71,8 +70,10 @@ class Usage:
         """Parse a row; one that is not of this form is that of a chunk nobody said anything about."""
         if not isinstance(value, list) or len(value) != len(KINDS):
             return cls()
-        for item, kind, least, most in zip(value, KINDS, LEAST, MOST, strict=True):
-            if type(item) is not kind or (least is not None and not least <= item <= most):
+        for item, kind, bounds in zip(value, KINDS, BOUNDS, strict=True):
+            if type(item) is not kind:
+                return cls()
+            if bounds is not None and not (isinstance(item, (int, float)) and bounds[0] <= item <= bounds[1]):
                 return cls()
         return cls(*value)
 

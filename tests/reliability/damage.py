@@ -62,18 +62,19 @@ def truncations(folder: Path) -> Outcome:
 
 
 def flips(folder: Path, *, count: int, seed: int = 0) -> Outcome:
-    """Flip one bit at a time: every bit of the header's first part, and random ones of the whole file."""
+    """Flip one bit at a time: every one of the header, and random ones of the whole file."""
     outcome, rng = Outcome(), random.Random(seed)
     directory, path, raw = _file(folder, tokens=TOKENS)
     with path.open("r+b", buffering=0) as file:
         outcome.check(not _is_miss(directory, tokens=TOKENS), "the undamaged file is a miss")
-        for number in range(count):
-            bit = number if number < min(count // 10, 8 * len(raw)) else rng.randrange(8 * len(raw))
+        header = 8 * (8 + int.from_bytes(raw[:8], "little"))
+        for number in range(header + count):
+            bit = number if number < header else rng.randrange(8 * len(raw))
             os.pwrite(file.fileno(), bytes([raw[bit // 8] ^ 1 << bit % 8]), bit // 8)
             outcome.check(_is_miss(directory, tokens=TOKENS), f"bit {bit} flipped: read")
             os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
         outcome.check(not _is_miss(directory, tokens=TOKENS), "the mended file is a miss")
-    outcome.counts["flips"] = count
+    outcome.counts |= {"random_flips": count, "header_flips": header}
     return outcome
 
 
@@ -88,9 +89,9 @@ def _sparse(path: Path, length: int) -> None:
         file.truncate(length + 8)
 
 
-def _million_tensors() -> bytes:
+def _tensors(count: int) -> bytes:
     place = b'"data_offsets":[0,0],"dtype":"F32","shape":[1,1,1]'
-    return b"{" + b",".join(b'"%d":{%s}' % (n, place) for n in range(70_000)) + b"}"
+    return b"{" + b",".join(b'"%d":{%s}' % (n, place) for n in range(count)) + b"}"
 
 
 class Bomb:
@@ -116,13 +117,15 @@ def _socket(path: Path) -> None:
 def hostile(folder: Path) -> Outcome:
     """Plant files that want to be run, followed, waited for, or swallowed whole."""
     outcome, root = Outcome(), folder / "store"
+    million = _tensors(10**6)
     secret, ran = folder / "secret", folder / "ran"
     plants = {
         "pickle": lambda p: p.write_bytes(pickle.dumps(Bomb(ran))),
         "torch file": lambda p: torch.save({"a": torch.zeros(3)}, p),
         "100 MB header": lambda p: _sparse(p, 100 * 2**20),
         "header of 2^63": lambda p: p.write_bytes((2**63).to_bytes(8, "little") * 1000),
-        "many tensors": lambda p: p.write_bytes(_padded(_million_tensors())),
+        "as many tensors as fit": lambda p: p.write_bytes(_padded(_tensors(60_000))),
+        "a million tensors": lambda p: p.write_bytes(_padded(million)),
         "deep JSON": lambda p: p.write_bytes(_padded(b"[" * 400_000)),
         "long number": lambda p: p.write_bytes(_padded(b'{"a":' + b"9" * 400_000 + b"}")),
         "link": lambda p: p.symlink_to(secret),
@@ -142,9 +145,11 @@ def hostile(folder: Path) -> Outcome:
         path = root.joinpath(*place_of(key(1)))
         path.unlink()
         plant(path)
-        start = time.perf_counter()
+        start, cpu = time.monotonic(), time.process_time()
         found = state(store, 1)
-        slowest = max(slowest, time.perf_counter() - start)
+        # Its own time, because others may use the processor meanwhile; waiting for a FIFO's writer would take for ever.
+        slowest = max(slowest, time.process_time() - cpu)
+        outcome.check(time.monotonic() - start < 10, f"{name}: it was waited for")
         outcome.check(found == "missing", f"{name}: {found}")
         outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", f"{name}: does not heal")
         store.close()

@@ -9,6 +9,7 @@ Exit status 1 if a promise was broken; figures go to tests/benchmarks/results/re
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ import clocks
 import damage
 import faults
 import history
+import identities
 import kills
 import powercuts
 import space
@@ -35,7 +37,9 @@ SHORT: dict[str, Scenario] = {
     "bit flips": partial(damage.flips, count=50_000),
     "hostile files": damage.hostile,
     "values that are not finite": damage.not_finite,
+    "identities": identities.run,
     "full disk": space.full_disk,
+    "read-only": space.read_only,
     "directory lost": space.vanished,
     "power cuts": partial(powercuts.run, limit=60),
     "histories": partial(history.run, processes={"fork": 6, "spawn": 1, "forkserver": 1}, seconds=6),
@@ -50,8 +54,8 @@ LONG: dict[str, Scenario] = {
     "bit flips": partial(damage.flips, count=100_000),
     "power cuts": partial(powercuts.run, limit=600),
     "histories": partial(history.run, processes={"fork": 4, "spawn": 2, "forkserver": 2}, seconds=120),
-    "first openings": partial(history.openings, processes={"fork": 4, "spawn": 2, "forkserver": 2}, rounds=20),
-    "starts amid writes": partial(history.inheritance, rounds=40),
+    "first openings": partial(history.openings, processes={"fork": 4, "spawn": 2, "forkserver": 2}, rounds=10),
+    "starts amid writes": partial(history.inheritance, rounds=20),
 }
 RAM_DISK = Path("/dev/shm")
 
@@ -75,15 +79,20 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--only", action="append", choices=list(LONG))
+    parser.add_argument("--only", action="append", choices=list(LONG), help="keep the others as they were")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warm_up()
     chosen = SHORT if args.short else LONG
     results = {name: run(name, scenario) for name, scenario in chosen.items() if not args.only or name in args.only}
-    if not args.only:
-        form = "short" if args.short else "long"
-        write_result("reliability", {"machine": machine(), "form": form, "scenarios": results}, args.out)
+    form, here = "short" if args.short else "long", machine()
+    for result in results.values():
+        result |= {"form": form, "commit": here["commit"][:10]}
+    before = args.out / "reliability.json"
+    if args.only and before.exists():
+        known = json.loads(before.read_text())["scenarios"]
+        results = {name: results.get(name, known.get(name)) for name in chosen if name in results or name in known}
+    write_result("reliability", {"machine": here, "scenarios": results}, args.out)
     if any(result["failures"] for result in results.values()):
         sys.exit("a promise was broken")
 

@@ -8,10 +8,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from world import CONFIG, Outcome, key, put, state
+from world import CONFIG, Outcome, agree, key, put, state
 
 from kvrag.errors import StoreError
-from kvrag.store import DiskStore
+from kvrag.store import DiskStore, Retention
 from kvrag.testing.chunks import NAMESPACE
 
 SIZE = "24m"
@@ -79,10 +79,13 @@ def _fill_the_rest(disk: Path) -> None:
 
 
 def _recover(disk: Path, store: DiskStore, acknowledged: list[int], outcome: Outcome) -> None:
-    first, second, *rest = acknowledged
+    first, second, third, *rest = acknowledged
     outcome.check(store.forget(NAMESPACE, f"doc {first}") == 1, "a document can't be erased on a full disk")
     outcome.check(state(store, first) == "missing", "an erased chunk is still there")
     outcome.check(store.delete([key(second)]) == 1, "a chunk can't be erased on a full disk")
+    store.retain([key(third)], Retention(priority=0))
+    outcome.check(store._evictor.evict(1, max_priority=0) == 1, "nothing can be evicted on a full disk")
+    outcome.check(state(store, third) == "missing", "an evicted chunk is still there")
     outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", "it does not heal when there is room")
     outcome.check(all(state(store, number) == "readable" for number in rest), "something else was lost")
     store.close()
@@ -96,6 +99,57 @@ def _recover(disk: Path, store: DiskStore, acknowledged: list[int], outcome: Out
     small.close()
 
 
+def read_only(folder: Path) -> Outcome:
+    """Let the file system become read-only under an open store: reads go on, writes are refused at no cost, and it heals."""
+    disk = folder / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", disk], capture_output=True)
+    if done.returncode:
+        return Outcome(skipped="file systems may not be mounted here")
+    try:
+        return _made_read_only(disk)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=False, capture_output=True)
+
+
+def _made_read_only(disk: Path) -> Outcome:
+    outcome, root = Outcome(), disk / "store"
+    store = DiskStore(root, CONFIG)
+    for number in range(1, 5):
+        put(store, number)
+    store.rows._before_fork()  # a file system with a file that is open for writing is not made read-only by mount
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True, capture_output=True)
+    _refuse(store, outcome, "readable")
+    shipped = DiskStore(root, CONFIG)
+    outcome.check(shipped.read_only, "a store that can't be written to is not open for reading only")
+    outcome.check(
+        all(state(shipped, number) == "readable" for number in range(1, 5)), "it can't be read when opened anew"
+    )
+    shipped.close()
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True, capture_output=True)
+    outcome.check(put(store, 9) > 0 and state(store, 9) == "readable", "it does not take writes again")
+    agree(store, outcome, "after it was read-only")
+    store.close()
+    return outcome
+
+
+def _refuse(store: DiskStore, outcome: Outcome, expected: str) -> None:
+    """Read and write ten times a second, for two seconds: reads give what is expected, writes are refused, hardly any time is used."""
+    start, cpu = time.monotonic(), time.process_time()
+    while time.monotonic() < start + 2:
+        found = state(store, 1)
+        outcome.check(found == expected, f"chunk 1 is {found}")
+        try:
+            put(store, 9)
+            outcome.check(False, "a chunk was written")
+        except StoreError:
+            outcome.add("refused")
+        time.sleep(0.1)
+    share = (time.process_time() - cpu) / (time.monotonic() - start)
+    outcome.counts["share_of_a_core"] = round(share, 4)
+    outcome.check(share < 0.05, f"{share:.0%} of a core was used")
+
+
 def vanished(folder: Path) -> Outcome:
     """Take the directory away: misses and refusals at no cost; give it back: everything is there."""
     outcome, root = Outcome(), folder / "store"
@@ -103,18 +157,7 @@ def vanished(folder: Path) -> Outcome:
     for number in range(1, 5):
         put(store, number)
     root.rename(folder / "away")
-    start, cpu = time.monotonic(), time.process_time()
-    while time.monotonic() < start + 2:
-        outcome.check(state(store, 1) == "missing", "a chunk was read from nowhere")
-        try:
-            put(store, 9)
-            outcome.check(False, "a chunk was written to nowhere")
-        except StoreError:
-            outcome.add("refused")
-        time.sleep(0.05)
-    share = (time.process_time() - cpu) / (time.monotonic() - start)
-    outcome.counts["share_of_a_core"] = round(share, 4)
-    outcome.check(share < 0.05, f"{share:.0%} of a core was used")
+    _refuse(store, outcome, "missing")
     outcome.check(not root.exists(), "the directory was made again")
     (folder / "away").rename(root)
     outcome.check(all(state(store, number) == "readable" for number in range(1, 5)), "it does not heal")

@@ -42,7 +42,8 @@ def failing(number, after=0):
     ("name", "number"),
     [
         ("pwrite", errno.ENOSPC),
-        ("pwrite", errno.EDQUOT),
+        ("pwritev", errno.ENOSPC),
+        ("pwritev", errno.EDQUOT),
         ("link", errno.EIO),
         ("fsync", errno.EIO),
         ("open", errno.EMFILE),
@@ -81,6 +82,7 @@ def test_a_failed_data_sync_leaves_nothing(disk, root, monkeypatch):
 def test_short_writes_are_continued(disk, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(draft.os, "pwrite", lambda fd, view, at: real(fd, view[:700], at))
+    monkeypatch.setattr(draft.os, "pwritev", lambda fd, views, at: real(fd, views[0][:700], at))
     disk.put(ME, make_kv(ME), text=None)
     assert same_bits(disk.get(ME), make_kv(ME))
 
