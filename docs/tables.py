@@ -231,15 +231,36 @@ def machine_of(result: dict[str, Any], file: str) -> str:
 
 
 def store(result: dict[str, Any]) -> str:
-    """Blobs beside plain files, in memory and on the disk."""
+    """Writes beside plain files, in memory and on the disk."""
     rows = []
-    for name, r in result["blobs"].items():
+    for name, r in result["writes"].items():
         place, durability, _ = name.split("/")
-        times = [f"{r[f'{plain}{kind}_ms']:.1f}" for kind in ("write", "read") for plain in ("plain_", "")]
-        ratios = [f"**{r['write_ratio']:.2f}**", f"**{r['read_ratio']:.2f}**", f"{r['first_layer_ms']:.2f}"]
-        rows.append([f"{r['bytes'] / 1e6:.0f} MB", place, durability, *times, *ratios])
-    header = ["blob", "file system", "durability", "plain write, ms", "store write", "plain read", "store read"]
-    return table([*header, "write ratio", "read ratio", "first layer, ms"], rows) + machine_of(result, "store.json")
+        times = [f"{r[f'{kind}_ms']:.1f}" for kind in ("plain", "file", "put")]
+        size = f"{r['bytes'] / 1e6:.0f} MB"
+        rows.append([size, place, durability, *times, f"**{r['file_ratio']:.2f}**", f"{r['put_ratio']:.2f}"])
+    header = ["blob", "file system", "durability", "plain, ms", "chunk's file", "whole put"]
+    return table([*header, "ratio, file", "ratio, put"], rows) + machine_of(result, "store.json")
+
+
+def store_reads(result: dict[str, Any]) -> str:
+    """Verified reads beside plain files."""
+    rows = []
+    for name, r in result["reads"].items():
+        place, state, _ = name.split("/")
+        times = [f"{r[f'{kind}_ms']:.1f}" for kind in ("plain", "layers", "get")]
+        ratios = [f"**{r['layers_ratio']:.2f}**", f"{r['get_ratio']:.2f}"]
+        rows.append([f"{r['bytes'] / 1e6:.0f} MB", place, state, *times, *ratios, f"{r['first_layer_ms']:.2f}"])
+    header = ["blob", "file system", "page cache", "plain, ms", "layer by layer", "whole chunk"]
+    return table([*header, "ratio, layers", "ratio, chunk", "first layer, ms"], rows) + machine_of(result, "store.json")
+
+
+def fuzz_reader(result: dict[str, Any]) -> str:
+    """Inputs that a fuzzer made up, by what reads them."""
+    rows = [[name, f"{count:,}", f"{result['accepted'].get(name, 0):,}"] for name, count in result["by_target"].items()]
+    rows.append(["all", f"{result['inputs']:,}", f"{sum(result['accepted'].values()):,}"])
+    text = table(["what is read", "inputs", "accepted and proven"], rows)
+    said = f"{result['fuzzer']}, {result['covered_edges']} edges; failures: {result['failures']}. "
+    return text + "\n" + said + machine_of(result, "fuzz_reader.json").lstrip()
 
 
 def store_index(result: dict[str, Any]) -> str:
@@ -279,7 +300,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "support-refused": ("support.json", support_refused),
     "fuzz": ("fuzz.json", fuzz),
     "store": ("store.json", store),
+    "store-reads": ("store.json", store_reads),
     "store-index": ("store.json", store_index),
+    "fuzz-reader": ("fuzz_reader.json", fuzz_reader),
     "reliability": ("reliability.json", reliability),
 }
 
