@@ -258,7 +258,8 @@ def main() -> None:
         {"given": args.folder} if args.folder else {"memory": Path("/dev/shm"), "disk": Path(tempfile.gettempdir())}
     )
     before = args.out / "store.json"
-    result: dict[str, Any] = json.loads(before.read_text()) if before.exists() and args.only != PARTS else {}
+    known = json.loads(before.read_text()) if before.exists() and args.only != PARTS else {}
+    result: dict[str, Any] = {part: known[part] for part in ("writes", "reads", "index", "opening") if part in known}
     result |= {"machine": machine(), "targets": TARGETS}
     if "blobs" in args.only:
         measure_blobs(result, places, args.rounds)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -139,6 +140,32 @@ def _begin(folder: Path, work: Callable[..., None], args: tuple[Any, ...], numbe
     while not (folder / "go").exists():
         time.sleep(0.001)
     work(*args, number)
+
+
+class Stalls:
+    """Notices how long this machine gave a process nothing to do at all; a context manager.
+
+    What takes long while others are given the processor, or while everything is paused, is not slow by itself.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(0.02):
+            now = time.monotonic()
+            self.longest_s, last = max(self.longest_s, now - last - 0.02), now
+
+    def __enter__(self) -> Stalls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def kill_after(pids: list[int], rng: random.Random, low: float, high: float) -> list[int]:
