@@ -231,7 +231,7 @@ def machine_of(result: dict[str, Any], file: str) -> str:
 
 
 def store(result: dict[str, Any]) -> str:
-    """Writes beside plain files, in memory and on the disk."""
+    """Set writes beside plain files, in memory and on the disk."""
     rows = []
     for name, r in result["writes"].items():
         place, durability, _ = name.split("/")
@@ -243,7 +243,7 @@ def store(result: dict[str, Any]) -> str:
 
 
 def store_reads(result: dict[str, Any]) -> str:
-    """Verified reads beside plain files."""
+    """Set verified reads beside plain files."""
     rows = []
     for name, r in result["reads"].items():
         place, state, _ = name.split("/")
@@ -255,7 +255,7 @@ def store_reads(result: dict[str, Any]) -> str:
 
 
 def fuzz_reader(result: dict[str, Any]) -> str:
-    """Inputs that a fuzzer made up, by what reads them."""
+    """Count inputs that a fuzzer made up, by what reads them."""
     rows = [[name, f"{count:,}", f"{result['accepted'].get(name, 0):,}"] for name, count in result["by_target"].items()]
     rows.append(["all", f"{result['inputs']:,}", f"{sum(result['accepted'].values()):,}"])
     text = table(["what is read", "inputs", "accepted and proven"], rows)

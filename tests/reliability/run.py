@@ -90,7 +90,9 @@ def main() -> None:
         result |= {"form": form, "commit": here["commit"][:10]}
     before = args.out / "reliability.json"
     if args.only and before.exists():
-        known = json.loads(before.read_text())["scenarios"]
+        old = json.loads(before.read_text())
+        origin = {"form": old.get("form"), "commit": old["machine"]["commit"][:10]}
+        known = {name: origin | result for name, result in old["scenarios"].items()}
         results = {name: results.get(name, known.get(name)) for name in chosen if name in results or name in known}
     write_result("reliability", {"machine": here, "scenarios": results}, args.out)
     if any(result["failures"] for result in results.values()):
