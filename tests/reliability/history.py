@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import sys
@@ -18,6 +19,8 @@ from kvrag.store import DiskStore
 from kvrag.testing.chunks import NAMESPACE
 
 KEYS = range(1, 13)
+PATIENCE_S = 5
+"""Longest time of an operation on a machine that has nothing else to do."""
 Event = tuple[str, int, int, int, str]
 """Operation, chunk, begin and end (monotonic ns, the same clock in all processes), result."""
 
@@ -59,7 +62,9 @@ def run(folder: Path, *, processes: dict[str, int], seconds: float) -> Outcome:
     outcome.counts["processes"] = processes
     events: list[Any] = [event for log in logs.iterdir() for event in json.loads(log.read_text())]
     outcome.counts["longest_stall_of_the_machine_ms"] = round(stalls.longest_s * 1e3)
-    check(events, outcome, patience_s=5 + stalls.longest_s)
+    # Who waits for a lock waits for its holder to get a processor, which takes longer where others want them too.
+    others = max(1.0, (os.getloadavg()[0] - len(codes)) / (os.cpu_count() or 1))
+    check(events, outcome, patience_s=PATIENCE_S * others + stalls.longest_s)
     store = DiskStore(root, CONFIG)
     agree(store, outcome, "at the end")
     outcome.counts["quarantined"] = len(store.directory.names("quarantine"))
