@@ -276,6 +276,10 @@ def store_index(result: dict[str, Any]) -> str:
     return table(["", "measured", "target"], rows) + machine_of(result, "store.json")
 
 
+def _said(value: Any) -> str:
+    return ", ".join(f"{count} by {name}" for name, count in value.items()) if isinstance(value, dict) else f"{value:,}"
+
+
 NOT_COUNTS = ("failures", "seconds", "skipped", "form", "commit")
 
 
@@ -283,7 +287,7 @@ def reliability(result: dict[str, Any]) -> str:
     """List what each scenario did, and what it saw broken."""
     rows = []
     for name, r in result["scenarios"].items():
-        counts = [f"{key}: {value:,}" for key, value in r.items() if key not in NOT_COUNTS]
+        counts = [f"{key}: {_said(value)}" for key, value in r.items() if key not in NOT_COUNTS]
         broken = f"not run: {r['skipped']}" if "skipped" in r else str(len(r["failures"]))
         rows.append([name, "; ".join(counts), broken])
     return table(["scenario", "what happened", "promises broken"], rows) + machine_of(result, "reliability.json")

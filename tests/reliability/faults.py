@@ -27,7 +27,6 @@ CALLS = (
         "pread64",
         "preadv",
         "preadv2",
-        "read",
         "write",
         "fallocate",
         "fdatasync",
@@ -38,7 +37,7 @@ CALLS = (
     *("unlink", "unlinkat", "mkdir", "mkdirat", "newfstatat", "fstat", "stat", "lstat", "ftruncate", "flock", "fcntl"),
     *("rename", "renameat", "renameat2", "statfs", "getdents64", "mmap"),
 )
-TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "preadv", "preadv2", "pread64", "read")
+TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "preadv", "preadv2", "pread64")
 MAKE_ERRORS = ("ENOSPC", "EIO", "EINTR", "EACCES")
 KEPT, VICTIM, NEW = (1, 2, 5), 3, 10
 ACKNOWLEDGED, REFUSED = 10, 11
