@@ -1,7 +1,8 @@
 // A GPU thread block on one CPU thread: stands in for the instructions of ptx.cuh, so that g++ runs the kernels' own source.
 //
 // A thread is a fiber. Barriers, votes, shuffles, ldmatrix and mma meet as they do on the device. cp.async lands at the wait and is poison
-// until then. Every access to shared memory is checked for bounds and for races: two threads, one of them writing, with no barrier between.
+// until then. Every access to shared memory is checked for bounds and for races: two threads, one of them writing, and no chain of barriers
+// between them. Who has synchronised with whom is kept in vector clocks: a thread's clock holds, for each thread, up to when it is known.
 // Global memory may only be touched inside the ranges that the caller registered. Bank conflicts of ldmatrix are counted. What it does not
 // model: the memory model's finer points, timing, occupancy, several blocks at once. This file is the machine: fibers, meetings, checks; the
 // instructions are in emu_ops.h.
@@ -41,6 +42,8 @@ struct Thread {
     std::vector<unsigned char> stack;
     std::vector<Copy> open;                  // issued, not committed
     std::vector<std::vector<Copy>> groups;   // committed, not landed
+    std::vector<u32> clock;                  // of every thread, and of every barrier that copies complete; its own is ahead of all others'
+    u32 fenced = 0;                          // its writes up to this time are visible to the async proxy (sm_90)
 };
 
 // Meeting point of a warp (32 lanes) or of the block.
@@ -50,11 +53,12 @@ struct Meeting {
     unsigned char in[32][64], out[32][64];
 };
 
-// Who touched four bytes of shared memory last, and in which stretch between barriers.
+// Who touched four bytes of shared memory since the last write, and when; `in_flight`: asynchronous reads that are not known to be over.
+struct Read { int thread; u32 clock; int in_flight; };
 struct Word {
-    int writer = -1, reader = -1, flight = -1;
-    u64 write_block = 0, write_warp = 0, read_block = 0, read_warp = 0;
-    bool many_lanes = false, many_warps = false;
+    int writer = -1, flight = -1;
+    u32 written = 0;
+    std::vector<Read> reads;
 };
 
 struct Range { const unsigned char *begin, *end; bool writable; };
@@ -62,17 +66,17 @@ struct Range { const unsigned char *begin, *end; bool writable; };
 struct Machine {
     std::vector<Thread> threads;
     std::vector<Meeting> warps;
-    std::vector<u64> warp_epoch;
     std::vector<unsigned char> shared;
     std::vector<Word> words;
     std::vector<Range> ranges;
     Meeting block;
     Thread* now = nullptr;
     jmp_buf scheduler;
-    u64 epoch = 1, bank_conflicts = 0;
+    u64 bank_conflicts = 0, steps = 0;  // steps: whatever lets a waiting thread go on, but for the meetings, which count themselves
     int bx = 0, by = 0, bz = 0;
     std::string error;
-    std::function<void()> body;
+    std::function<void()> body, reset, at_exit;
+    std::function<bool(bool)> land_one;  // let one asynchronous copy land; told whether nothing else can go on
 };
 inline Machine& m() {
     static Machine machine;
@@ -97,8 +101,24 @@ inline void entry() {
     if (!t.open.empty()) fail("copies were issued and never committed");
     for (auto& g : t.groups)
         if (!g.empty()) fail("the kernel ended before its copies landed");
+    if (m().at_exit) m().at_exit();
     t.done = true;
     leave();
+}
+
+// Clocks: a thread learns all that another knew, and starts a new stretch of its own.
+constexpr int BARRIERS = 16;  // room in a clock for the barriers that copies complete
+inline void join(std::vector<u32>& to, const std::vector<u32>& from) {
+    for (size_t i = 0; i < to.size(); i++) to[i] = std::max(to[i], from[i]);
+}
+inline void tick(Thread& t) { t.clock[t.index]++; }
+inline void synchronise(int first, int count) {
+    std::vector<u32> all = m().threads[first].clock;
+    for (int i = first + 1; i < first + count; i++) join(all, m().threads[i].clock);
+    for (int i = first; i < first + count; i++) {
+        m().threads[i].clock = all;
+        tick(m().threads[i]);
+    }
 }
 
 // Deposit `arg`, wait for the whole warp, return this lane's result; `all` computes every lane's from every lane's.
@@ -127,10 +147,18 @@ inline void check_bounds(u32 a, u32 bytes) {
     if (a % std::min(bytes, 16u) || a + bytes > m().shared.size())
         fail("shared address " + std::to_string(a) + " is misaligned or outside " + std::to_string(m().shared.size()) + " bytes");
 }
-inline bool ordered(int other, u64 block, u64 warp) {
-    const Thread& t = *m().now;
-    if (other < 0 || other == t.index || block < m().epoch) return true;
-    return other / 32 == t.warp && warp < m().warp_epoch[t.warp];
+inline bool ordered(const Thread& t, int other, u32 when) { return other < 0 || other == t.index || t.clock[other] >= when; }
+inline void check_reads_over(const Thread& t, const Word& w) {
+    for (const Read& r : w.reads) {
+        if (r.in_flight) fail("shared memory is written that an instruction in flight reads");
+        if (!ordered(t, r.thread, r.clock)) fail("a write races with a read");
+    }
+}
+inline Read& read_of(Word& w, int thread) {
+    for (Read& r : w.reads)
+        if (r.thread == thread) return r;
+    w.reads.push_back({thread, 0, 0});
+    return w.reads.back();
 }
 inline void touch(u32 a, u32 bytes, bool writes) {
     check_bounds(a, bytes);
@@ -138,28 +166,14 @@ inline void touch(u32 a, u32 bytes, bool writes) {
     for (u32 i = a / 4; i < (a + bytes + 3) / 4; i++) {
         Word& w = m().words[i];
         if (w.flight >= 0) fail("shared memory is touched before a copy to it has landed");
-        if (!ordered(w.writer, w.write_block, w.write_warp)) fail(writes ? "two threads write without a barrier" : "a read races with a write");
+        if (!ordered(t, w.writer, w.written)) fail(writes ? "two threads write without a barrier" : "a read races with a write");
         if (writes) {
-            const bool same_block = w.reader >= 0 && w.read_block == m().epoch;
-            if (same_block && w.many_warps) fail("a write races with reads of several warps");
-            if (same_block && w.many_lanes && w.read_warp == m().warp_epoch[t.warp]) fail("a write races with reads of several lanes");
-            if (!ordered(w.reader, w.read_block, w.read_warp)) fail("a write races with a read");
+            check_reads_over(t, w);
             w.writer = t.index;
-            w.write_block = m().epoch;
-            w.write_warp = m().warp_epoch[t.warp];
-            w.reader = -1;
-            w.many_lanes = w.many_warps = false;
+            w.written = t.clock[t.index];
+            w.reads.clear();
         } else {
-            if (w.reader >= 0 && w.read_block == m().epoch) {
-                if (w.reader / 32 != t.warp) w.many_warps = true;
-                else if (w.reader != t.index && w.read_warp == m().warp_epoch[t.warp]) w.many_lanes = true;
-                else if (w.read_warp != m().warp_epoch[t.warp]) w.many_lanes = false;
-            } else {
-                w.many_lanes = w.many_warps = false;
-            }
-            w.reader = t.index;
-            w.read_block = m().epoch;
-            w.read_warp = m().warp_epoch[t.warp];
+            read_of(w, t.index).clock = t.clock[t.index];
         }
     }
 }
@@ -215,7 +229,6 @@ inline void run_block(int num_threads, u32 shared_bytes, u32 seed) {
     x.shared.assign(shared_bytes, 0xff);  // NaN in every format
     x.words.assign(shared_bytes / 4 + 1, Word());
     x.warps.assign(num_threads / 32, Meeting());
-    x.warp_epoch.assign(num_threads / 32, 1);
     x.block = Meeting();
     std::vector<int> order(num_threads);
     for (int i = 0; i < num_threads; i++) {
@@ -225,11 +238,19 @@ inline void run_block(int num_threads, u32 shared_bytes, u32 seed) {
         t.started = t.done = false;
         t.index = i, t.lane = i % 32, t.warp = i / 32;
         t.open.clear(), t.groups.clear();
+        t.clock.assign(num_threads + BARRIERS, 0);
+        t.clock[i] = 1;
+        t.fenced = 0;
     }
+    if (x.reset) x.reset();
+    const auto progress_now = [&x] {
+        u64 sum = x.steps + x.block.generation + x.block.arrived;
+        for (auto& w : x.warps) sum += w.generation * 32 + w.arrived;
+        return sum;
+    };
     for (int left = num_threads; left > 0 && x.error.empty();) {
         left = 0;
-        u64 progress = x.block.generation + x.block.arrived;
-        for (auto& w : x.warps) progress += w.generation * 32 + w.arrived;
+        const u64 before = progress_now();
         for (int i : order) {
             Thread& t = x.threads[i];
             if (t.done) continue;
@@ -248,9 +269,9 @@ inline void run_block(int num_threads, u32 shared_bytes, u32 seed) {
             left += !x.threads[i].done;
             if (!x.error.empty()) return;
         }
-        u64 after = x.block.generation + x.block.arrived;
-        for (auto& w : x.warps) after += w.generation * 32 + w.arrived;
-        if (left && after == progress) { x.error = "deadlock: every thread that is left waits at a barrier"; return; }
+        const bool is_stuck = left && progress_now() == before;
+        if (x.land_one && x.land_one(is_stuck)) continue;
+        if (is_stuck) x.error = "deadlock: every thread that is left waits at a barrier";
     }
 }
 

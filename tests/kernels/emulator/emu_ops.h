@@ -31,13 +31,13 @@ DEV void block_sync() {
     if (++x.block.arrived == static_cast<int>(x.warps.size()) * 32) {
         x.block.arrived = 0;
         x.block.generation++;
-        x.epoch++;
+        emu::synchronise(0, static_cast<int>(x.warps.size()) * 32);
     } else {
         while (x.block.generation == generation) emu::yield();
     }
 }
 DEV void warp_sync() {
-    emu::meet_warp<int>(1, 0, [](auto, auto) { emu::m().warp_epoch[emu::m().now->warp]++; });
+    emu::meet_warp<int>(1, 0, [](auto, auto) { emu::synchronise(emu::m().now->warp * 32, 32); });
 }
 DEV bool warp_any(bool v) {
     return emu::meet_warp<bool>(2, v, [](auto in, auto out) {
