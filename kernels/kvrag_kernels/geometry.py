@@ -11,6 +11,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """Architectures that every variant is compiled for in the tests; others of compute capability 7.5 and later compile the same source."""
 
+HOPPER = (9, 0)
+"""The compute capability that has a kernel of its own: its instructions (``sm_90a``) exist on no other, newer ones included."""
+
 ITEMS_PER_PROCESSOR = 2
 """Work items aimed at per multiprocessor: near-equal items in two waves waste little, and partial results stay under 64 MiB."""
 
@@ -30,22 +33,32 @@ class Geometry:
     keys
         Keys of a tile (``BN``).
     warps
-        Warps of a block.
+        Warps of a block that multiply.
+    uses_tma
+        Whether this is ``ragged_sm90.cu``: one more warpgroup brings keys and values, in panels of 64 columns.
     """
 
     dim: int
     rows: int
     keys: int
     warps: int
+    uses_tma: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Name of the attention kernel, and of its source file."""
+        return "ragged_sm90" if self.uses_tma else "ragged_mma"
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.warps
+        return 32 * self.warps + (128 if self.uses_tma else 0)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the queries, and two stages each of keys and values."""
+        """Shared memory of a block: the queries, and two stages each of keys and values; with TMA, the barriers of the stages too."""
+        if self.uses_tma:
+            return (self.rows + 4 * self.keys) * -(-self.dim // 64) * 128 + 8 * 8
         return (self.rows + 4 * self.keys) * self.dim * 2
 
     def defines(self, dtype: torch.dtype, *, has_softcap: bool = False) -> tuple[str, ...]:
@@ -72,6 +85,14 @@ def geometry_of(dim: int, capability: tuple[int, int] = (8, 0), *, has_softcap: 
     return Geometry(dim, *(_TILES | _TILES_LIGHT if has_softcap or capability >= (10, 0) else _TILES)[dim])
 
 
+_TILES_TMA = {64: (128, 128, 8), 96: (128, 128, 8), 128: (128, 128, 8), 256: (128, 64, 8)}
+
+
+def hopper_geometry(dim: int) -> Geometry:
+    """Return the tile sizes of ``ragged_sm90.cu``: two warpgroups of 64 rows; up to 193 KiB of shared memory."""
+    return Geometry(dim, *_TILES_TMA[dim], uses_tma=True)
+
+
 def supports(dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether a kernel exists: sm_75 has no bfloat16 tensor cores, and Volta no ldmatrix."""
     return dim in HEAD_DIMS and dtype in DTYPES and capability >= ((8, 0) if dtype == torch.bfloat16 else (7, 5))
@@ -89,11 +110,14 @@ class PlanShape:
         Row tiles of one batch entry.
     target
         Work items to aim at per key head.
+    keys
+        Keys of a tile.
     """
 
     batch: int
     tiles: int
     target: int
+    keys: int
 
     @property
     def max_items(self) -> int:
@@ -107,11 +131,14 @@ class PlanShape:
 
     @property
     def ints(self) -> int:
-        """Int32 elements: 8 of a header, 8 per tile, 4 per item."""
-        return 8 + 8 * self.batch * self.tiles + 4 * self.max_items
+        """Int32 elements: 8 of a header, 8 per tile, 4 per item, and some unused.
+
+        Plans with tiles of different sizes differ in length, so that none is taken for another: all else is a multiple of 4.
+        """
+        return 8 + 8 * self.batch * self.tiles + 4 * self.max_items + {16: 0, 32: 1, 64: 2, 128: 3}[self.keys]
 
 
 def plan_shape(geometry: Geometry, batch: int, rows: int, heads: int, kv_heads: int, processors: int) -> PlanShape:
     """Return the room for a plan on a device with so many multiprocessors."""
     tiles = -(-rows * (heads // kv_heads) // geometry.rows)
-    return PlanShape(batch, tiles, max(1, ITEMS_PER_PROCESSOR * processors // kv_heads))
+    return PlanShape(batch, tiles, max(1, ITEMS_PER_PROCESSOR * processors // kv_heads), geometry.keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +14,11 @@ from kvrag_kernels.geometry import COMBINE_THREADS, PLAN_THREADS, Geometry, Plan
 _ATTENTION = struct.Struct("12Q 11q 9i 2f 4x")
 """``struct Attention`` of ``csrc/tiles.cuh``."""
 
+_MAP_ALIGNMENT = 64
+"""Bytes, of the arguments that hold tensor maps."""
+
+_MAX_MAP_STRIDE = 2**40
+"""Bytes; strides of a tensor map are shorter."""
 
 Empty = Callable[..., torch.Tensor]
 """Allocates as ``torch.empty``; tests give memory that is poisoned and guarded."""
@@ -26,6 +31,9 @@ class Module(Protocol):
 
     def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
         """Launch a one-dimensional grid on the current stream."""
+
+    def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
+        """Describe ``(B, H, N, D)`` to the copies of ``ragged_sm90.cu``: boxes of 64 columns and so many rows, zeros beyond the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,12 @@ def prepare(call: Call) -> Call:
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     prefix = max(0, min(call.prefix, k.shape[2]))
     return Call(q, k, v, hi, lo, prefix, call.scale, call.softcap, sinks)  # type: ignore[arg-type]
+
+
+def mapped(call: Call) -> Call:
+    """Return a prepared call with keys and values that tensor maps can describe."""
+    k, v = (x if can_map(x) else x.contiguous() for x in (call.k, call.v))
+    return replace(call, k=k, v=v)
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
@@ -86,18 +100,41 @@ def attend(
     kv_heads, device = call.k.shape[1], call.q.device
     out = empty((batch, rows, heads, dim), dtype=call.q.dtype, device=device)
     lse = empty((batch, heads, rows), dtype=torch.float32, device=device)
-    if out.numel() == 0:
+    if call.k.shape[2] == 0:
+        out.zero_(), lse.fill_(float("-inf"))
+    if out.numel() == 0 or call.k.shape[2] == 0:
         return out.transpose(1, 2), lse
     shape = shape_of(module, geometry, call)
     if plan is None or plan.numel() != shape.ints:
         plan = make_plan(module, geometry, call, empty)
     part_out = empty((shape.max_slots, kv_heads, geometry.rows, dim), dtype=torch.float32, device=device)
     part_lse = empty(part_out.shape[:3], dtype=torch.float32, device=device)
+    call = mapped(call) if geometry.uses_tma else call
     made = {"out": out, "lse": lse, "plan": plan, "part_out": part_out, "part_lse": part_lse}
     arguments = pack(call, shape, made)
-    module.launch("ragged_mma", shape.max_items * kv_heads, geometry.threads, geometry.shared_bytes, arguments)
+    whole = _with_maps(module, geometry, call, arguments) if geometry.uses_tma else arguments
+    module.launch(geometry.kernel, shape.max_items * kv_heads, geometry.threads, geometry.shared_bytes, whole)
     module.launch("ragged_combine", batch * shape.tiles * kv_heads, COMBINE_THREADS, 0, arguments)
     return out.transpose(1, 2), lse
+
+
+def _with_maps(module: Module, geometry: Geometry, call: Call, arguments: bytes) -> bytes:
+    """Return the bytes of ``struct TmaAttention``: the maps of keys and values, then the arguments that every kernel takes."""
+    maps = [module.tensor_map(x, geometry.keys) for x in (call.k, call.v)]
+    return b"".join(maps) + arguments + bytes(-len(arguments) % _MAP_ALIGNMENT)
+
+
+def map_sizes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what a tensor map says of ``(B, H, N, D)``, innermost first: four sizes in elements, three strides in bytes."""
+    batch, heads, rows, dim = x.shape
+    sizes = (rows, heads, batch)
+    strides = (s if n > 1 else dim for s, n in zip((x.stride(2), x.stride(1), x.stride(0)), sizes, strict=True))
+    return (dim, *sizes), tuple(s * x.element_size() for s in strides)
+
+
+def can_map(x: torch.Tensor) -> bool:
+    """Whether a tensor map can say it: no stride is 0 (an expanded tensor) or too long."""
+    return all(0 < stride < _MAX_MAP_STRIDE for stride in map_sizes(x)[1])
 
 
 def probe(

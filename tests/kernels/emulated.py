@@ -11,9 +11,13 @@ from emulator.build import COMPILER, EmulatedModule
 from kernel_cases import Case, inputs_of
 
 from kvrag_kernels import launch, reference
-from kvrag_kernels.geometry import Geometry, geometry_of
+from kvrag_kernels.geometry import Geometry, geometry_of, hopper_geometry
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++ to compile the kernels' source")
+
+
+HOPPER = 901
+"""In place of an architecture: ``ragged_sm90.cu``, which is compiled for sm_90a."""
 
 
 class Guarded:
@@ -31,6 +35,8 @@ class Guarded:
 
 
 def geometry_for(case: Case, arch: int) -> Geometry:
+    if arch == HOPPER:
+        return hopper_geometry(case.dim)
     return geometry_of(case.dim, (arch // 100, arch // 10 % 10), has_softcap=case.softcap > 0)
 
 
@@ -39,7 +45,7 @@ def emulated_module(
 ) -> EmulatedModule:
     geometry = geometry_for(case, arch)
     defines = (*geometry.defines(dtype, has_softcap=case.softcap > 0), f"-DMIN_ITEM={min_item}")
-    return EmulatedModule("ragged_mma.cu", defines, arch=arch, **options)
+    return EmulatedModule(f"{geometry.kernel}.cu", defines, arch=min(arch, 900), **options)
 
 
 def attend(

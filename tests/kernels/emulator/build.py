@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvrag_kernels import sources
+from kvrag_kernels import launch, sources
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -90,6 +91,12 @@ class EmulatedModule:
                     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
                     size = ctypes.c_uint64(last * x.element_size())
                     self._library.emu_register(ctypes.c_void_p(x.data_ptr()), size, writable)
+
+    def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
+        """Encode what ``emu_sm90.h`` reads in place of the driver's map."""
+        sizes, strides = launch.map_sizes(x)
+        assert all(s % 16 == 0 and 0 < s < 2**40 for s in strides) and x.data_ptr() % 16 == 0, "the driver would refuse"
+        return struct.pack("Q 7q I 4x", x.data_ptr(), *sizes, *strides, box_rows).ljust(128, b"\0")
 
     def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
         """Run a kernel's blocks one after the other."""

@@ -74,6 +74,7 @@ struct Machine {
     jmp_buf scheduler;
     u64 bank_conflicts = 0, steps = 0;  // steps: whatever lets a waiting thread go on, but for the meetings, which count themselves
     int bx = 0, by = 0, bz = 0;
+    bool is_eager = false;  // whether asynchronous copies land as soon as they can, the last one first
     std::string error;
     std::function<void()> body, reset, at_exit;
     std::function<bool(bool)> land_one;  // let one asynchronous copy land; told whether nothing else can go on
@@ -226,6 +227,7 @@ inline void land(Thread& t, std::vector<Copy>& group) {
 // One block: run the fibers, each until it has to wait, in an order that the seed picks, until all are done.
 inline void run_block(int num_threads, u32 shared_bytes, u32 seed) {
     Machine& x = m();
+    x.is_eager = seed % 2;
     x.shared.assign(shared_bytes, 0xff);  // NaN in every format
     x.words.assign(shared_bytes / 4 + 1, Word());
     x.warps.assign(num_threads / 32, Meeting());

@@ -1,0 +1,212 @@
+// Attention with an exact limit per row, for Hopper (sm_90a): the contract of ragged_mma.cu. One warpgroup brings keys and values by TMA, two
+// warpgroups multiply by wgmma, 64 packed rows each; a tile's scores are multiplied while the tile before it is added to the outputs.
+//
+// Tiles in shared memory are panels of 64 columns: rows of 128 bytes in the hardware's 128-byte swizzle, eight rows to an atom of 1 KiB.
+#include "combine.cuh"
+#include "plan.cuh"
+#include "ptx_sm90.cuh"
+#include "rows.cuh"
+#include "tiles.cuh"
+
+static_assert(SLABS == 1 && WARPS % 4 == 0, "a warpgroup multiplies 64 rows, 16 of each warp");
+constexpr int ALL_THREADS = THREADS + 128;  // the multiplying warpgroups, then the one that copies
+constexpr int PANELS = (D + 63) / 64;
+constexpr u32 PANEL_ROW = 128;
+constexpr u32 Q_TILE = PANELS * BM * PANEL_ROW, KV_TILE = PANELS * BN * PANEL_ROW;
+constexpr u32 ATOM = 8 * PANEL_ROW;
+enum { FULL_K, FULL_V, EMPTY_K, EMPTY_V };  // barriers, two each: one per stage
+constexpr int ROWS_BARRIER = 1;             // named barrier of the multiplying warpgroups; 0 is block_sync's
+
+struct TmaAttention {
+    TensorMap k_map, v_map;
+    Attention a;
+};
+
+// Where the block's tiles and barriers lie.
+struct Places {
+    u32 q, k, v, barriers;
+};
+DEV Places places() {
+    const u32 q = shared_base(), k = q + Q_TILE, v = k + 2 * KV_TILE;
+    return {q, k, v, v + 2 * KV_TILE};
+}
+DEV u32 barrier_of(const Places& x, int kind, int n) { return x.barriers + (kind * 2 + (n & 1)) * 8; }
+// Tile n is the (n / 2)-th of its stage. A stage is full at the end of that phase, and free for it at the end of the phase before.
+DEV u32 full_parity(int n) { return n >> 1 & 1; }
+DEV u32 free_parity(int n) { return full_parity(n) ^ 1; }
+
+template <int ROWS> DEV u32 panel_at(int row, int chunk) {
+    return (chunk / 8 * ROWS + row) * PANEL_ROW + ((chunk % 8) ^ (row & 7)) * 16;
+}
+
+// Descriptor of an operand in shared memory: start, stride from panel to panel (where columns are contiguous), stride from atom to atom.
+DEV u64 operand(u32 start, u32 panel_stride) {
+    const u64 swizzle_128 = 1ull << 62;
+    return swizzle_128 | static_cast<u64>(ATOM >> 4) << 32 | static_cast<u64>(panel_stride >> 4 & 0x3fff) << 16 | (start >> 4 & 0x3fff);
+}
+
+// --- The warpgroup that copies.
+
+// Values of a tile that the row tile sees only in part, without TMA: rows from the bound on are zeros whatever the memory holds, for a
+// probability of zero times a NaN would be a NaN.
+DEV void copy_values(const Attention& p, u32 to, const u16* v, int first, int bound) {
+    const int thread = thread_id() - THREADS;
+#pragma unroll 1
+    for (int c = thread; c < BN * PANELS * 8; c += 128) {
+        const int row = c / (PANELS * 8), chunk = c % (PANELS * 8);
+        const bool valid = first + row < bound && chunk < CHUNKS;
+        copy16(to + panel_at<BN>(row, chunk), v + (valid ? (first + row) * p.v_row + chunk * 8 : 0), valid);
+    }
+    copy_commit();
+    copy_wait<0>();
+    publish_to_async();
+}
+
+DEV void copy_panels(u32 to, const TensorMap& map, u32 bar, int row, int head, int batch) {
+    UNROLL for (int i = 0; i < PANELS; i++) copy_box(to + i * BN * PANEL_ROW, map, bar, i * 64, row, head, batch);
+}
+
+DEV void bring(const TmaAttention& p, const Places& x, const KeyTiles& t, int first, int count, int kv_head, int batch) {
+    const bool leads = thread_id() == THREADS;
+    const u16* v = p.a.v + batch * p.a.v_batch + kv_head * p.a.v_head;
+    for (int n = 0; n < count; n++) {
+        const int key = first_key(t, first + n);
+        const u32 stage = (n & 1) * KV_TILE, full_k = barrier_of(x, FULL_K, n), full_v = barrier_of(x, FULL_V, n);
+        if (leads) {
+            barrier_wait(barrier_of(x, EMPTY_K, n), free_parity(n));
+            barrier_arrive_expecting(full_k, KV_TILE);
+            copy_panels(x.k + stage, p.k_map, full_k, key, kv_head, batch);
+        }
+        barrier_wait(barrier_of(x, EMPTY_V, n), free_parity(n));
+        const bool is_whole = key + BN <= t.bound || t.bound == p.a.keys;  // TMA gives zeros beyond the last key
+        if (!is_whole) copy_values(p.a, x.v + stage, v, key, t.bound);
+        if (is_whole && leads) {
+            barrier_arrive_expecting(full_v, KV_TILE);
+            copy_panels(x.v + stage, p.v_map, full_v, key, kv_head, batch);
+        } else {
+            barrier_arrive(full_v);
+        }
+    }
+}
+
+// --- The warpgroups that multiply.
+
+DEV void take_queries(const Attention& p, const Places& x, int batch, int kv_head, int first_row) {
+    const u16* base = p.q + batch * p.q_batch;
+#pragma unroll 4
+    for (int c = thread_id(); c < BM * CHUNKS; c += THREADS) {
+        const int row = c / CHUNKS, chunk = c % CHUNKS;
+        const Packed r = unpack(p, first_row + row, kv_head);
+        copy16(x.q + panel_at<BM>(row, chunk), base + (r.valid ? r.query * p.q_row + r.head * p.q_head + chunk * 8 : 0), r.valid);
+    }
+    copy_commit();
+    copy_wait<0>();
+    publish_to_async();
+    group_sync(ROWS_BARRIER, THREADS);
+}
+
+// Start multiplying the warpgroup's queries with a tile of keys.
+DEV void start_scores(float (&s)[BN / 8][4], const Places& x, u32 k_tile) {
+    const u32 q = x.q + thread_id() / 128 * 64 * PANEL_ROW;
+    UNROLL for (int k = 0; k < D / 16; k++) {
+        const u32 step = k % 4 * 32;  // 16 columns of a panel
+        product_shared(s, operand(q + k / 4 * BM * PANEL_ROW + step, 16), operand(k_tile + k / 4 * BN * PANEL_ROW + step, 16), k > 0);
+    }
+    product_commit();
+}
+
+// Start adding probabilities times a tile of values to the outputs.
+DEV void start_outputs(float (&out)[D / 8][4], const u32 (&a)[BN / 16][4], u32 v_tile) {
+    UNROLL for (int k = 0; k < BN / 16; k++) {
+        const u32 v = v_tile + k * 2 * ATOM;
+#if D == 96
+        product_registers(reinterpret_cast<float(&)[8][4]>(out[0]), a[k], operand(v, BN * PANEL_ROW));
+        product_registers(reinterpret_cast<float(&)[4][4]>(out[8]), a[k], operand(v + BN * PANEL_ROW, BN * PANEL_ROW));
+#else
+        product_registers(out, a[k], operand(v, BN * PANEL_ROW));
+#endif
+    }
+    product_commit();
+}
+
+// Scores become probabilities relative to the rows' tops, and those the left operand of the next product.
+DEV void weigh(const Attention& p, Rows& w, float (&s)[1][BN / 8][4], float (&fades)[1][2], int key) {
+    const int last = key + BN - 1;
+    if (SOFTCAP) UNROLL for (int i = 0; i < BN / 8 * 4; i++) s[0][i / 4][i % 4] = capped(p, s[0][i / 4][i % 4]);
+    if (!(last < p.prefix || (key >= w.max_lo && last <= w.min_hi))) hide(p, w, s, key);
+    soften<true>(p, w, s, fades);
+}
+DEV void pack_weights(u32 (&a)[BN / 16][4], const float (&s)[1][BN / 8][4]) {
+    UNROLL for (int k = 0; k < BN / 16; k++) UNROLL for (int i = 0; i < 4; i++)
+        a[k][i] = pack(s[0][2 * k + (i >> 1)][(i & 1) * 2], s[0][2 * k + (i >> 1)][(i & 1) * 2 + 1]);
+}
+
+DEV void release(const Places& x, int kind, int n) {
+    if ((thread_id() & 31) == 0) barrier_arrive(barrier_of(x, kind, n));
+}
+
+DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& t, int first, int count) {
+    float s[1][BN / 8][4], fades[1][2];
+    u32 a[BN / 16][4];
+    barrier_wait(barrier_of(x, FULL_K, 0), full_parity(0));
+    product_begin();
+    start_scores(s[0], x, x.k);
+    product_wait<0>();
+    settle(s[0]);
+    release(x, EMPTY_K, 0);
+    weigh(p, w, s, fades, first_key(t, first));  // nothing to fade yet
+    pack_weights(a, s);
+#pragma unroll 1
+    for (int n = 1; n < count; n++) {
+        barrier_wait(barrier_of(x, FULL_K, n), full_parity(n));
+        product_begin();
+        start_scores(s[0], x, x.k + (n & 1) * KV_TILE);
+        barrier_wait(barrier_of(x, FULL_V, n - 1), full_parity(n - 1));
+        start_outputs(w.out[0], a, x.v + (n - 1 & 1) * KV_TILE);
+        product_wait<1>();
+        settle(s[0]);
+        release(x, EMPTY_K, n);
+        weigh(p, w, s, fades, first_key(t, first + n));
+        product_wait<0>();
+        settle(w.out[0]);
+        release(x, EMPTY_V, n - 1);
+        UNROLL for (int h = 0; h < 2; h++) fade_out(w, 0, h, fades[0][h]);
+        pack_weights(a, s);
+    }
+    barrier_wait(barrier_of(x, FULL_V, count - 1), full_parity(count - 1));
+    product_begin();
+    start_outputs(w.out[0], a, x.v + (count - 1 & 1) * KV_TILE);
+    product_wait<0>();
+    settle(w.out[0]);
+}
+
+KERNEL(ragged_sm90, TmaAttention, ALL_THREADS, 1) {
+    const int kv_head = block_x() % p.a.kv_heads, *item = item_of(p.a, block_x() / p.a.kv_heads);
+    if (block_x() / p.a.kv_heads >= load(p.a.plan)) return;
+    const int tile = load(item + ITEM_TILE), first = load(item + ITEM_FIRST), count = load(item + ITEM_COUNT), slot = load(item + ITEM_SLOT);
+    const int batch = tile / p.a.tiles, tile_row = tile % p.a.tiles * BM;
+    const KeyTiles t = key_tiles(tile_of(p.a, tile));
+    const Places x = places();
+    if (thread_id() == THREADS) {
+        UNROLL for (int i = 0; i < 2; i++) {
+            barrier_init(barrier_of(x, FULL_K, i), 1);     // who starts the copies
+            barrier_init(barrier_of(x, FULL_V, i), 128);   // every thread that copies: some values go without TMA
+            barrier_init(barrier_of(x, EMPTY_K, i), WARPS);
+            barrier_init(barrier_of(x, EMPTY_V, i), WARPS);
+        }
+        publish_to_async();
+    }
+    block_sync();
+    if (thread_id() >= THREADS) {
+        registers_give<40>();
+        bring(p, x, t, first, count, kv_head, batch);
+    } else {
+        registers_take<232>();
+        take_queries(p.a, x, batch, kv_head, tile_row);
+        Rows w;
+        start_rows(p.a, w, batch, kv_head, tile_row + thread_id() / 32 * 16);
+        if (count > 0) multiply(p.a, x, w, t, first, count);
+        group_sync(ROWS_BARRIER, THREADS);  // no queries are multiplied any more, before results are staged over them
+        finish(p.a, w, x.q, batch, kv_head, tile_row, slot);
+    }
+}
