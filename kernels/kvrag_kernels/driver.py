@@ -8,11 +8,23 @@ from functools import cache
 
 import torch
 
+from kvrag_kernels.launch import map_sizes
+
 _MAX_DYNAMIC_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``."""
 
 DEFAULT_SHARED_BYTES = 48 * 1024
 """What a kernel may use without asking for more."""
+
+
+_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
+"""``CUtensorMapDataType``."""
+
+_SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
+"""``CUtensorMapSwizzle`` and ``CUtensorMapL2promotion``; the other choices of a map are 0: no interleaving, zeros beyond the tensor."""
+
+_MAP_COLUMNS = 64
+"""Columns of a box: 128 bytes of 16-bit elements, the swizzle's width."""
 
 
 class DriverError(RuntimeError):
@@ -69,6 +81,26 @@ class CudaModule:
                 _check(code, f"reserving {shared_bytes} bytes of shared memory for {kernel}")
             self._functions[key] = function
         return self._functions[key]
+
+    def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
+        """Encode a ``CUtensorMap`` of ``(B, H, N, D)``, 16-bit, ``D`` contiguous, other strides multiples of 16 bytes."""
+        sizes, strides = map_sizes(x)
+        buffer = ctypes.create_string_buffer(128 + 64)  # the map has to lie on a multiple of 64 bytes
+        start = -ctypes.addressof(buffer) % 64
+        u32 = ctypes.c_uint32 * 4
+        code = _library().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(ctypes.addressof(buffer) + start),
+            ctypes.c_int(_MAP_TYPES[x.dtype]),
+            ctypes.c_uint32(4),
+            ctypes.c_void_p(x.data_ptr()),
+            (ctypes.c_uint64 * 4)(*sizes),
+            (ctypes.c_uint64 * 3)(*strides),
+            u32(_MAP_COLUMNS, box_rows, 1, 1),
+            u32(1, 1, 1, 1),
+            *(ctypes.c_int(x) for x in (0, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, 0)),
+        )
+        _check(code, f"describing keys of shape {tuple(x.shape)} and strides {x.stride()} to the copy unit")
+        return buffer.raw[start : start + 128]
 
     def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
         """Launch a one-dimensional grid on torch's current stream of the device; capturable into a CUDA graph."""

@@ -28,10 +28,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A cubin, and what its kernels use, by name."""
+    """A cubin, what its kernels use, by name, and what the compiler said."""
 
     cubin: bytes
     usage: dict[str, Usage]
+    log: str = ""
 
 
 class Nvrtc:
@@ -68,9 +69,14 @@ class Nvrtc:
         return tuple(found)
 
     def nearest(self, arch: str) -> str:
-        """Return the architecture, or the newest known one whose cubins it runs: same major version, not a newer minor."""
-        wanted = int(arch[3:])
-        known = [a for a in self.archs() if a // 10 == wanted // 10 and a <= wanted]
+        """Return the architecture, or the newest known one whose cubins it runs: same major version, not a newer minor.
+
+        What only one architecture has (``sm_90a``) runs on no other and has no other nearest to it.
+        """
+        wanted = int(arch[3:].removesuffix("a"))
+        if arch.endswith("a") and wanted in self.archs():
+            return arch
+        known = [a for a in self.archs() if a // 10 == wanted // 10 and a <= wanted and not arch.endswith("a")]
         if not known:
             raise CompileError(
                 f"NVRTC {self.version[0]}.{self.version[1]} knows no architecture that {arch} runs; install a newer one"
@@ -106,7 +112,7 @@ class Nvrtc:
                 raise CompileError(
                     f"NVRTC {self.version[0]}.{self.version[1]} refused the kernel for {arch}:\n{log[:4000]}"
                 )
-            return Compiled(self._read(program, "CUBIN"), parse_usage(log))
+            return Compiled(self._read(program, "CUBIN"), parse_usage(log), log)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

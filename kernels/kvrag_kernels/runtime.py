@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvrag_kernels import cubin_cache, launch, nvrtc, sources, stitch_launch
+from kvrag_kernels import cubin_cache, launch, nvrtc, selftest, sources, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
-from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, Geometry, geometry_of, supports
+from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, HOPPER, Geometry, geometry_of, hopper_geometry, supports
 from kvrag_kernels.stitch_launch import Stitching
 
 T = TypeVar("T")
 
 MODES = ("auto", "torch", "mma", "sm90")
-"""Values of ``KVRAG_KERNEL``; ``sm90`` is reserved: there is no such kernel yet, and it means ``mma``."""
+"""Values of ``KVRAG_KERNEL``: ``mma`` leaves the Hopper kernel out; ``sm90`` asks for it and means ``auto``, for no other device has it."""
 
-_ATTENTION, _PROBE, _STITCH = "ragged_mma.cu", "probe.cu", "stitch.cu"
+_PROBE, _STITCH = "probe.cu", "stitch.cu"
 
 
 def mode() -> str:
@@ -40,11 +40,12 @@ def mode() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compilation: a source file with its options for an architecture."""
+    """One compilation: a source file with its options for an architecture, and the tiles of an attention kernel."""
 
     source: str
     options: tuple[str, ...]
     arch: str
+    geometry: Geometry | None = None
 
     def cubin(self, compiler: nvrtc.Nvrtc) -> bytes:
         """Return the compiled variant, from the cache where it was compiled before."""
@@ -82,70 +83,102 @@ class Modules:
     def _load(self, variant: Variant, device: int) -> CudaModule | None:
         try:
             self._compiler = self._compiler or nvrtc.find()
-            return CudaModule(variant.cubin(self._compiler), device)
+            module = CudaModule(variant.cubin(self._compiler), device)
+            if variant.geometry is not None and variant.geometry.uses_tma:
+                selftest.check(module, variant.geometry, variant.options, device)
+            return module
         except (nvrtc.CompileError, DriverError, OSError) as error:
-            self._warn(f"the kernel {variant.source} can't be used for {variant.arch}, torch computes instead: {error}")
+            self._warn(f"the kernel {variant.source} can't be used for {variant.arch}, {_instead(variant)}: {error}")
             return None
 
     def give_up(self, variant: Variant, device: int, error: DriverError) -> None:
-        """Use torch in place of a variant whose launch failed."""
+        """Use what comes next in place of a variant whose launch failed."""
         with self._lock:
             self._loaded[variant, device] = None
-        self._warn(f"a launch of {variant.source} for {variant.arch} failed, torch computes instead: {error}")
+        self._warn(f"a launch of {variant.source} for {variant.arch} failed, {_instead(variant)}: {error}")
 
     def _warn(self, message: str) -> None:
         self.failures.append(message)
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+def _instead(variant: Variant) -> str:
+    is_last = variant.geometry is None or not variant.geometry.uses_tma
+    return "torch computes instead" if is_last else "ragged_mma.cu computes instead"
+
+
 modules = Modules()
 
 
-def attention_variant(q: torch.Tensor, v: torch.Tensor, softcap: float, source: str = _ATTENTION) -> Variant | None:
-    """Return the variant for a call, or ``None`` where torch has to compute."""
-    dim = q.shape[3]
-    if not q.is_cuda or torch.version.cuda is None or mode() == "torch" or v.shape[3] != dim:
-        return None
+def attention_variants(q: torch.Tensor, v: torch.Tensor, softcap: float) -> list[Variant]:
+    """Return the variants that can compute a call, the best first; none where torch has to compute."""
+    if not _may_use_kernels(q, v):
+        return []
     capability = torch.cuda.get_device_capability(q.device)
-    if not supports(dim, q.dtype, capability):
-        return None
-    options = geometry_of(dim, capability, has_softcap=softcap > 0).defines(q.dtype, has_softcap=softcap > 0)
-    return Variant(source, options, arch_of(capability))
+    geometries = [geometry_of(q.shape[3], capability, has_softcap=softcap > 0)]
+    if capability == HOPPER and mode() != "mma":
+        geometries.insert(0, hopper_geometry(q.shape[3]))
+    return [_variant(f"{g.kernel}.cu", g, q.dtype, softcap > 0, capability) for g in geometries]
+
+
+def probe_variants(q: torch.Tensor, softcap: float) -> list[Variant]:
+    """Return the variant of the probe for a call; none where torch has to compute."""
+    if not _may_use_kernels(q, q):
+        return []
+    capability = torch.cuda.get_device_capability(q.device)
+    geometry = geometry_of(q.shape[3], capability, has_softcap=softcap > 0)
+    return [_variant(_PROBE, geometry, q.dtype, softcap > 0, capability)]
+
+
+def _may_use_kernels(q: torch.Tensor, v: torch.Tensor) -> bool:
+    if not q.is_cuda or torch.version.cuda is None or mode() == "torch" or v.shape[3] != q.shape[3]:
+        return False
+    return supports(q.shape[3], q.dtype, torch.cuda.get_device_capability(q.device))
+
+
+def _variant(
+    source: str, geometry: Geometry, dtype: torch.dtype, has_softcap: bool, capability: tuple[int, int]
+) -> Variant:
+    arch = arch_of(capability) + ("a" if geometry.uses_tma else "")
+    return Variant(source, geometry.defines(dtype, has_softcap=has_softcap), arch, geometry)
 
 
 def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a kernel of ours computes attention of these shapes, dtype and device, and has not failed here before."""
-    variant = attention_variant(q, v, 0.0)
-    return variant is not None and modules.get(variant, q.device.index) is not None
+    return any(modules.get(variant, q.device.index) is not None for variant in attention_variants(q, v, 0.0))
 
 
 def attend(call: launch.Call, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Run the attention kernels on a call, or return ``None`` where torch has to compute."""
-    return _try(call, _ATTENTION, lambda module, geometry: launch.attend(module, geometry, launch.prepare(call), plan))
+    found = attention_variants(call.q, call.v, call.softcap)
+    return _first(call, found, lambda module, tiles: launch.attend(module, tiles, launch.prepare(call), plan))
 
 
 def make_plan(call: launch.Call) -> torch.Tensor | None:
     """Make the plan of a request, or return ``None`` where torch computes and needs none."""
-    return _try(call, _ATTENTION, lambda module, geometry: launch.make_plan(module, geometry, launch.prepare(call)))
+    found = attention_variants(call.q, call.v, call.softcap)
+    return _first(call, found, lambda module, tiles: launch.make_plan(module, tiles, launch.prepare(call)))
 
 
 def probe(call: launch.Call, lse: torch.Tensor) -> torch.Tensor | None:
     """Run the probe's kernel, or return ``None`` where torch has to compute."""
     rows = lse.float().contiguous()
-    return _try(call, _PROBE, lambda module, geometry: launch.probe(module, geometry, launch.prepare(call), rows))
+    found = probe_variants(call.q, call.softcap)
+    return _first(call, found, lambda module, tiles: launch.probe(module, tiles, launch.prepare(call), rows))
 
 
-def _try(call: launch.Call, source: str, run: Callable[[CudaModule, Geometry], T]) -> T | None:
-    found = _module_for(call, source)
-    if found is None:
-        return None
-    variant, module, geometry = found
-    try:
-        with torch.cuda.device(call.q.device):
-            return run(module, geometry)
-    except DriverError as error:
-        modules.give_up(variant, call.q.device.index, error)
-        return None
+def _first(call: launch.Call, variants: list[Variant], run: Callable[[CudaModule, Geometry], T]) -> T | None:
+    """Return what the first variant that works returns; one that fails is given up."""
+    for variant in variants:
+        module = modules.get(variant, call.q.device.index)
+        if module is None or variant.geometry is None:
+            continue
+        try:
+            with torch.cuda.device(call.q.device):
+                return run(module, variant.geometry)
+        except DriverError as error:
+            modules.give_up(variant, call.q.device.index, error)
+    return None
 
 
 def stitch(call: Stitching) -> bool:
@@ -168,25 +201,20 @@ def stitch(call: Stitching) -> bool:
     return True
 
 
-def _module_for(call: launch.Call, source: str) -> tuple[Variant, CudaModule, Geometry] | None:
-    variant = attention_variant(call.q, call.v, call.softcap, source)
-    module = None if variant is None else modules.get(variant, call.q.device.index)
-    if variant is None or module is None:
-        return None
-    capability = torch.cuda.get_device_capability(call.q.device)
-    return variant, module, geometry_of(call.q.shape[3], capability, has_softcap=call.softcap > 0)
-
-
 def variants(arch: str) -> list[Variant]:
-    """Return every variant of the attention kernel and of the probe's for an architecture."""
+    """Return every variant of the attention kernels and of the probe's for an architecture."""
     capability = (int(arch[3:-1]), int(arch[-1]))
     return [
-        Variant(source, geometry_of(dim, capability, has_softcap=capped).defines(dtype, has_softcap=capped), arch)
+        _variant(source or f"{geometry.kernel}.cu", geometry, dtype, capped, capability)
         for dim in HEAD_DIMS
         for dtype in DTYPES
         if supports(dim, dtype, capability)
         for capped in (False, True)
-        for source in (_ATTENTION, _PROBE)
+        for source, geometry in (
+            ("", geometry_of(dim, capability, has_softcap=capped)),
+            (_PROBE, geometry_of(dim, capability, has_softcap=capped)),
+            *([("", hopper_geometry(dim))] if capability == HOPPER else []),
+        )
     ]
 
 
@@ -218,7 +246,8 @@ def info() -> dict[str, Any]:
     for i in range(torch.cuda.device_count() if torch.version.cuda else 0):
         capability = torch.cuda.get_device_capability(i)
         kinds = [str(d).removeprefix("torch.") for d in DTYPES if supports(64, d, capability)]
-        path = "torch" if mode() == "torch" or not kinds else f"ragged_mma ({', '.join(kinds)})"
+        kernel = "ragged_sm90" if capability == HOPPER and mode() != "mma" else "ragged_mma"
+        path = "torch" if mode() == "torch" or not kinds else f"{kernel} ({', '.join(kinds)})"
         devices.append({"name": torch.cuda.get_device_name(i), "arch": arch_of(capability), "attention": path})
     return {
         "mode": mode(),

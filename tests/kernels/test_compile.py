@@ -15,6 +15,7 @@ from kvrag_kernels.geometry import ARCHS
 
 BUDGET = {
     "ragged_mma": 255,  # blocks of 128 threads: two on a multiprocessor; of 256 threads: one
+    "ragged_sm90": 168,  # at launch, 384 threads; then 232 for those who multiply and 40 for those who copy
     "ragged_plan": 64,
     "ragged_combine": 80,
     "probe": 168,
@@ -34,7 +35,7 @@ def compiler_for(major: int, arch: str) -> nvrtc.Nvrtc:
         pytest.skip(
             f"NVRTC {major} is not installed: pip install {'nvidia-cuda-nvrtc-cu12' if major == 12 else 'nvidia-cuda-nvrtc'}"
         )
-    if int(arch[3:]) not in compiler.archs():
+    if int(arch[3:].removesuffix("a")) not in compiler.archs():
         pytest.skip(f"NVRTC {compiler.version} does not compile for {arch}")
     return compiler
 
@@ -47,9 +48,10 @@ def test_no_variant_spills(arch: str, major: int) -> None:
     variants = runtime.variants(arch)
     assert len(variants) >= 16
     for variant in variants:
-        made = compiler.compile(sources.flat(variant.source), variant.options, arch)
+        made = compiler.compile(sources.flat(variant.source), variant.options, variant.arch)
         assert made.cubin[:4] == b"\x7fELF"
         assert made.usage, "ptxas reported nothing"
+        assert "(C75" not in made.log, "ptxas puts waits between products"
         for kernel, usage in made.usage.items():
             assert usage.spill_bytes == 0, f"{kernel} of {variant} spills {usage.spill_bytes} bytes"
             assert usage.registers <= BUDGET[kernel], f"{kernel} of {variant} uses {usage.registers} registers"

@@ -14,6 +14,7 @@ from stitch_cases import StitchCase, as_options, assert_stitched, stitching_of
 from test_emulated_attention import LONG
 
 from kvrag_kernels import probe_mass, ragged_attention, ragged_plan, reference, runtime, stitch
+from kvrag_kernels.geometry import HOPPER
 from kvrag_kernels.stitch import Stored
 from kvrag_kernels.stitch_launch import Stitching
 
@@ -36,14 +37,20 @@ def on_device(case: Case, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str,
 
 def has_kernel(case: Case, dtype: torch.dtype) -> bool:
     inputs, _ = on_device(case, dtype)
-    return runtime.attention_variant(inputs["q"], inputs["v"], case.softcap) is not None
+    return bool(runtime.attention_variants(inputs["q"], inputs["v"], case.softcap))
 
 
+@pytest.mark.parametrize("mode", ["auto", "mma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [*CASES, *LONG, *LARGE], ids=lambda c: c.name)
-def test_rows_see_exactly_their_keys(case: Case, dtype: torch.dtype) -> None:
+def test_rows_see_exactly_their_keys(
+    case: Case, dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRAG_KERNEL", mode)
     if not has_kernel(case, dtype):
         pytest.skip("no kernel for this dtype on this device")
+    if mode == "mma" and torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("the device has one attention kernel, which auto has tested")
     inputs, options = on_device(case, dtype)
     want, want_lse = reference.attention(**inputs, **options)
     plan = ragged_plan(inputs["q"], inputs["k"], inputs["hi"], inputs["lo"], case.prefix)
@@ -52,6 +59,7 @@ def test_rows_see_exactly_their_keys(case: Case, dtype: torch.dtype) -> None:
         out, lse = ragged_attention(**inputs, **options, plan=given)
         torch.testing.assert_close(out.double(), want, atol=1.5e-2 if dtype == torch.bfloat16 else 2e-3, rtol=0)
         torch.testing.assert_close(lse.double(), want_lse, atol=2e-5, rtol=1e-5)
+    assert runtime.modules.failures == [], "a kernel was given up"
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: c.name)

@@ -14,7 +14,7 @@ from kernel_cases import BASE, CASES, inputs_of
 
 import kvrag_kernels
 from kvrag_kernels import cubin_cache, driver, launch, nvrtc, reference, runtime, sources
-from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, geometry_of, plan_shape, supports
+from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, geometry_of, hopper_geometry, plan_shape, supports
 
 
 @pytest.fixture(autouse=True)
@@ -65,20 +65,21 @@ def test_everything_that_changes_a_cubin_changes_its_key() -> None:
 def test_sources_need_no_include_path() -> None:
     for file in sources.CSRC.glob("*.cu"):
         text = sources.flat(file.name)
-        assert [line for line in text.splitlines() if line.startswith("#include")] == ['#include "emu.h"']
+        included = [line for line in text.splitlines() if line.startswith("#include")]
+        assert included == ['#include "emu.h"', '#include "emu_sm90.h"'][: 1 + ("sm90" in file.name)]
         assert text.count("struct __align__(16) Quad") == 1
 
 
-def test_asm_lives_in_one_file() -> None:
-    assert [p.name for p in sorted(sources.CSRC.iterdir()) if "asm" in p.read_text().replace("with asm", "")] == [
-        "ptx.cuh"
-    ]
+def test_asm_lives_where_the_emulator_stands_in() -> None:
+    has_asm = [p.name for p in sorted(sources.CSRC.iterdir()) if "asm volatile(" in p.read_text()]
+    assert has_asm == ["ptx.cuh", "ptx_sm90.cuh"]
 
 
 def test_shared_memory_fits_the_smallest_device_of_each_kind() -> None:
     for dim in HEAD_DIMS:
         assert geometry_of(dim).shared_bytes <= 99 * 1024
         assert geometry_of(dim, (7, 5)).shared_bytes <= 64 * 1024
+        assert hopper_geometry(dim).shared_bytes <= 227 * 1024
         capped = geometry_of(dim, has_softcap=True)
         assert (capped.rows, capped.keys) == (geometry_of(dim).rows, geometry_of(dim).keys)
 
@@ -123,15 +124,30 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cuda")
 def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
-    found = runtime.attention_variant(q, q, 0.0)
-    assert found is not None
-    assert found.arch == "sm_90"
-    assert {"-DD=128", "-DBF16=1", "-DSOFTCAP=0"} <= set(found.options)
-    assert "-DSOFTCAP=1" in runtime.attention_variant(q, q, 30.0).options  # type: ignore[union-attr]
-    assert runtime.attention_variant(q, FakeCuda(torch.empty(1, 4, 3, 64)), 0.0) is None  # type: ignore[arg-type]
-    assert runtime.attention_variant(FakeCuda(torch.empty(1, 4, 3, 128)), q, 0.0) is None  # type: ignore[arg-type]
+    best, other = runtime.attention_variants(q, q, 0.0)
+    assert [(v.source, v.arch) for v in (best, other)] == [("ragged_sm90.cu", "sm_90a"), ("ragged_mma.cu", "sm_90")]
+    assert {"-DD=128", "-DBF16=1", "-DSOFTCAP=0"} <= set(best.options)
+    assert all("-DSOFTCAP=1" in v.options for v in runtime.attention_variants(q, q, 30.0))
+    assert runtime.attention_variants(q, FakeCuda(torch.empty(1, 4, 3, 64)), 0.0) == []  # type: ignore[arg-type]
+    assert runtime.attention_variants(FakeCuda(torch.empty(1, 4, 3, 128)), q, 0.0) == []  # type: ignore[arg-type]
+    (probe,) = runtime.probe_variants(q, 0.0)
+    assert (probe.source, probe.arch) == ("probe.cu", "sm_90")
+    monkeypatch.setenv("KVRAG_KERNEL", "mma")
+    assert runtime.attention_variants(q, q, 0.0) == [other]
     monkeypatch.setenv("KVRAG_KERNEL", "torch")
-    assert runtime.attention_variant(q, q, 0.0) is None
+    assert runtime.attention_variants(q, q, 0.0) == runtime.probe_variants(q, 0.0) == []
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert [v.source for v in runtime.attention_variants(q, q, 0.0)] == ["ragged_mma.cu"]
+
+
+def test_plans_of_different_tiles_are_never_taken_for_each_other() -> None:
+    """What a kernel falls back to may have other tiles, and a plan tells its own by nothing but its length."""
+    for dim in HEAD_DIMS:
+        for rows in (1, 40, 500, 5000):
+            geometries = {g.keys: g for g in (hopper_geometry(dim), geometry_of(dim), geometry_of(dim, (7, 5)))}
+            sizes = {plan_shape(g, 1, rows, 32, 8, processors=132).ints for g in geometries.values()}
+            assert len(sizes) == len(geometries)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -162,24 +178,59 @@ def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(loads) == 1
 
 
+class Refuses:
+    processors = 4
+
+    def launch(self, *_: object) -> None:
+        raise driver.DriverError("no room")
+
+    def tensor_map(self, *_: object) -> bytes:
+        return bytes(128)
+
+
 @pytest.mark.usefixtures("cuda")
-def test_a_launch_that_fails_leaves_the_work_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refuses:
-        processors = 4
-
-        def launch(self, *_: object) -> None:
-            raise driver.DriverError("no room")
-
+def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inputs: dict[str, Any] = inputs_of(BASE, torch.bfloat16)
     call = launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, BASE.scale)
-    variant = runtime.variants("sm_90")[0]
-    monkeypatch.setattr(runtime, "_module_for", lambda *_: (variant, Refuses(), geometry_of(64)))
+    variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(runtime, "attention_variants", lambda *_: variants)
+    monkeypatch.setattr(runtime.Modules, "_load", lambda *_: Refuses())
     monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings(record=False))
-    with pytest.warns(
-        RuntimeWarning, match="launch of ragged_mma.cu for sm_90 failed, torch computes instead: no room"
-    ):
+    with pytest.warns(RuntimeWarning) as told:
         assert runtime.attend(call, None) is None
-    assert runtime.modules.get(variant, None) is None  # type: ignore[arg-type]
+    assert [str(w.message) for w in told] == [
+        "a launch of ragged_sm90.cu for sm_90a failed, ragged_mma.cu computes instead: no room",
+        "a launch of ragged_mma.cu for sm_90 failed, torch computes instead: no room",
+    ]
+    assert [runtime.modules.get(v, None) for v in variants] == [None, None]  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_wrong(*_: object) -> None:
+        raise driver.DriverError("a small case came out wrong by 1")
+
+    monkeypatch.setattr(nvrtc, "find", lambda: None)
+    monkeypatch.setattr(runtime.Variant, "cubin", lambda *_: b"cubin")
+    monkeypatch.setattr(runtime, "CudaModule", lambda *_: "module")
+    monkeypatch.setattr(runtime.selftest, "check", is_wrong)
+    q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+    best, other = runtime.attention_variants(q, q, 0.0)
+    with pytest.warns(RuntimeWarning, match=r"ragged_mma.cu computes instead: a small case came out wrong"):
+        assert runtime.modules.get(best, 0) is None
+    assert runtime.modules.get(other, 0) == "module"
+    assert runtime.has_kernel(q, q)
+
+
+def test_a_tensor_map_says_sizes_and_strides() -> None:
+    x = torch.empty(2, 100, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+    assert launch.map_sizes(x) == ((64, 100, 3, 2), (3 * 128, 128, 300 * 128))
+    assert launch.map_sizes(x[:1, :1]) == ((64, 100, 1, 1), (3 * 128, 128, 128))
+    assert launch.can_map(x)
+    assert not launch.can_map(x[:, :1].expand(-1, 3, -1, -1))
+    assert not launch.can_map(torch.empty_strided((1, 2, 3, 64), (0, 2**40, 64, 1), device="meta"))
 
 
 @needs_compiler
@@ -216,6 +267,15 @@ def test_no_rows_need_no_launch() -> None:
     assert lse.shape == (1, 4, 0)
 
 
+def test_no_keys_need_no_launch() -> None:
+    q = torch.randn(1, 4, 3, 64, dtype=torch.bfloat16)
+    none = torch.empty(1, 2, 0, 64, dtype=torch.bfloat16)
+    call = launch.Call(q, none, none, torch.zeros(3, dtype=torch.int32), None, 0, 1.0)
+    out, lse = launch.attend(Refuses(), hopper_geometry(64), call)
+    assert bool((out == 0).all())
+    assert bool((lse == float("-inf")).all())
+
+
 def test_info_says_which_path_and_why() -> None:
     info = kvrag_kernels.info()
     assert info["mode"] == "auto"
@@ -242,6 +302,11 @@ def test_an_architecture_newer_than_the_compiler_takes_its_nearest(monkeypatch: 
     assert [compiler.nearest(a) for a in ("sm_86", "sm_89", "sm_121")] == ["sm_86", "sm_86", "sm_120"]
     with pytest.raises(nvrtc.CompileError, match="no architecture that sm_90 runs"):
         compiler.nearest("sm_90")
+    monkeypatch.setattr(nvrtc.Nvrtc, "archs", lambda _: (80, 90))
+    assert compiler.nearest("sm_90a") == "sm_90a"
+    monkeypatch.setattr(nvrtc.Nvrtc, "archs", lambda _: (80, 86))
+    with pytest.raises(nvrtc.CompileError, match="no architecture that sm_90a runs"):
+        compiler.nearest("sm_90a")
 
 
 def test_a_plan_is_needed_by_kernels_alone() -> None:

@@ -162,6 +162,7 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
         product_begin();
         start_scores(s[0], x, x.k + (n & 1) * KV_TILE);
         barrier_wait(barrier_of(x, FULL_V, n - 1), full_parity(n - 1));
+        product_begin();
         start_outputs(w.out[0], a, x.v + (n - 1 & 1) * KV_TILE);
         product_wait<1>();
         settle(s[0]);
