@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StoreFormatError,
         UnsupportedModelError,
     )
+    from kvrag.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.prefix import TemplatePrefix
     from kvrag.types import (
@@ -70,8 +71,11 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "delete_kv",
+    "flash_attention_tier",
+    "install_flash_attention",
     "precompute_kv",
     "sync_kv",
+    "uninstall_flash_attention",
 ]
 
 _HOME = {
@@ -99,8 +103,11 @@ _HOME = {
     "UnsupportedModelError": "kvrag.errors",
     "VerifyReport": "kvrag.types",
     "delete_kv": "kvrag.hooks",
+    "flash_attention_tier": "kvrag.flash",
+    "install_flash_attention": "kvrag.flash",
     "precompute_kv": "kvrag.hooks",
     "sync_kv": "kvrag.hooks",
+    "uninstall_flash_attention": "kvrag.flash",
 }
 """Where each public name lives. Modules are imported at first use: ``import kvrag`` costs no torch and no transformers."""
 

@@ -21,7 +21,7 @@ RANKS = [
     {"config", "deadline", "rope", "fingerprint", "stats", "tensors", "tokens"},
     {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "prefix", "streams", "selection", "source", "store"},
-    {"plain"},
+    {"flash", "plain"},
     {"precompute", "stitch", "repair", "decode", "plan"},
     {"trial"},
     {"proof"},
@@ -73,6 +73,7 @@ def test_the_public_names_are_pinned() -> None:
             *("PrecomputeReport", "PrefillResult", "RepairConfig", "SamplingConfig", "ScoreResult", "StoreConfig"),
             *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "UnsupportedModelError"),
             *("VerifyReport", "__version__", "delete_kv", "precompute_kv", "sync_kv"),
+            *("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
         ]
     )
     assert all(hasattr(kvrag, name) for name in kvrag.__all__)

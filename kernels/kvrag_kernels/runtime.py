@@ -148,6 +148,20 @@ def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
     return any(modules.get(variant, q.device.index) is not None for variant in attention_variants(q, v, 0.0))
 
 
+def tier(dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Return what computes attention for a head dim and dtype on a device: ``"sm90"``, ``"mma"`` or ``"torch"``.
+
+    Compiles and loads the kernel, for one that can't be had doesn't count.
+    """
+    if device.type != "cuda":
+        return "torch"
+    probe = torch.empty((1, 1, 1, dim), dtype=dtype, device=device)
+    for variant in attention_variants(probe, probe, 0.0):
+        if modules.get(variant, probe.device.index) is not None:
+            return variant.source.removeprefix("ragged_").removesuffix(".cu")
+    return "torch"
+
+
 def attend(call: launch.Call, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Run the attention kernels on a call, or return ``None`` where torch has to compute."""
     found = attention_variants(call.q, call.v, call.softcap)

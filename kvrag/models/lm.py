@@ -61,6 +61,11 @@ class CausalLM:
         return len(self._attentions)
 
     @property
+    def is_dense(self) -> bool:
+        """Whether its attention can't be replaced: it asks for no attention function and gets a mask instead."""
+        return self._is_dense
+
+    @property
     def context_window(self) -> int:
         """Largest number of tokens of prompt and answer together."""
         return context_window(self.config)

@@ -96,7 +96,7 @@ def _attention(
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Adapt :func:`ragged_attention` to transformers' attention interface; the mask is the plan's business."""
-    _refuse_unknown(module, others)
+    refuse_unknown(module, others)
     call = _current.call
     out = ragged_attention(
         query,
@@ -111,8 +111,10 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, object]) -> None:
-    """Refuse options that may change the attention: dropping one silently would give a wrong answer."""
+def refuse_unknown(
+    module: torch.nn.Module, others: Mapping[str, object], then: str = "the model is answered by full computation"
+) -> None:
+    """Refuse options that may change the attention: dropping one silently would give a wrong answer; ``then`` says what is left."""
     unknown = [
         name for name, given in others.items() if name not in _UNDERSTOOD and given is not None and given is not False
     ]
@@ -123,7 +125,7 @@ def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, object]) -> No
     if unknown:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention function, which kvrag doesn't apply; "
-            "the model is answered by full computation"
+            f"{then}"
         )
 
 

@@ -1,0 +1,180 @@
+"""kvrag's attention under transformers' own ``generate``: what torch's attention gives, and a reason where it can't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import kvrag_kernels
+from kvrag import (
+    InputError,
+    KVRagEngine,
+    UnsupportedModelError,
+    flash_attention_tier,
+    flash,
+    install_flash_attention,
+    uninstall_flash_attention,
+)
+from kvrag.attention import EVERYTHING, Reach
+from kvrag.testing.models import TINY, tiny_model
+
+DENSE = ("bloom", "codegen", "falcon", "falcon-multi-head", "falcon-new", "gptj", "mpt")
+"""Attention that takes a mask and nothing else."""
+
+SERVED = sorted(set(TINY) - set(DENSE))
+
+
+def ids_of(rows: int, length: int = 90) -> torch.Tensor:
+    return torch.randint(5, 200, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def padded(side: str) -> dict[str, torch.Tensor]:
+    """Three prompts of different lengths, the shorter ones padded."""
+    ids, mask = ids_of(3), torch.ones(3, 90, dtype=torch.int64)
+    for row, missing in ((1, 13), (2, 60)):
+        where = slice(0, missing) if side == "left" else slice(90 - missing, 90)
+        ids[row, where], mask[row, where] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+    mask = inputs.get("attention_mask")
+    positions = {} if mask is None else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    logits = model(**inputs, **positions).logits
+    return logits if mask is None else logits[mask.bool()]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_are_those_of_torch(name: str) -> None:
+    model = tiny_model(name).eval()
+    cases: list[dict[str, Any]] = [{"input_ids": ids_of(1)}, {"input_ids": ids_of(2, 7)}]
+    if "llama4" not in name:
+        cases += [padded("left"), padded("right")]
+    want = [logits_of(model, case) for case in cases]
+    assert install_flash_attention(model) == model.config.num_hidden_layers
+    for case, theirs in zip(cases, want, strict=True):
+        torch.testing.assert_close(logits_of(model, case), theirs, atol=2e-4, rtol=1e-4)
+    uninstall_flash_attention(model)
+    assert torch.equal(logits_of(model, cases[0]), want[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_writes_the_same_text(name: str, cache: str) -> None:
+    model = tiny_model(name).eval()
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": None}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    inputs = padded("left")
+    want = model.generate(**inputs, **options)
+    install_flash_attention(model)
+    assert torch.equal(model.generate(**inputs, **options), want)
+
+
+def test_the_kernels_package_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mistral").eval()
+    install_flash_attention(model)
+    calls, plans = [], []
+    real, plan = kvrag_kernels.ragged_attention, kvrag_kernels.ragged_plan
+    monkeypatch.setattr(kvrag_kernels, "ragged_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    monkeypatch.setattr(kvrag_kernels, "ragged_plan", lambda *a: plans.append(1) or plan(*a))
+    logits_of(model, {"input_ids": ids_of(1)})
+    assert len(calls) == model.config.num_hidden_layers
+    assert len(plans) == 1, "layers alike share their limits"
+
+
+def test_installing_twice_is_installing_once() -> None:
+    model = tiny_model().eval()
+    before = model.config._attn_implementation
+    assert install_flash_attention(model) == install_flash_attention(model)
+    uninstall_flash_attention(model)
+    assert model.config._attn_implementation == before
+    uninstall_flash_attention(model)
+    assert model.config._attn_implementation == before
+    assert all(m not in flash._reaches for m in model.modules())
+
+
+def test_an_engine_and_the_installed_attention_get_along(tokenizer: Any) -> None:
+    model = tiny_model()
+    with KVRagEngine.from_pretrained(model, tokenizer=tokenizer) as engine:
+        want = engine.generate("What is said?", max_new_tokens=4).text
+        install_flash_attention(model)
+        assert engine.generate("What is said?", max_new_tokens=4).text == want
+    assert model.config._attn_implementation == flash.NAME
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_attention_that_cannot_be_replaced_is_refused(name: str) -> None:
+    model = tiny_model(name).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match="asks for no attention function"):
+        install_flash_attention(model)
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="mamba|Mamba"):
+        install_flash_attention(tiny_model("mamba"))
+
+
+def test_what_it_cannot_compute_is_refused_by_name() -> None:
+    model = tiny_model("mistral").eval()
+    install_flash_attention(model)
+    ids = ids_of(1)
+    with pytest.raises(InputError, match="no gradient"):
+        model(input_ids=ids)
+    holes = torch.ones_like(ids)
+    holes[0, 20:30] = 0
+    with torch.no_grad():
+        with pytest.raises(InputError, match="padding between real tokens"):
+            model(input_ids=ids, attention_mask=holes)
+        with pytest.raises(InputError, match="a mask of its own"):
+            model(input_ids=ids, attention_mask=torch.zeros(1, 1, 90, 90))
+        packed = torch.cat([torch.arange(50), torch.arange(40)])[None]
+        with pytest.raises(InputError, match="packed sequences"):
+            model(input_ids=ids, position_ids=packed, use_cache=False)
+
+
+def test_chunked_attention_is_served_without_padding_alone() -> None:
+    model = tiny_model("llama4_text").eval()
+    want = logits_of(model, {"input_ids": ids_of(1)})
+    install_flash_attention(model)
+    torch.testing.assert_close(logits_of(model, {"input_ids": ids_of(1)}), want, atol=2e-4, rtol=1e-4)
+    with pytest.raises(InputError, match="chunked attention"):
+        logits_of(model, padded("left"))
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_prompt_in_pieces_is_the_whole_prompt(kind: type) -> None:
+    """A second forward sees the first one's keys: rows don't begin at 0, and a sliding cache has dropped some keys."""
+    model = tiny_model("mistral").eval()
+    ids = ids_of(1)
+    want = logits_of(model, {"input_ids": ids})
+    install_flash_attention(model)
+    cache = kind(config=model.config, **({"max_cache_len": 96} if kind is StaticCache else {}))
+    with torch.no_grad():
+        parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([50, 1, 39], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), want, atol=2e-4, rtol=1e-4)
+
+
+def test_a_wrong_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mistral").eval()
+    install_flash_attention(model)
+    for module in list(flash._reaches):
+        flash._reaches[module] = Reach(window=20)
+    with pytest.raises(InputError, match="not causal attention with this layer's window"):
+        logits_of(model, {"input_ids": ids_of(1)})
+    for module in list(flash._reaches):
+        flash._reaches[module] = EVERYTHING
+    with pytest.raises(InputError, match="not causal attention"):
+        logits_of(model, {"input_ids": ids_of(1)})
+
+
+def test_the_tier_is_that_of_the_device() -> None:
+    assert flash_attention_tier(tiny_model()) == "torch"
+    if not torch.cuda.is_available():
+        assert flash_attention_tier() == "torch"
