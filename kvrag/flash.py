@@ -61,13 +61,13 @@ class _Forward:
         """Return ``hi``, ``lo`` and the plan for a layer, made once for all layers like it."""
         kind = (reach, query.shape, keys.shape, query.dtype)
         if kind not in self.limits:
+            if self.bounds is not None and reach.chunk is not None:
+                raise InputError(
+                    "a padded batch meets chunked attention, whose chunks move with the padding; pass prompts one at a time"
+                )
             self._check(reach)
             hi, lo = self.rows, reach.lo(self.rows)
             if self.bounds is not None:
-                if reach.chunk is not None:
-                    raise InputError(
-                        "a padded batch meets chunked attention, whose chunks move with the padding; pass prompts one at a time"
-                    )
                 hi, lo = torch.minimum(hi, self.bounds[1]), torch.maximum(lo, self.bounds[0])
             hi, lo = ((x - self.offset).int() for x in (hi, lo))
             self.limits[kind] = hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo)
@@ -104,9 +104,7 @@ def _rows_mask(
     rows = torch.arange(q_length, device=device) + q_offset
     sample = torch.linspace(0, q_length - 1, min(q_length, _SAMPLE), device=device).long()
     keys = torch.arange(kv_length, device=device)[None] + kv_offset
-    seen = [
-        mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length) for b in range(batch_size)
-    ]
+    seen = [mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length) for b in range(batch_size)]
     mask = rows[None, None, :, None].clone()
     forward = _Forward(rows, _bounds(attention_mask), int(kv_offset), torch.stack(seen), sample)
     mask.kvrag = forward  # type: ignore[attr-defined]
@@ -237,5 +235,7 @@ def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
     config: Any = None if model is None else model.config.get_text_config(decoder=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if model is None else model.device
     dtype = torch.bfloat16 if model is None else model.dtype
-    dim = 128 if config is None else getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = (
+        128 if config is None else getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     return kvrag_kernels.tier(dim, dtype, device)

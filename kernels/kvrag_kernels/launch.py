@@ -60,9 +60,9 @@ def prepare(call: Call) -> Call:
     return Call(q, k, v, hi, lo, prefix, call.scale, call.softcap, sinks)  # type: ignore[arg-type]
 
 
-def mapped(call: Call) -> Call:
+def mapped(call: Call, empty: Empty = torch.empty) -> Call:
     """Return a prepared call with keys and values that tensor maps can describe."""
-    k, v = (x if can_map(x) else x.contiguous() for x in (call.k, call.v))
+    k, v = (x if can_map(x) else empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in (call.k, call.v))
     return replace(call, k=k, v=v)
 
 
@@ -109,7 +109,7 @@ def attend(
         plan = make_plan(module, geometry, call, empty)
     part_out = empty((shape.max_slots, kv_heads, geometry.rows, dim), dtype=torch.float32, device=device)
     part_lse = empty(part_out.shape[:3], dtype=torch.float32, device=device)
-    call = mapped(call) if geometry.uses_tma else call
+    call = mapped(call, empty) if geometry.uses_tma else call
     made = {"out": out, "lse": lse, "plan": plan, "part_out": part_out, "part_lse": part_lse}
     arguments = pack(call, shape, made)
     whole = _with_maps(module, geometry, call, arguments) if geometry.uses_tma else arguments

@@ -40,7 +40,9 @@ def run(case: Case, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tupl
         for name in ("k", "v"):
             changed[name] = inputs[name].clone()  # type: ignore[union-attr]
             changed[name][:, :, last + 1 :] = float("nan")
-    out, lse, want, want_lse = attend(case, dtype, emulated_module(case, dtype, arch=HOPPER, **options), HOPPER, **changed)
+    out, lse, want, want_lse = attend(
+        case, dtype, emulated_module(case, dtype, arch=HOPPER, **options), HOPPER, **changed
+    )
     if changed:
         seen = {n: x[:, :, : last + 1] for n, x in changed.items() if n != "hi"}
         want, want_lse = reference.attention(inputs["q"], seen["k"], seen["v"], changed["hi"], scale=case.scale)  # type: ignore[arg-type]
@@ -94,7 +96,9 @@ def test_the_self_test_fails_one_that_is_not() -> None:
 
 def check_itself(case: Case, planted: list[tuple[str, str]]) -> None:
     module, geometry = emulated_module(case, torch.bfloat16, arch=HOPPER, replace=planted), hopper_geometry(case.dim)
-    call = launch.prepare(selftest.call_of(geometry, geometry.defines(torch.bfloat16, has_softcap=case.softcap > 0), "cpu"))
+    call = launch.prepare(
+        selftest.call_of(geometry, geometry.defines(torch.bfloat16, has_softcap=case.softcap > 0), "cpu")
+    )
     assert call.softcap == case.softcap
     guarded = Guarded(module, [call.q, call.k, call.v, call.hi, call.lo])
     selftest.compare(call, *(x.float() for x in launch.attend(module, geometry, call, empty=guarded)))
@@ -102,7 +106,9 @@ def check_itself(case: Case, planted: list[tuple[str, str]]) -> None:
 
 def check(name: str, planted: list[tuple[str, str]]) -> None:
     for seed in (0, 1):
-        assert_equals_reference(*run(BY_NAME[name], processors=1, seed=seed, replace=planted), atol=TOLERANCE[torch.bfloat16])
+        assert_equals_reference(
+            *run(BY_NAME[name], processors=1, seed=seed, replace=planted), atol=TOLERANCE[torch.bfloat16]
+        )
 
 
 @pytest.mark.parametrize("bug", BUGS)
