@@ -9,7 +9,7 @@ all but whole prompts and single rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,6 +72,32 @@ class Block:
     sure: int
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Several runs of rows in one forward, each behind the same prefix and blind to the others: a row's index is not its position.
+
+    Parameters
+    ----------
+    prefix
+        First keys, which all rows see.
+    lo
+        Int64 tensor ``(R,)``: index of the first key of each row's own run.
+    positions
+        Int64 tensor ``(R,)``: position of each row.
+    """
+
+    prefix: int
+    lo: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, prefix: int, lengths: Sequence[int], device: torch.device) -> Packing:
+        """Lay runs of these lengths one after the other behind a prefix; every position follows from the prefix's end."""
+        sizes = torch.tensor(lengths, device=device)
+        starts = (prefix + sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return cls(prefix, starts, torch.arange(prefix, prefix + sum(lengths), device=device) - starts + prefix)
+
+
 class KernelLimits(NamedTuple):
     """What a kernel takes for a layer: int32 limits, and its own plan of tiles; see :mod:`kvrag_kernels`."""
 
@@ -94,18 +120,26 @@ class RowPlan:
         Float32 tensor ``(num_keys,)`` that collects attention mass, or ``None``; see :meth:`collect`.
     mass_rows
         Number of last rows whose attention is collected.
+    packing
+        Of several runs in one forward, or ``None``. No layer's reach may cut a run or the prefix.
     """
 
     hi: torch.Tensor
     num_keys: int
     mass: torch.Tensor | None = None
     mass_rows: int = 0
+    packing: Packing | None = None
     _blocks: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
     _limits: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
     _is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._is_whole = len(self.hi) == self.num_keys
+
+    @property
+    def prefix(self) -> int:
+        """First keys that every row sees whatever its limits say."""
+        return 0 if self.packing is None else self.packing.prefix
 
     def is_plain_causal(self, reach: Reach) -> bool:
         """Whether the rows are the whole prompt and no window cuts it."""
@@ -129,7 +163,8 @@ class RowPlan:
         if kind not in self._limits:
             rows = self.hi.to(query.device)
             hi, lo = rows.int(), None if limits is None else limits.lo(rows).int()
-            self._limits[kind] = KernelLimits(hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo))
+            lo = lo if self.packing is None else self.packing.lo.int()
+            self._limits[kind] = KernelLimits(hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo, self.prefix))
         return self._limits[kind]
 
 
@@ -186,6 +221,8 @@ def ragged_attention(
     torch.Tensor
         ``(B, H, R, D_v)`` in the dtype of ``query``.
     """
+    if plan.packing is not None:
+        return _by_kernel(query, keys, values, plan, scale, reach, softcap, sinks)
     needs_scores = softcap is not None or sinks is not None
     if plan.mass is None and not needs_scores and plan.is_plain_causal(reach):
         is_grouped = query.shape[1] != keys.shape[1]
@@ -228,13 +265,16 @@ def _by_kernel(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend in one launch for all rows, and collect mass in a second one, without probabilities in memory."""
+    """Attend in one launch for all rows, and collect mass in a second one, without probabilities in memory.
+
+    On other devices the same op computes with torch.
+    """
     import kvrag_kernels
 
     hi, lo, tiles = plan.for_kernel(query, keys, reach)
     cap = softcap or 0.0
     out, lse = kvrag_kernels.ragged_attention(
-        query, keys, values, hi, lo, scale=scale, softcap=cap, sinks=sinks, plan=tiles
+        query, keys, values, hi, lo, plan.prefix, scale=scale, softcap=cap, sinks=sinks, plan=tiles
     )
     if plan.mass is not None:
         last = slice(query.shape[2] - min(plan.mass_rows, query.shape[2]), None)

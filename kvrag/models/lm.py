@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.attention import RowPlan
+from kvrag.attention import Packing, RowPlan
 from kvrag.cache import KVBuffer, LayerShape
 from kvrag.errors import UnsupportedModelError
 from kvrag.models.layers import attention_modules, decoder_of
@@ -155,6 +155,34 @@ class CausalLM:
         buffer.length = max(buffer.length, buffer.visible)
         return out, plan.mass
 
+    def can_pack(self, num_positions: int) -> bool:
+        """Whether runs that end before this position can share a forward: no window cuts them, and only ``position_ids`` tell positions."""
+        is_told_otherwise = self._is_dense or getattr(self.config, "attn_temperature_tuning", False)
+        is_told = "position_ids" in self._accepted[False] and not is_told_otherwise
+        return is_told and all(trait.reach.is_whole(num_positions) for trait in self.traits)
+
+    @torch.inference_mode()
+    def forward_packed(self, token_ids: torch.Tensor, packing: Packing, buffer: KVBuffer) -> None:
+        """Compute several runs of rows behind one prefix in one forward; see :meth:`can_pack`.
+
+        Parameters
+        ----------
+        token_ids
+            Ids of all runs, one after the other, int64 ``(R,)``.
+        packing
+            Their limits and positions.
+        buffer
+            The prefix's rows, and room for ``R`` more, which are written.
+        """
+        rows = slice(packing.prefix, packing.prefix + len(token_ids))
+        hi = torch.arange(rows.start, rows.stop, device=self.device)
+        buffer.rows, buffer.visible = rows, rows.stop
+        with self._lock:
+            self._run(token_ids[None].to(self.device), packing.positions, buffer, RowPlan(hi, rows.stop, packing=packing), 0)
+            if self._capturing is not None:
+                self._capture_cached(buffer, rows, self._capturing, packing.positions)
+        buffer.length = rows.stop
+
     def _outgrow(
         self, ids: torch.Tensor, rows: Rows, buffer: KVBuffer, known: torch.Tensor
     ) -> tuple[torch.Tensor, Rows]:
@@ -163,10 +191,12 @@ class CausalLM:
         is_crossing = isinstance(rows, slice) and 0 < buffer.length <= self.reuse_window < rows.stop
         return (known[None, : rows.stop], slice(0, rows.stop)) if is_crossing else (ids, rows)  # type: ignore[union-attr]
 
-    def _run(self, ids: torch.Tensor, hi: torch.Tensor, buffer: KVBuffer, plan: RowPlan, logits: int) -> torch.Tensor:
-        options: dict[str, Any] = {"position_ids": hi[None].expand(ids.shape[0], -1), "logits_to_keep": logits}
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, buffer: KVBuffer, plan: RowPlan, logits: int
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"position_ids": positions[None].expand(ids.shape[0], -1), "logits_to_keep": logits}
         if self._is_dense:  # ALiBi is made from the mask of padding
-            options["attention_mask"] = hi.new_ones((ids.shape[0], plan.num_keys))
+            options["attention_mask"] = positions.new_ones((ids.shape[0], plan.num_keys))
         names = self._accepted[bool(logits)]
         options = {name: value for name, value in options.items() if name in names}
         run = self.model if logits else self._base
@@ -214,14 +244,16 @@ class CausalLM:
                 for handle in handles:
                     handle.remove()
 
-    def _capture_cached(self, buffer: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
-        """Turn back the fresh keys of the layers whose position-free keys no submodule gives."""
+    def _capture_cached(
+        self, buffer: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor], positions: Rows | None = None
+    ) -> None:
+        """Turn back the fresh keys of the layers whose position-free keys no submodule gives; rows stand at their own positions by default."""
         layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
         rotations = self.rotary(buffer.visible) if layers else None
         for layer in layers:
             assert rotations is not None
             keys = buffer.keys(layer)[:, :, rows]
-            free = rotations[layer].unrotate(keys.flatten(0, 1), rows)
+            free = rotations[layer].unrotate(keys.flatten(0, 1), rows if positions is None else positions)
             captured[layer] = free.reshape(keys.shape).transpose(1, 2)
 
     @torch.inference_mode()
