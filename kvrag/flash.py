@@ -79,8 +79,8 @@ class _Forward:
         expected = (keys <= rows) & (keys >= reach.lo(rows))
         if not bool((self.seen == expected).all()):
             raise InputError(
-                "the model's mask is not causal attention with this layer's window: packed sequences and masks of other kinds are not served; "
-                "call uninstall_flash_attention(model) before such a forward"
+                "the model's mask is not causal attention with this layer's window: packed sequences and masks of other kinds are not "
+                "served; call uninstall_flash_attention(model) before such a forward"
             )
 
 
@@ -180,8 +180,8 @@ AttentionMaskInterface.register(NAME, _rows_mask)
 def install_flash_attention(model: PreTrainedModel) -> int:
     """Have transformers compute a model's attention with kvrag's kernels, until :func:`uninstall_flash_attention`.
 
-    For ``generate`` and forwards of your own, with any cache of transformers; :class:`~kvrag.KVRagEngine` needs none of this. Prompts, answers,
-    padding at either side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only.
+    For ``generate`` and forwards of your own, with any cache of transformers; :class:`~kvrag.KVRagEngine` needs none of this. Prompts,
+    answers, padding at either side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only.
     Installing twice is installing once.
 
     Parameters

@@ -82,5 +82,9 @@ def test_rows_see_the_prefix_and_their_own_run() -> None:
     plan = RowPlan(torch.arange(3, 9), 9, packing=packing)
     v = torch.eye(9)[None, None]
     seen = ragged_attention(torch.zeros(1, 1, 6, 9), torch.zeros(1, 1, 9, 9), v, plan, scale=1.0)[0, 0] > 0
-    want = [[1, 1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0, 0], *([1, 1, 1, 0, 0, *([1] * n), *([0] * (4 - n))] for n in (1, 2, 3, 4))]
+    want = [
+        [1, 1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0, 0],
+        *([1, 1, 1, 0, 0, *([1] * n), *([0] * (4 - n))] for n in (1, 2, 3, 4)),
+    ]
     assert seen.int().tolist() == want

@@ -178,7 +178,9 @@ class CausalLM:
         hi = torch.arange(rows.start, rows.stop, device=self.device)
         buffer.rows, buffer.visible = rows, rows.stop
         with self._lock:
-            self._run(token_ids[None].to(self.device), packing.positions, buffer, RowPlan(hi, rows.stop, packing=packing), 0)
+            self._run(
+                token_ids[None].to(self.device), packing.positions, buffer, RowPlan(hi, rows.stop, packing=packing), 0
+            )
             if self._capturing is not None:
                 self._capture_cached(buffer, rows, self._capturing, packing.positions)
         buffer.length = rows.stop
@@ -247,7 +249,7 @@ class CausalLM:
     def _capture_cached(
         self, buffer: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor], positions: Rows | None = None
     ) -> None:
-        """Turn back the fresh keys of the layers whose position-free keys no submodule gives; rows stand at their own positions by default."""
+        """Turn back the fresh keys of the layers whose position-free keys no submodule gives; a row's index is its position by default."""
         layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
         rotations = self.rotary(buffer.visible) if layers else None
         for layer in layers:

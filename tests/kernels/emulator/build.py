@@ -95,7 +95,8 @@ class EmulatedModule:
     def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
         """Encode what ``emu_sm90.h`` reads in place of the driver's map."""
         sizes, strides = launch.map_sizes(x)
-        assert all(s % 16 == 0 and 0 < s < 2**40 for s in strides) and x.data_ptr() % 16 == 0, "the driver would refuse"
+        assert all(s % 16 == 0 and 0 < s < 2**40 for s in strides), "the driver would refuse these strides"
+        assert x.data_ptr() % 16 == 0, "the driver would refuse this address"
         return struct.pack("Q 7q I 4x", x.data_ptr(), *sizes, *strides, box_rows).ljust(128, b"\0")
 
     def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:

@@ -370,6 +370,10 @@ DEV void product_begin() { emu::h().products[emu::m().now->index].has_begun = tr
 DEV void product_commit() { emu::h().products[emu::m().now->index].batch++; }
 template <int PENDING> DEV void product_wait() {
     emu::meet_warp<int>(22 + PENDING, 0, [](auto, auto) {});
+    for (int i = 0; i < 2; i++) {  // products take their time: others go on meanwhile
+        emu::m().steps++;
+        emu::yield();
+    }
     emu::Products& p = emu::h().products[emu::m().now->index];
     if (p.batch > PENDING) emu::finish_products(p.batch - PENDING - 1);
     p.has_begun = false;
