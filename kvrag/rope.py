@@ -110,6 +110,28 @@ class RotaryTable:
             if still.start < still.stop:
                 target[..., still] += vector[..., still]
 
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
+        """Return the cosine and sine of each pair, ``(N, width / 2)``, and whether pairs are neighbours rather than halves.
+
+        ``None`` if the rotation is of neither kind, or the dimensions that turn are not the first.
+        """
+        half, is_odd = divmod(self.width, 2)
+        if not self.width or is_odd or self.start:
+            return None
+        count = torch.arange(1.0, self.width + 1, device=self.cos.device)
+        found = self.partner(count[None, None])[0, 0]
+        sign = -float(found[0].sign())  # some turn the other way (nanochat)
+        is_halves = torch.equal(found * sign, torch.cat([-count[half:], count[:half]]))
+        is_neighbours = torch.equal(found * sign, torch.stack([-count[1::2], count[::2]], dim=1).flatten())
+        if not (is_halves or is_neighbours):
+            return None
+        columns = (self.cos, self.sin) if self.is_aligned else spread(self.apply, self.cos, self.sin, self.width)
+        first, second = (slice(0, half), slice(half, None)) if is_halves else (slice(0, None, 2), slice(1, None, 2))
+        if not all(torch.equal(x[:3, first], x[:3, second]) for x in columns):
+            return None
+        cos, sin = (x[:, first].contiguous() for x in columns)
+        return cos, sin * sign, is_neighbours
+
     @property
     def _turning(self) -> slice:
         return slice(self.start, self.start + self.width)
