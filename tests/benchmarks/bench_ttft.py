@@ -49,6 +49,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+DRY_RUN = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 400, "head_dim": 16}
+"""What makes a shape small enough to check this script in seconds: no measurement."""
+
 
 def synchronise() -> None:
     """Wait for the device, so that a clock means what it says."""
@@ -173,18 +176,18 @@ def small_model_run(count: int, folder: Path) -> dict[str, Any]:
     return out
 
 
-def shape_run(shape: str, num_tokens: int, count: int, folder: Path) -> dict[str, Any]:
-    """Random weights of a real shape: honest timings, meaningless answers."""
+def shape_run(shape: str, num_tokens: int, count: int, folder: Path, *, is_dry: bool = False) -> dict[str, Any]:
+    """Random weights of a real shape: honest timings, meaningless answers; a dry run shrinks the shape and measures nothing."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from kvrag.testing.tokenizers import tiny_tokenizer
 
-    options = dict(SHAPES[shape])
+    options = SHAPES[shape] | (DRY_RUN if is_dry else {})
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     with torch.device(device):
         config = AutoConfig.for_model(options.pop("model_type"), **options)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    out: dict[str, Any] = {"model": f"{shape} shape, random weights", "dtype": str(dtype)}
+    out: dict[str, Any] = {"model": f"{shape} shape, random weights", "dtype": str(dtype), "measured": not is_dry}
     tokenizer = tiny_tokenizer()
     chunks = random_chunks(tokenizer, num_tokens // 500, 500, count)
     for tier, ram_bytes in (("memory", 32 * 2**30), ("disk", 0)):
@@ -234,20 +237,26 @@ def main() -> None:
         "--shape", choices=sorted(SHAPES), help="random weights of this shape instead of the real small model"
     )
     parser.add_argument("--tokens", type=int, default=6000, help="prompt tokens with --shape")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--dry-run", action="store_true", help="with --shape: a tiny one, to check this script")
+    parser.add_argument("--out", type=Path, help="folder for the JSON; default: results/, or none after a dry run")
     args = parser.parse_args()
+    if args.dry_run and not args.shape:
+        parser.error("--dry-run needs --shape")
+    tokens, count = (1000, 1) if args.dry_run else (args.tokens, args.count)
     folder = Path(tempfile.mkdtemp(prefix="kvrag-bench-"))
     where = machine()
     try:
         result = (
-            shape_run(args.shape, args.tokens, args.count, folder)
+            shape_run(args.shape, tokens, count, folder, is_dry=args.dry_run)
             if args.shape
-            else small_model_run(args.count, folder)
+            else small_model_run(count, folder)
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     name = f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}" if args.shape else "ttft"
-    print("written:", write_result(name, {"machine": where, **result}, args.out).name)
+    out = args.out or (None if args.dry_run else RESULTS)
+    if out is not None:
+        print("written:", write_result(name, {"machine": where, **result}, out).name)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ BUGS = {
     "lo is exclusive": ("window", "(key >= x.lo &&", "(key > x.lo &&"),
     "the prefix is one longer": ("window-sinks", "return key < prefix ||", "return key <= prefix ||"),
     "results are staged over queries in use": (
-        "long",
+        "dim128",
         "        group_sync(ROWS_BARRIER, THREADS);  // no queries",
         "        // no queries",
     ),
