@@ -9,12 +9,14 @@ all but whole prompts and single rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from kvrag.packing import Packing
 
 BLOCK_ROWS = 64
 """Query rows per block: enough to fill a core, few enough that cutting keys at the block's last limit saves work."""
@@ -70,32 +72,6 @@ class Block:
     keys: slice
     mask: torch.Tensor | None
     sure: int
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Several runs of rows in one forward, each behind the same prefix and blind to the others: a row's index is not its position.
-
-    Parameters
-    ----------
-    prefix
-        First keys, which all rows see.
-    lo
-        Int64 tensor ``(R,)``: index of the first key of each row's own run.
-    positions
-        Int64 tensor ``(R,)``: position of each row.
-    """
-
-    prefix: int
-    lo: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def of(cls, prefix: int, lengths: Sequence[int], device: torch.device) -> Packing:
-        """Lay runs of these lengths one after the other behind a prefix; every position follows from the prefix's end."""
-        sizes = torch.tensor(lengths, device=device)
-        starts = (prefix + sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return cls(prefix, starts, torch.arange(prefix, prefix + sum(lengths), device=device) - starts + prefix)
 
 
 class KernelLimits(NamedTuple):

@@ -7,9 +7,9 @@ from itertools import accumulate
 
 import torch
 
-from kvrag.attention import Packing
 from kvrag.cache import KVBuffer
 from kvrag.models import CausalLM
+from kvrag.packing import Packing
 from kvrag.types import ChunkKV, LayerKV
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.attention import Packing, RowPlan, ragged_attention
+from kvrag.attention import RowPlan, ragged_attention
 from kvrag.models import CausalLM
+from kvrag.packing import Packing
 from kvrag.precompute import encode_chunks, encode_packed, encode_padded, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV

@@ -18,7 +18,7 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
-    {"config", "deadline", "rope", "fingerprint", "stats", "tensors", "tokens"},
+    {"config", "deadline", "rope", "fingerprint", "packing", "stats", "tensors", "tokens"},
     {"adapters", "attention", "cache", "describe", "spans", "layout", "prompt", "weights"},
     {"identity", "models", "prefix", "streams", "selection", "source", "store"},
     {"flash", "plain"},

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.attention import Packing, RowPlan
+from kvrag.attention import RowPlan
 from kvrag.cache import KVBuffer, LayerShape
 from kvrag.errors import UnsupportedModelError
 from kvrag.models.layers import attention_modules, decoder_of
@@ -17,6 +17,7 @@ from kvrag.models.probe import LayerTraits, accepted, observe, probe_positions, 
 from kvrag.models.rotary import Turning
 from kvrag.models.support import check_placement, check_supported, context_window, regime_limit
 from kvrag.models.switch import ATTENTION, DENSE, Call, lock_of, switched
+from kvrag.packing import Packing
 from kvrag.rope import Rotations, Rows
 
 

@@ -65,7 +65,7 @@ def test_no_variant_spills(arch: str, major: int) -> None:
     hopper = [v for v in variants if v.source == "ragged_sm90.cu"]
     assert len(hopper) == (16 if arch == "sm_90" else 0)
     others = [v for v in variants if v not in hopper]
-    for variant in [*sampled(others, arch, 16), *sampled(hopper, arch, 8)]:
+    for variant in [*sampled(others, arch, 15), *sampled(hopper, arch, 8)]:
         made = compiler.compile(sources.flat(variant.source), variant.options, variant.arch)
         assert made.cubin[:4] == b"\x7fELF"
         assert made.usage, "ptxas reported nothing"
