@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -100,6 +100,9 @@ kernel-check: ## The kernels against float64 on the GPU, under compute-sanitizer
 
 kernel-compile: setup ## Every variant of every kernel for every architecture with both NVRTCs (about 20 minutes); CI compiles a sample
 	KVRAG_COMPILE=all $(BIN)/python -m pytest -q tests/kernels/test_compile.py
+
+kernel-bugs: setup ## Plant every bug in the kernels' source, and see that the emulator's tests catch it (a quarter of an hour)
+	KVRAG_PLANTED=all $(BIN)/python -m pytest -q tests/kernels -k planted
 
 docs: support ## Write the measured tables into README.md and docs/ from the JSON results
 	$(BIN)/python docs/tables.py

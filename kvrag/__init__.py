@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvrag.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.prefix import TemplatePrefix
+    from kvrag.store import Retention
     from kvrag.types import (
         Chunk,
         Explanation,
@@ -60,6 +61,7 @@ __all__ = [
     "PrecomputeReport",
     "PrefillResult",
     "RepairConfig",
+    "Retention",
     "SamplingConfig",
     "ScoreResult",
     "StoreConfig",
@@ -93,6 +95,7 @@ _HOME = {
     "PrecomputeReport": "kvrag.types",
     "PrefillResult": "kvrag.types",
     "RepairConfig": "kvrag.config",
+    "Retention": "kvrag.store.base",
     "SamplingConfig": "kvrag.config",
     "ScoreResult": "kvrag.types",
     "StoreConfig": "kvrag.config",

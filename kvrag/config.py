@@ -233,7 +233,7 @@ class StoreConfig:
     load_timeout_s: float = 10.0
     min_chunk_tokens: int = 32
     on_miss: str = "compute"
-    gpu_bytes: int | None = None
+    gpu_bytes: int | None = 0
     gpu_fraction: float = 0.1
     ram_fraction: float = 0.5
     disk_fraction: float = 1.0

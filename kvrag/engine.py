@@ -28,7 +28,7 @@ from kvrag.prefix import Prefix, prefix_text
 from kvrag.prompt import Prompt
 from kvrag.source import ModelSource
 from kvrag.stats import EngineStats
-from kvrag.store import Prefetch, Tier, TieredStore, on_accelerator, open_store
+from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import (
     Chunk,
@@ -241,6 +241,7 @@ class KVRagEngine:
         namespace: str | None = None,
         batch_size: int = 8,
         show_progress: bool = False,
+        retention: Retention | None = None,
     ) -> PrecomputeReport:
         """Compute and store the KV of chunks; what is stored already is skipped, so a run that was killed is simply run again.
 
@@ -258,6 +259,8 @@ class KVRagEngine:
             Chunks per forward.
         show_progress
             Show a progress bar.
+        retention
+            Priority, and for how long, of what is stored now, when room is short; what is stored already keeps its own.
 
         Raises
         ------
@@ -274,6 +277,7 @@ class KVRagEngine:
             namespace=namespace,
             batch_size=batch_size,
             show_progress=show_progress,
+            retention=retention,
         )
 
     def precompute_items(
@@ -284,6 +288,7 @@ class KVRagEngine:
         namespace: str | None = None,
         batch_size: int = 8,
         show_progress: bool = False,
+        retention: Retention | None = None,
     ) -> PrecomputeReport:
         """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
         items = check_items(items)
@@ -306,6 +311,7 @@ class KVRagEngine:
             min_chunk_tokens=self.store_config.min_chunk_tokens,
             show_progress=show_progress,
             kv_dtype=self.store_config.kv_dtype,
+            retention=retention,
         )
 
     def prefetch(

@@ -19,16 +19,27 @@ from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.prompt import check_chunk_text
 from kvrag.quantise import pack
 from kvrag.spans import text_entry
-from kvrag.store.base import KVStore, Tier
+from kvrag.store.base import KVStore, Retention, Tier
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
+
+PREFIX_PRIORITY = 85
+"""Priority of a prefix's KV: it is small, and every prompt begins with it."""
 
 
 class ChunkSink(Protocol):
     """What a precompute needs of a :class:`~kvrag.store.base.KVStore`."""
 
-    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
         """Store a chunk."""
         ...
 
@@ -127,6 +138,7 @@ def precompute_texts(
     show_progress: bool,
     before_batch: Callable[[], None] | None = None,
     kv_dtype: KVDtype = "auto",
+    retention: Retention | None = None,
 ) -> PrecomputeReport:
     """Store the KV of the prefix and of every text that has none yet.
 
@@ -154,13 +166,15 @@ def precompute_texts(
         Called before each forward; what it raises ends the run.
     kv_dtype
         How the KV is kept.
+    retention
+        How much the chunks are worth keeping; the prefix, which every prompt has, is worth :data:`PREFIX_PRIORITY` at least.
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     model = loaded.fingerprint
     jobs = _jobs(loaded, items, ChunkIdentity(model, namespace, ids_digest(prefix_ids), (), kv_dtype), names)
     room = loaded.reusable.reuse_window - len(prefix_ids)
-    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype)
+    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype, retention)
     todo: list[Job] = []
     for job in jobs:
         length = len(job.identity.token_ids)
@@ -226,7 +240,9 @@ class _Run:
         prefix_ids: tuple[int, ...],
         namespace: str,
         kv_dtype: KVDtype,
+        retention: Retention | None,
     ) -> None:
+        self._retention = retention
         self._kv_dtype: KVDtype = kv_dtype
         self._loaded, self._store, self._model = loaded, store, model
         self._prefix_ids, self._namespace = prefix_ids, namespace
@@ -288,7 +304,9 @@ class _Run:
         try:
             kv = pack(kv, self._kv_dtype)
             for doc_id in job.doc_ids:
-                self.stored_bytes += self._store.put(job.identity, kv, text=job.entry, doc_id=doc_id)
+                self.stored_bytes += self._store.put(
+                    job.identity, kv, text=job.entry, doc_id=doc_id, retention=self._retention
+                )
             self.stored += 1
             self._done.append(job)
         except StoreError as error:
@@ -301,7 +319,10 @@ class _Run:
             identity = ChunkIdentity(self._model, self._namespace, ids_digest(()), self._prefix_ids, self._kv_dtype)
             if kv is not None and self._loaded.fingerprint == self._model:
                 try:
-                    self.stored_bytes += self._store.put(identity, pack(kv, self._kv_dtype), text=None)
+                    priority = max(PREFIX_PRIORITY, self._retention.priority if self._retention else 0)
+                    self.stored_bytes += self._store.put(
+                        identity, pack(kv, self._kv_dtype), text=None, retention=Retention(priority)
+                    )
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)
         return self._prefix

@@ -21,7 +21,7 @@ from kvrag.fingerprint import content_key
 from kvrag.index_time import precompute_texts
 from kvrag.keys import Naming
 from kvrag.loading import LoadedModel
-from kvrag.store.base import KVStore, TextLookup
+from kvrag.store.base import KVStore, Retention, TextLookup
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -247,12 +247,20 @@ class _GuardedStore:
         with self._owner.unless_over(self._missed):
             return self._store.link(identity, text=text, doc_id=doc_id)
 
-    def put(self, identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, doc_id: str | None = None) -> int:
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
         """Store a chunk, as the store does, unless what it is part of was erased since it was looked at."""
         with self._owner.unless_over(self._missed):
             if text is not None and text.digest in self.registered and not self.knows(text.digest):
                 raise StoreError("its last document was erased meanwhile")
-            written = self._store.put(identity, kv, text=text, doc_id=doc_id)
+            written = self._store.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
         self.stored += text is not None
         return written
 

@@ -14,9 +14,10 @@ import torch
 from texts import make_chunks
 
 import kvrag.answer
-from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, StoreConfig, StoreError
+from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.hooks import prefetch_kv
+from kvrag.spans import text_entry
 from kvrag.store import MemoryStore, TieredStore, blob, reader
 
 CHUNKS = make_chunks(4, words=30, seed=3)
@@ -220,3 +221,13 @@ def test_only_so_many_prefetches_are_planned_at_once(engine: KVRagEngine, monkey
             thread.join(30)
     assert begun[-1] == CHUNKS[:1]
     assert 2 <= len(begun) <= 5
+
+
+def test_precompute_says_how_much_chunks_are_worth_keeping(engine_of: MakeEngine, tmp_path: Path) -> None:
+    engine = engine_of(kv_dir=tmp_path)
+    engine.precompute([CHUNKS[0]], retention=Retention(60))
+    engine.precompute([CHUNKS[1]])
+    engine.precompute([CHUNKS[0]], retention=Retention(10))  # is stored already, and keeps its own
+    records = [engine.store.index.get(key) for key in engine.store.index.keys()]  # noqa: SIM118
+    priorities = {record.text: engine.store.priority(record.key) for record in records if record}  # type: ignore[attr-defined]
+    assert priorities == {text_entry(CHUNKS[0]): 60, text_entry(CHUNKS[1]): 35, None: 85}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import needs_compiler
+from emulated import needs_compiler, sampled
 from emulator.build import EmulatedModule
 from stitch_cases import CASES, StitchCase, as_options, assert_stitched, stitching_of
 
@@ -65,7 +65,7 @@ BUGS = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", sampled(BUGS))
 def test_planted_bugs_are_caught(bug: str) -> None:
     name, old, new = BUGS[bug]
     call = stitching_of(BY_NAME[name])

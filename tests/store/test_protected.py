@@ -288,12 +288,12 @@ def parts_of(path):
 
 def rewrite(path, fields, data):
     """Write a blob whose header has the right digest of itself, as whoever knows the format can."""
-    from kvrag.store.header import frame
+    from kvrag.store.header import dump, frame
 
     marks = dict(fields.pop("__metadata__"))
     marks.pop("header_digest")
     mac = marks.pop("header_mac", None)
-    path.write_bytes(frame(marks, fields, None if mac is None else lambda _: mac) + data)
+    path.write_bytes(frame(marks, dump(fields), None if mac is None else lambda _: mac) + data)
 
 
 @pytest.mark.parametrize("kind", PROVING)

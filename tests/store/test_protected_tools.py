@@ -87,14 +87,14 @@ def test_fsck_without_the_keys_finds_damage_and_leaves_the_rest(root, kind):
     "fields", [{}, {"layer.000": {"data_offsets": [5, 2]}}, {"layer.9": {"data_offsets": [0, 2]}}, {"x": 1}]
 )
 def test_fsck_without_the_keys_refuses_any_header(root, kind, fields):
-    from kvrag.store.header import frame
+    from kvrag.store.header import dump, frame
 
     mine = fill(root, kind)
     store = DiskStore(root)
     raw = path_of(root, mine[0]).read_bytes()
     marks = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
     marks = {name: value for name, value in marks.items() if name not in ("header_digest", "header_mac")}
-    path_of(root, mine[0]).write_bytes(frame(marks, fields) if fields else b"\0" * 8)
+    path_of(root, mine[0]).write_bytes(frame(marks, dump(fields)) if fields else b"\0" * 8)
     report = fsck.fsck(store, verify_data=True)
     store.close()
     assert [key for key, _ in report.rejected] == [chunk_key(mine[0])]
