@@ -28,8 +28,9 @@ setup: $(VENV)/.ready ## Make .venv with everything that demo, test and bench ne
 demo: setup ## Answer real questions over real documents: ARGS="--framework llama-index"
 	$(BIN)/kvrag demo $(ARGS)
 
-test: setup ## Run the tests with coverage
-	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90 $(ARGS)
+test: export OMP_NUM_THREADS ?= 1
+test: setup ## Run the tests with coverage, a process per core and a thread each
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --cov --cov-report=term --cov-fail-under=90 $(ARGS)
 
 lint: setup ## Check format and style
 	$(BIN)/ruff format --check .

@@ -246,10 +246,10 @@ def test_a_store_that_can_not_write_is_reported_and_the_rest_goes_on(
 ) -> None:
     real = engine.store.put
 
-    def full(identity: Any, kv: Any, *, text: Any, doc_id: Any = None) -> int:
+    def full(identity: Any, kv: Any, *, text: Any, doc_id: Any = None, **options: Any) -> int:
         if doc_id == "b":
             raise StoreError("no space left")
-        return real(identity, kv, text=text, doc_id=doc_id)
+        return real(identity, kv, text=text, doc_id=doc_id, **options)
 
     monkeypatch.setattr(engine.store, "put", full)
     report = engine.precompute(CHUNKS[:3], ids=["a", "b", "c"])
