@@ -15,7 +15,7 @@ echo "built $(basename "$wheel"); installing it into a fresh environment"
 "$python" -m venv "$work/env"
 pip="$work/env/bin/python -m pip"
 $pip install --quiet -c constraints.txt torch
-$pip install --quiet -c constraints.txt "$wheel[all]" pytest pytest-asyncio
+$pip install --quiet -c constraints.txt "$wheel[all]" pytest pytest-asyncio pytest-xdist
 
 cp tests/test_engine.py tests/test_equivalence.py tests/conftest.py tests/texts.py "$work/"
 cd "$work"
@@ -36,5 +36,5 @@ for module in (kvrag, kvrag_kernels, langchain_kvrag, llama_index.llms.kvrag, ll
 print("kvrag", importlib.metadata.version("kvrag"), "imports from the wheel, beside llama_index.core")
 PY
 env/bin/kvrag --version
-env/bin/python -m pytest -q -p no:cacheprovider -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function \
+OMP_NUM_THREADS=1 env/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal -p no:cacheprovider -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function \
   -W ignore::pytest.PytestUnknownMarkWarning test_engine.py test_equivalence.py
