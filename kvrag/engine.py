@@ -29,6 +29,7 @@ from kvrag.prompt import Prompt
 from kvrag.source import ModelSource
 from kvrag.stats import EngineStats
 from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
+from kvrag.store.base import members
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import (
     Chunk,
@@ -359,22 +360,39 @@ class KVRagEngine:
         write_back = self._query_side.write_back if self._query_side is not None else None
         return write_back is None or write_back.flush(timeout_s)
 
-    def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> int:
+    def delete(self, ids: Sequence[str] = (), *, collection: str | None = None, namespace: str | None = None) -> int:
         """Delete documents: KV that no other document refers to is erased from every tier.
+
+        Parameters
+        ----------
+        ids
+            Ids of documents.
+        collection
+            Delete all documents below ``collection/`` too: ``"manuals"`` stands for ``"manuals/install"`` and ``"manuals/cars/7"``.
+        namespace
+            Default: the engine's.
 
         Returns
         -------
         int
             Number of chunks erased.
+
+        Raises
+        ------
+        InputError
+            If ``collection`` is no name.
         """
         space = self._namespace(namespace)
-        ids = [ids] if isinstance(ids, str) else ids
+        ids = [ids] if isinstance(ids, str) else list(ids)
+        if collection is not None:
+            ids += members(self.store.index.documents(space), collection)
         self._erasures.note(space)  # what is waiting to be written back was seen before, and might hold what goes now
-        return sum(self.store.forget(space, doc_id) for doc_id in ids)
+        return sum(self.store.forget(space, doc_id) for doc_id in dict.fromkeys(ids))
 
-    def document_ids(self, *, namespace: str | None = None) -> list[str]:
-        """Return the ids of all documents that KV is kept for."""
-        return self.store.index.documents(self._namespace(namespace))
+    def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
+        """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""
+        found = self.store.index.documents(self._namespace(namespace))
+        return found if collection is None else members(found, collection)
 
     # -- query time ------------------------------------------------------------------------------------------------------
 

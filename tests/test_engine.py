@@ -257,6 +257,17 @@ def test_a_store_that_can_not_write_is_reported_and_the_rest_goes_on(
     assert report.failed == [("b", "no space left")]
 
 
+def test_a_collection_is_deleted_with_all_its_documents(engine: KVRagEngine) -> None:
+    engine.precompute(CHUNKS[:4], ids=["manuals/a", "manuals/cars/b", "manuals", "manuals2/c"])
+    assert engine.document_ids(collection="manuals") == ["manuals/a", "manuals/cars/b"]
+    assert engine.delete(collection="manuals/") == 2
+    assert engine.document_ids() == ["manuals", "manuals2/c"]
+    assert engine.delete(["manuals", "manuals2/c"], collection="manuals2") == 2
+    for nothing in ("", "/", 7):
+        with pytest.raises(InputError, match="collection is"):
+            engine.delete(collection=nothing)  # type: ignore[arg-type]
+
+
 def test_deleting_the_last_document_erases_the_kv(engine: KVRagEngine) -> None:
     engine.precompute([CHUNKS[0], CHUNKS[0], CHUNKS[1]], ids=["a", "b", "c"])
     assert engine.document_ids() == ["a", "b", "c"]

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from kvrag.errors import ConfigError
+from kvrag.errors import ConfigError, InputError
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 
@@ -41,6 +41,20 @@ class Record:
     num_tokens: int
     num_bytes: int
     text: TextEntry | None
+
+
+def members(doc_ids: Iterable[str], collection: str) -> list[str]:
+    """Return the documents of a collection: ids are paths, and those below ``collection/`` are in it.
+
+    Raises
+    ------
+    InputError
+        If ``collection`` is no name: every document would be below it, or none.
+    """
+    if not isinstance(collection, str) or not collection.strip("/"):
+        raise InputError(f"collection is {collection!r}; pass the part of the document ids that stands before a slash")
+    below = collection.rstrip("/") + "/"
+    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
 
 
 DEFAULT_PRIORITY = 35

@@ -142,6 +142,7 @@ def test_the_command_line_checks_and_cleans(filled, root):
 def test_the_command_line_erases_documents(run_store):
     out = json.loads(run("rm", "--kv-dir", run_store, "--document", "doc 0", "--document", "nobody", "--json"))
     assert out == {"erased_chunks": {"doc 0": 0, "nobody": 0}, "unknown": ["nobody"]}
+    run("rm", "--kv-dir", run_store, code=2)
     assert "1 chunk" in run("rm", "--kv-dir", run_store, "--document", "second")
     assert "not known" in run("rm", "--kv-dir", run_store, "--document", "second", code=1)
     run("rm", "--kv-dir", run_store, "--document", "doc 1", "--namespace", "other", code=1)

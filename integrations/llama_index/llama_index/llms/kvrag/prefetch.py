@@ -44,7 +44,8 @@ class KVPrefetchHandler(BaseEventHandler):
     content: Content = "text"
 
     def __init__(self, llm: Any = None, *, namespace: str | None = None, content: Content = "text") -> None:
-        super().__init__(llm=resolve_kv_llm(llm), namespace=namespace, content=content)
+        fields = {"llm": resolve_kv_llm(llm), "namespace": namespace, "content": content}
+        super().__init__(**fields)
 
     @classmethod
     def class_name(cls) -> str:
