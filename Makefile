@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
+.PHONY: setup demo test lint types check bench bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -43,7 +43,7 @@ types: setup ## Check types (strict)
 
 check: lint types test ## What CI runs
 
-bench: bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised ## All benchmarks; results go to tests/benchmarks/results
+bench: bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -53,6 +53,9 @@ bench-quality: setup ## Distance from full prefill, every strategy (about an hou
 
 bench-probe: setup ## Which layers' attention should choose the rows to repair (ten minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_probe.py $(ARGS)
+
+bench-masks: setup ## What inexact masks do to repaired rows (seconds)
+	cd tests/benchmarks && ../../$(BIN)/python bench_masks.py $(ARGS)
 
 bench-memory: setup ## Peak memory of one request
 	cd tests/benchmarks && ../../$(BIN)/python bench_memory.py $(ARGS)

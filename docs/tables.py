@@ -299,6 +299,32 @@ def _said(value: Any) -> str:
 NOT_COUNTS = ("failures", "seconds", "skipped", "form", "commit")
 
 
+def masks(result: dict[str, Any]) -> str:
+    """Compare masks by their errors and by the keys that rows see or miss."""
+    names = {"exact": "kvrag's, exact", "aligned": "causal, aligned bottom-right", "blocks": "blocks of 32 × 32"}
+    rows = [
+        [
+            found["shape"],
+            label,
+            f"{found[name]['max_error']:.1e}",
+            f"{found[name]['mean_error']:.1e}",
+            f"{found[name]['future_keys']:.0f}",
+            f"{found[name]['missed_keys']:.0f}",
+        ]
+        for found in result["shapes"]
+        for name, label in names.items()
+    ]
+    header = [
+        "heads, keys, rows",
+        "mask",
+        "largest error",
+        "mean error",
+        "future keys seen, a row",
+        "keys missed, a row",
+    ]
+    return table(header, rows) + machine_of(result, "masks.json")
+
+
 def reliability(result: dict[str, Any]) -> str:
     """List what each scenario did, and what it saw broken."""
     rows = []
@@ -372,6 +398,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "store-reads": ("store.json", store_reads),
     "store-index": ("store.json", store_index),
     "fuzz-reader": ("fuzz_reader.json", fuzz_reader),
+    "masks": ("masks.json", masks),
     "reliability": ("reliability.json", reliability),
     "quantised": ("quantised.json", quantised),
     "quantised-errors": ("quantised.json", quantised_errors),
