@@ -1,7 +1,8 @@
 """What inexact masks cost: repaired rows under masks of other implementations, on the same inputs, against float64. Runs anywhere.
 
-*Aligned bottom-right* is what a causal flag means when there are fewer rows than keys: row i of R sees the first N − R + i + 1 keys, wherever it
-stands (CacheBlend's and LMCache's code). *Blocks* lets 32 rows share one limit, that of the last of them, rounded down to 32 keys.
+*Aligned bottom-right* is what a causal flag means when there are fewer rows than keys: row i of R sees the first N − R + i + 1 keys,
+wherever it stands (CacheBlend's and LMCache's code). *Blocks* lets 32 rows share one limit, that of the last of them, rounded down to 32
+keys.
 
     python tests/benchmarks/bench_masks.py [--out FOLDER]
 """
