@@ -212,13 +212,13 @@ class KVRagEngine:
         Raises
         ------
         StoreError
-            If something could not be brought there since the last call. It is in memory, for as long as there is room.
+            If something could not be brought there since the last call; it is not stored then.
         """
         errors = self.store.flush() if isinstance(self.store, Tier) else {}
         if errors:
             key, reason = next(iter(errors.items()))
             raise StoreError(
-                f"{len(errors)} chunk(s) could not be written and are in memory only, {key[:12]} first: {reason}"
+                f"{len(errors)} chunk(s) could not be written, {key[:12]} first: {reason}; precompute them again"
             )
 
     def close(self) -> None:
@@ -386,8 +386,10 @@ class KVRagEngine:
         ids = [ids] if isinstance(ids, str) else list(ids)
         if collection is not None:
             ids += members(self.store.index.documents(space), collection)
-        self._erasures.note(space)  # what is waiting to be written back was seen before, and might hold what goes now
-        return sum(self.store.forget(space, doc_id) for doc_id in dict.fromkeys(ids))
+        with self._erasures.erasing(
+            space
+        ):  # what waits to be written back was seen before, and might hold what goes now
+            return sum(self.store.forget(space, doc_id) for doc_id in dict.fromkeys(ids))
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""

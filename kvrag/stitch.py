@@ -34,9 +34,15 @@ def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rot
     rotary
         Rotations for at least ``layout.num_tokens`` positions.
     """
-    if buffer.keys(0).is_cuda and stitch_in_launches(buffer, layout, kvs, rotary):
-        buffer.length = layout.num_tokens
-        return
+    device = buffer.keys(0).device
+    if device.type != "cuda" or not stitch_in_launches(buffer, layout, kvs, rotary):
+        _stitch_by_torch(buffer, layout, kvs, rotary)
+    if device.type == "cuda":  # what is read next may take the pinned memory that these copies are from
+        torch.cuda.current_stream(device).synchronize()
+    buffer.length = layout.num_tokens
+
+
+def _stitch_by_torch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
     for segment in layout.reused:
         rows = slice(segment.start, segment.stop)
         for index, layer in enumerate(kvs[segment.source].layers):
@@ -44,7 +50,6 @@ def stitch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rot
             keys, values = read(layer, segment.num_rows, device=all_keys.device, dtype=all_keys.dtype)
             all_keys[0, :, rows] = rotary[index].rotate(keys, rows)
             all_values[0, :, rows] = values
-    buffer.length = layout.num_tokens
 
 
 def stitch_in_launches(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -51,10 +52,12 @@ class Erasures:
         """Return how many there have been."""
         return self._counts[namespace]
 
-    def note(self, namespace: str) -> None:
-        """Count one that is about to begin; what is being stored is finished first, for it to find."""
+    @contextmanager
+    def erasing(self, namespace: str) -> Iterator[None]:
+        """Count an erasure; what is being stored is finished first, for it to find, and nothing is stored before it is over."""
         with self._lock:
             self._counts[namespace] += 1
+            yield
 
     @contextmanager
     def unless_any_since(self, namespace: str, count: int) -> Iterator[None]:
@@ -74,7 +77,7 @@ def erasures_of(kv_dir: str | None) -> Erasures:
     if kv_dir is None:
         return Erasures()
     with _erasures_lock:
-        return _erasures.setdefault(kv_dir, Erasures())
+        return _erasures.setdefault(os.path.realpath(kv_dir), Erasures())
 
 
 _open: weakref.WeakSet[WriteBack] = weakref.WeakSet()

@@ -152,7 +152,7 @@ def test_precompute_writes_behind_and_reports_what_is_on_disk(
     kv = engine.store.get(identity)
     assert kv is not None
     engine.store.put(replace(identity, prefix="another"), kv, text=None)
-    with pytest.raises(StoreError, match="in memory only"):
+    with pytest.raises(StoreError, match="could not be written"):
         engine.flush()
 
 
@@ -231,3 +231,26 @@ def test_precompute_says_how_much_chunks_are_worth_keeping(engine_of: MakeEngine
     records = [engine.store.index.get(key) for key in engine.store.index.keys()]  # noqa: SIM118
     priorities = {record.text: engine.store.priority(record.key) for record in records if record}  # type: ignore[attr-defined]
     assert priorities == {text_entry(CHUNKS[0]): 60, text_entry(CHUNKS[1]): 35, None: 85}
+
+
+def test_a_chunk_in_memory_alone_is_found_in_part_and_erased(engine_of: MakeEngine, tmp_path: Path) -> None:
+    """Its row has no file behind it: looking for the first part of the text must not take that row for a leftover."""
+    engine = engine_of(kv_dir=tmp_path, store_config=StoreConfig(disk_min_priority=50, min_chunk_tokens=8))
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    part = " ".join(CHUNKS[0].split()[:20])
+    result = engine.prefill([{"role": "user", "content": part + "\n\nWho?"}], mode="stitch")
+    assert any(
+        "first" in str(span.reason) for span in engine.explain([{"role": "user", "content": part + " Who?"}]).spans
+    )
+    assert result.cached_tokens > 8
+    assert engine.delete(["doc"]) == 1
+    assert engine.explain(ask(0)).hits == 0
+
+
+def test_an_engine_gives_up_the_rows_of_what_memory_alone_had(engine_of: MakeEngine, tmp_path: Path) -> None:
+    engine = engine_of(kv_dir=tmp_path, store_config=StoreConfig(disk_min_priority=50))
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    assert isinstance(engine.store, TieredStore)
+    assert engine.store.release() > 0
+    assert engine.explain(ask(0)).hits == 0
+    assert engine.prefill(ask(0), mode="stitch").holes == ()

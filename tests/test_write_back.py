@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, text_digest
 from kvrag.models import CausalLM
 from kvrag.testing.chunks import same_bits
-from kvrag.write_back import MAX_WAITING, erasures_of
+from kvrag.write_back import MAX_WAITING, Erasures, _Stopped, erasures_of
 
 MakeEngine = Callable[..., KVRagEngine]
 CHUNKS = make_chunks(4, words=30, seed=31)
@@ -405,3 +406,25 @@ def test_engines_on_one_directory_share_their_erasures(tmp_path: Path) -> None:
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StoreConfig(**options)
+
+
+def test_nothing_is_stored_while_documents_are_erased() -> None:
+    """A prompt that is seen while documents go still finds the later ones registered."""
+    erasures, done = Erasures(), threading.Event()
+
+    def store() -> None:
+        with suppress(_Stopped), erasures.unless_any_since("space", erasures.count("space")):
+            done.set()
+
+    with erasures.erasing("space"):
+        thread = threading.Thread(target=store)
+        thread.start()
+        assert not done.wait(0.2)
+    thread.join(10)
+    assert done.is_set()
+
+
+def test_one_counter_serves_a_directory_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    assert erasures_of(str(tmp_path / "kv")) is erasures_of(str(tmp_path / "link"))

@@ -34,7 +34,9 @@ def export(
         keys = None
         if document:
             keys = sorted({key for name in document for key in store.index.document_keys(space, name)})
-        other = DiskStore(target, StoreConfig(index=index_kind(target), **({} if plain else key_options())))
+        other = DiskStore(
+            target, StoreConfig(index=index_kind(target, plain=plain), **({} if plain else key_options()))
+        )
         try:
             counts = checks.copy(store, other, keys, namespaces=[namespace])
         finally:

@@ -30,7 +30,7 @@ def import_(
     from kvrag.store import fsck as checks
 
     options = {} if plain else key_options()
-    other = DiskStore(source, StoreConfig(index=index_kind(source), read_only=True, **options))
+    other = DiskStore(source, StoreConfig(index=index_kind(source, plain=plain), read_only=True, **options))
     store = DiskStore(kv_dir, StoreConfig(index=index_kind(kv_dir), **key_options()))
     try:
         counts = checks.copy(other, store, namespaces=[namespace])

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from kvrag.store import DiskStore
 
 
-def index_kind(kv_dir: Path) -> str:
-    """Kind of a store's index: the one that it has, otherwise the default. Another one would take its place."""
-    return "sqlite" if any(kv_dir.glob("index*/rows.db")) else "diskcache"
+def index_kind(kv_dir: Path, *, plain: bool = False) -> str:
+    """Kind of a store's index, of the keys at hand: the one that it has, otherwise the default. Another one would take its place."""
+    from kvrag.config import StoreConfig
+    from kvrag.keys import Keys
+    from kvrag.store.row_seal import RowSeal, folder_of
+
+    folder = folder_of(RowSeal.of(Keys.of(StoreConfig(**({} if plain else key_options())))))
+    return "sqlite" if (kv_dir / folder / "rows.db").exists() else "diskcache"
 
 
 def check_is_store(kv_dir: Path) -> None:

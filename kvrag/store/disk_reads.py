@@ -111,7 +111,8 @@ class DiskReads(ForkAware):
     def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
         """Return whose KV is stored for a text, as its files' headers say."""
         keys = [] if self._closed else self.rows.text_keys(namespace, digest)
-        headers = [self.header(key) for key in keys if not self.rows.is_gone(key)]
+        # A row without a file may be that of a chunk in a tier above, which must not lose it for being looked for.
+        headers = [self.header(key) for key in keys if self.contains(key) and not self.rows.is_gone(key)]
         return [header.identity for header in headers if header is not None]
 
     def knows(self, namespace: str, digest: str) -> bool:
@@ -228,6 +229,9 @@ class DiskReads(ForkAware):
         if not self.read_only:
             try:
                 self.rows.add(header.record(), doc_id=None)
+                if not self.contains(key):  # erased meanwhile, by somebody who did not see the row
+                    self.rows.remove(key)
+                    return False
             except StoreError as error:
                 self._warn_once(str(error))
         return True

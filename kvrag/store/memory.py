@@ -152,6 +152,11 @@ class MemoryStore(ForkAware):
         """Whether a text is registered now, with or without KV."""
         return self._rows.text(namespace, digest) is not None
 
+    def keys(self) -> list[ChunkKey]:
+        """Return the keys of all chunks in memory."""
+        with self._lock:
+            return list(self._chunks)
+
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks and return how many were there."""
         with self._lock:

@@ -139,6 +139,7 @@ class TieredStore:
             return self._put_here(identity, kv, text, doc_id, retention)
         erasures = self._memory.erasures
         written = self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
+        self._only_here.discard(chunk_key(identity))
         if written and self._keeps_puts:
             unwritten = self._disk.unwritten(identity) if isinstance(self._disk, WriteBehind) else None
             shared = unwritten if converted is kv else None  # never a third copy
@@ -155,8 +156,12 @@ class TieredStore:
         return self._disk.link(identity, text=text, doc_id=doc_id)
 
     def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
-        """Return whose KV the lower tier has for a text."""
-        return self._disk.identities(namespace, digest) if isinstance(self._disk, TextLookup) else []
+        """Return whose KV is stored for a text."""
+        below = self._disk.identities(namespace, digest) if isinstance(self._disk, TextLookup) else []
+        records = [self.index.get(key) for key in list(self._only_here)]
+        here = [r.key for r in records if r and r.text and (r.namespace, r.text.digest) == (namespace, digest)]
+        found = [*below, *map(self._memory.identity, here)]
+        return list(dict.fromkeys(identity for identity in found if identity is not None))
 
     def knows(self, namespace: str, digest: str) -> bool:
         """Whether the lower tier has a text registered now, with or without KV."""
@@ -173,7 +178,9 @@ class TieredStore:
             self._disk.delete(keys)
         finally:
             # Memory last: a read that began before may still promote what it found until this call.
+            self._only_here.difference_update(keys)
             self._memory.delete(keys)
+            self._drop_orphans()
         return found
 
     def forget(self, namespace: str, doc_id: str) -> int:
@@ -185,7 +192,12 @@ class TieredStore:
         finally:
             held = {key for key in here if self.index.get(key) is not None}
             self._memory.delete([key for key in keys if key not in held and not self._disk.contains(key)])
+            self._drop_orphans()
         return erased + len(here) - len(held)
+
+    def _drop_orphans(self) -> None:
+        """Take out of memory what is not below any more: the index no longer says whose it is, so no erasure would find it."""
+        self._memory.delete([key for key in self._memory.keys() if not self.contains(key)])  # noqa: SIM118
 
     def demote(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
         """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""
@@ -198,7 +210,10 @@ class TieredStore:
 
     def release(self) -> int:
         """Empty the upper tier, for the sake of its memory, and return its bytes; what was in it is still below."""
-        return self._memory.release()
+        freed = self._memory.release()
+        for key in list(self._only_here):
+            self._drop_row(key)
+        return freed
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name."""
@@ -206,7 +221,9 @@ class TieredStore:
 
     def flush(self) -> dict[ChunkKey, str]:
         """Wait until all that was put has reached the lowest tier; return what could not since the last call, and why."""
-        return {} if self._lower is None else self._lower.flush()
+        errors = {} if self._lower is None else self._lower.flush()
+        self._memory.delete([key for key in errors if not self._disk.contains(key)])
+        return errors
 
     def close(self) -> None:
         """Release all tiers; idempotent."""
@@ -263,11 +280,14 @@ class TieredStore:
         return kv.num_bytes
 
     def _is_only_here(self, key: ChunkKey) -> bool:
-        return key in self._only_here and self._memory.contains(key)
+        # Without its row it could be found, and never be erased: another process may have taken that, for want of a file.
+        return key in self._only_here and self._memory.contains(key) and self.index.get(key) is not None
 
     def _lose(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
         """Take the row of a chunk that was pushed out and is nowhere else."""
-        key = chunk_key(identity)
+        self._drop_row(chunk_key(identity))
+
+    def _drop_row(self, key: ChunkKey) -> None:
         if key in self._only_here:
             self._only_here.discard(key)
             if not self._disk.contains(key):

@@ -126,7 +126,7 @@ class Queue:
 
     def _failed(self, entry: Entry, error: Exception) -> None:
         key = entry.record.key
-        log.warning("the chunk %s could not be written and is in memory only: %s", key[:12], error)
+        log.warning("the chunk %s could not be written and is not stored: %s", key[:12], error)
         with self.changes:
             self.errors[key] = str(error)
             self.failed += 1

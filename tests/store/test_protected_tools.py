@@ -21,6 +21,7 @@ from protected import (
 from typer.testing import CliRunner
 
 from kvrag.cli import app
+from kvrag.commands.maintenance import index_kind
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
@@ -278,3 +279,13 @@ def test_the_commands_know_every_key_of_the_config():
 
     config = StoreConfig(**{option: f"env:{name}" for option, name in VARIABLES.items()})
     assert config.encryption_key == "env:KVRAG_ENCRYPTION_KEY"
+
+
+def test_a_tool_opens_the_index_of_its_keys_whatever_others_left(root, monkeypatch):
+    """A plain store was here before, with another kind of index: it says nothing about the one of these keys."""
+    DiskStore(root, StoreConfig(index="sqlite")).close()
+    assert index_kind(root) == "sqlite"
+    monkeypatch.setenv("KVRAG_ENCRYPTION_KEY", "ab" * 32)
+    DiskStore(root, StoreConfig(encryption_key="env:KVRAG_ENCRYPTION_KEY")).close()
+    assert index_kind(root) == "diskcache"
+    assert index_kind(root, plain=True) == "sqlite"
