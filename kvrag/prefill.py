@@ -127,9 +127,8 @@ def prefill(
     loaded.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(token_ids), config, clock)
     num_stale = sum(s.num_rows for s in layout.stale)
-    has_cached = sum(s.num_rows for s in layout.reused) > len(
-        selected
-    )  # else every row was computed, whatever was loaded
+    # Otherwise every row was computed, whatever was loaded.
+    has_cached = sum(s.num_rows for s in layout.reused) > len(selected)
     kv_dtype: KVDtype = next((d for d in used_dtypes if d != "auto" and has_cached), "auto")
     is_exact = len(selected) == num_stale and kv_dtype == "auto"
     exactness: Exactness = "full" if not layout.reused else "exact" if is_exact else "repaired"

@@ -11,11 +11,10 @@ import math
 import numpy as np
 import torch
 
+from kvrag.quantise import FP8
+
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones."""
-
-FP8 = torch.float8_e4m3fn
-"""Has no infinity, and NaN in either sign: all bits but that of the sign."""
 
 
 def all_finite(view: memoryview, dtype: torch.dtype) -> bool:
@@ -29,6 +28,7 @@ def all_finite(view: memoryview, dtype: torch.dtype) -> bool:
         Of a number, whole numbers included.
     """
     if dtype == FP8:
+        # No infinity, and NaN in either sign: all bits but that of the sign.
         return bool(((np.frombuffer(view, np.uint8) & 0x7F) != 0x7F).all())
     infinity = INFINITY.get(dtype)
     if infinity is None:
