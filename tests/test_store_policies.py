@@ -40,13 +40,13 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], th
     """Call with a key and a layer: reads of that chunk then wait before that layer, until the event is set."""
     go_on = threading.Event()
     real = reader.Blob.layer
-    monkeypatch.setattr(reader, "SMALL_BYTES", 1)
+    monkeypatch.setattr(reader, "HELPED_BYTES", 1)
 
     def hold(key: str, layer: int) -> threading.Event:
-        def slow(self: Any, index: int, buffer: torch.Tensor) -> Any:
+        def slow(self: Any, index: int, place: Any) -> Any:
             if chunk_key(self.header.identity) == key and index == layer:
                 go_on.wait(30)
-            return real(self, index, buffer)
+            return real(self, index, place)
 
         monkeypatch.setattr(reader.Blob, "layer", slow)
         return go_on

@@ -14,10 +14,12 @@ the digests are known, so a file that was cut short has none.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import pairwise
 
 import torch
 import xxhash
@@ -25,17 +27,22 @@ import xxhash
 from kvrag.errors import StoreError
 from kvrag.quantise import Part, layer_of, parts
 from kvrag.store.directory import Directory, NotRegular
+from kvrag.store.draft import Gather
 from kvrag.store.guard import Guard, Opening, Sealing
 from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, Shape, decode, shape_of
+from kvrag.store.helpers import HELPERS
 from kvrag.store.scan import all_finite, all_finite_on_device
 from kvrag.tensors import raw
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
-Write = Callable[[memoryview, int], None]
-"""Takes bytes and their offset in the file. The bytes stay as they are until the blob is written."""
+Write = Callable[[list[memoryview], int], None]
+"""Takes bytes that follow each other in the file, and their offset."""
+
+HELPED_BYTES = 2**20
+"""Shorter blobs are written and read by the caller alone: a helper would come when all is done."""
 
 PART_BYTES = 1280 * 1024
-"""What is scanned, hashed and written at once: short enough to stay in cache, long enough for few steps. Whole values of any dtype."""
+"""What is scanned and hashed at once: short enough to stay in cache, long enough for few steps. Whole values of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, guard:
     header = Header(
         identity=identity,
         dtype=dtype,
-        shapes=tuple(_check_layer(identity, layer, i, dtype) for i, layer in enumerate(kv.layers)),
+        shapes=tuple(_check_layers(identity, kv, dtype)),
         digests=(NO_DIGEST,) * len(kv.layers),
         text=text,
     )
@@ -80,6 +87,17 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, guard:
     if start > MAX_HEADER_BYTES:
         raise StoreError(f"the chunk of {tokens} tokens is too long for one file; split it")
     return Plan(header, start, guard)
+
+
+def _check_layers(identity: ChunkIdentity, kv: ChunkKV, dtype: torch.dtype) -> Iterator[tuple[Shape, Shape]]:
+    """Yield the shapes of keys and values of each layer, after a look at every tensor."""
+    known: dict[tuple[object, ...], tuple[Shape, Shape]] = {}
+    for index, layer in enumerate(kv.layers):
+        scaled = None if layer.scales is None else layer.scales.dtype
+        kind = (scaled, *((tensor.dtype, tensor.shape) for tensor in layer.tensors))
+        if kind not in known:  # layers are alike in most models
+            known[kind] = _check_layer(identity, layer, index, dtype)
+        yield known[kind]
 
 
 def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
@@ -128,13 +146,16 @@ TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of value
 
 def _finite_parts(layer: LayerKV, index: int) -> Iterator[memoryview]:
     """Yield a layer's bytes part by part, each after a look at it; raises as :func:`check_finite`."""
-    for name, tensor in zip(TENSORS, layer.tensors, strict=False):
-        view = raw(tensor)
-        for start in range(0, len(view), PART_BYTES):
-            part = view[start : start + PART_BYTES]
-            if not all_finite(part, tensor.dtype):
-                raise _not_finite(name, index)
-            yield part
+    for number, tensor in enumerate(layer.tensors):
+        yield from _looked_at(raw(tensor), tensor.dtype, index, number)
+
+
+def _looked_at(view: memoryview, dtype: torch.dtype, index: int, number: int) -> Iterator[memoryview]:
+    for start in range(0, len(view), PART_BYTES):
+        part = view[start : start + PART_BYTES]
+        if not all_finite(part, dtype):
+            raise _not_finite(TENSORS[number], index)
+        yield part
 
 
 def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
@@ -145,7 +166,7 @@ def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
 
 
 def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
-    """Write a planned blob, scanned, hashed and handed on part by part while each is in the processor's cache; its header last.
+    """Write a planned blob, scanned and hashed, its header last.
 
     Returns
     -------
@@ -159,18 +180,94 @@ def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
     OSError
         If ``out`` fails.
     """
-    offset, digests = plan.start, []
     sealing = None if plan.guard is None else Sealing(plan.guard, plan.header)
+    is_helped = sealing is None and HELPERS.count > 0 and plan.header.num_bytes >= HELPED_BYTES
+    digests = _write_helped(plan, kv, out) if is_helped else _write_alone(plan, kv, out, sealing)
+    header = replace(plan.header, digests=tuple(digests))
+    out([memoryview(header.encode() if sealing is None else sealing.head(header))], 0)
+    return header
+
+
+def _write_alone(plan: Plan, kv: ChunkKV, out: Write, sealing: Sealing | None) -> list[str]:
+    """Scan, hash and write part by part, while each is in the processor's cache; returns the layers' digests."""
+    gather, digests = Gather(out, plan.start), []
     for i, layer in enumerate(kv.layers):
         digest = xxhash.xxh3_128()
         for view in _finite_parts(layer, i) if sealing is None else sealing.layer(list(_finite_parts(layer, i))):
             digest.update(view)
-            out(view, offset)
-            offset += len(view)
+            gather.write(view)
         digests.append(digest.hexdigest())
-    header = replace(plan.header, digests=tuple(digests))
-    out(memoryview(header.encode() if sealing is None else sealing.head(header)), 0)
-    return header
+    gather.flush()
+    return digests
+
+
+def _write_helped(plan: Plan, kv: ChunkKV, out: Write) -> list[str]:
+    """Write while a helper scans and hashes: what it refuses has been written, and is thrown away before it has a name."""
+    layers = [[raw(tensor) for tensor in layer.tensors] for layer in kv.layers]
+    proof = _Proof(kv, layers)
+    with HELPERS.help(proof.work):
+        try:
+            out([*itertools.chain.from_iterable(layers)], plan.start)
+        except BaseException:
+            proof.stop()
+            raise
+        proof.work()
+    if proof.fault is not None:
+        raise proof.fault
+    return proof.digests
+
+
+class _Proof:
+    """Layers that have yet to be scanned and hashed, by whoever has time for it."""
+
+    def __init__(self, kv: ChunkKV, views: list[list[memoryview]]) -> None:
+        self._kv, self._views = kv, views
+        self._left = deque(range(len(views)))
+        self.digests = [NO_DIGEST] * len(views)
+        self.fault: Exception | None = None
+
+    def stop(self) -> None:
+        """Begin no other layer."""
+        self._left.clear()
+
+    def work(self) -> None:
+        """Scan and hash layers until none is left."""
+        while True:
+            try:
+                index = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                self.digests[index] = self._digest(index)
+            except Exception as fault:
+                self.fault = fault
+                self.stop()
+
+    def _digest(self, index: int) -> str:
+        digest = xxhash.xxh3_128()
+        for number, view in enumerate(self._views[index]):
+            for part in _looked_at(view, self._kv.layers[index].tensors[number].dtype, index, number):
+                digest.update(part)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Memory for a blob's data.
+
+    Parameters
+    ----------
+    buffer
+        uint8 ``(num_bytes,)`` on the host.
+    view
+        The same bytes.
+    layers
+        What the layers are there; ``None`` where a tensor can be made only of bytes that are read.
+    """
+
+    buffer: torch.Tensor
+    view: memoryview
+    layers: tuple[LayerKV, ...] | None
 
 
 class Blob:
@@ -203,8 +300,8 @@ class Blob:
         except BaseException:
             os.close(self._fd)
             raise
-        self._layers = self.header.layers()
-        self._offsets = [0, *accumulate(sum(part.num_bytes for part in layer) for layer in self._layers)]
+        tensors = self.header.tensors
+        self._layers, self._offsets = tensors.layers, tensors.offsets
         self._is_good = [False] * len(self._layers)
 
     @property
@@ -227,8 +324,13 @@ class Blob:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def layer(self, index: int, buffer: torch.Tensor) -> LayerKV:
-        """Read a layer to its place in ``buffer``, uint8 ``(num_bytes,)``, and prove it; the tensors are views of it.
+    def place(self, buffer: torch.Tensor) -> Place:
+        """Say where all layers go: the start of ``buffer``, uint8 ``(num_bytes,)`` or longer."""
+        buffer = buffer[: self._offsets[-1]]
+        return Place(buffer, _view(buffer), self._alike(buffer))
+
+    def layer(self, index: int, place: Place) -> LayerKV:
+        """Read a layer to its place, and prove it; the tensors are views of the buffer.
 
         Raises
         ------
@@ -238,18 +340,15 @@ class Blob:
             If it can't be read.
         """
         start, end = self._offsets[index : index + 2]
-        view = _view(buffer)
-        stored = self._stored(view[start:end])
+        stored = self._stored(place.view[start:end])
         fill(self._fd, stored, self._start + start)
-        return self._proven(index, buffer, view, stored)
+        return self._proven(index, place, stored)
 
-    def all(self, buffer: torch.Tensor) -> ChunkKV:
+    def all(self, place: Place) -> ChunkKV:
         """Read all layers at once, which is quicker for a small chunk, and prove each; raises as :meth:`layer`."""
-        view = _view(buffer)
-        stored = self._stored(view)
+        stored = self._stored(place.view)
         fill(self._fd, stored, self._start)
-        spans = zip(self._offsets, self._offsets[1:], strict=False)
-        layers = tuple(self._proven(i, buffer, view, stored[a:b]) for i, (a, b) in enumerate(spans))
+        layers = tuple(self._proven(i, place, stored[a:b]) for i, (a, b) in enumerate(pairwise(self._offsets)))
         return ChunkKV(layers, self.header.identity.kv_dtype)
 
     def _stored(self, view: memoryview) -> memoryview:
@@ -258,18 +357,29 @@ class Blob:
             return view
         return _view(torch.empty(len(view), dtype=torch.uint8))
 
-    def _proven(self, index: int, buffer: torch.Tensor, view: memoryview, stored: memoryview) -> LayerKV:
+    def _proven(self, index: int, place: Place, stored: memoryview) -> LayerKV:
         start, end = self._offsets[index : index + 2]
         if self._opening is not None:
-            self._opening.layer(index, stored, view[start:end])
+            self._opening.layer(index, stored, place.view[start:end])
         elif xxhash.xxh3_128_hexdigest(stored) != self.header.digests[index]:
             raise BlobRejected("its data is damaged")
         self._is_good[index] = True
+        if place.layers is not None:
+            return place.layers[index]
         tensors = []
         for part in self._layers[index]:
-            tensors.append(_typed(buffer, start, part))
+            tensors.append(_typed(place.buffer[start : start + part.num_bytes], part))
             start += part.num_bytes
         return layer_of(self.header.dtype, tensors)
+
+    def _alike(self, buffer: torch.Tensor) -> tuple[LayerKV, ...] | None:
+        """See all layers at once, if keys and values have one shape everywhere: one by one takes as long as reading a small chunk."""
+        dtype, shape = self.header.dtype, self.header.shapes[0][0]
+        is_alike = self.header.identity.kv_dtype == "auto" and set(self.header.shapes) == {(shape, shape)}
+        if not is_alike or buffer.storage_offset() % dtype.itemsize:
+            return None
+        flat = buffer.view(dtype).view(-1, *shape).unbind()
+        return tuple(map(LayerKV, flat[::2], flat[1::2]))
 
 
 def max_header_bytes(identity: ChunkIdentity) -> int:
@@ -316,14 +426,11 @@ def read_head(fd: int, file_size: int, limit: int = MAX_HEADER_BYTES) -> bytearr
     return head
 
 
-def _typed(buffer: torch.Tensor, start: int, part: Part) -> torch.Tensor:
-    """See bytes as a tensor in one step, for a small chunk has many; scales behind an odd number of codes are copied first."""
-    flat = buffer[start : start + part.num_bytes]
-    width = part.dtype.itemsize
-    if (buffer.storage_offset() + start) % width or len(buffer) % width:
-        return flat.clone().view(part.dtype).view(part.shape)
-    typed, (_, tokens, dim) = buffer.view(part.dtype), part.shape
-    return typed.as_strided(part.shape, (tokens * dim, dim, 1), typed.storage_offset() + start // width)
+def _typed(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """See bytes as a tensor; scales behind an odd number of codes are copied first."""
+    if flat.storage_offset() % part.dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(part.dtype).view(part.shape)
 
 
 def _view(flat: torch.Tensor) -> memoryview:

@@ -24,7 +24,7 @@ from kvrag.store.holes import Reading, Readings
 from kvrag.store.loader import Loader
 from kvrag.store.objects import Objects, place_of
 from kvrag.store.opening import open_directory
-from kvrag.store.reader import HELPERS, LayerStream, read_layers
+from kvrag.store.reader import LayerStream, read_layers
 from kvrag.store.sizes import file_system, lesser
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
@@ -62,11 +62,11 @@ class DiskReads(ForkAware):
         budget = Budget(limit, config.min_free_bytes, config.high_watermark, config.low_watermark)
         self._evictor = Evictor(self.directory, self.rows, budget, self.objects.erase, self._on_evicted)
         self._readings = Readings()
-        self._loader = Loader(lambda identity: self._get(identity, helpers=0))
+        self._loader = Loader(lambda identity: self._get(identity, is_helped=False))
 
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the chunk's KV, proven to be that of ``identity``, or ``None``; no fault of stored data is raised."""
-        return self._get(identity, helpers=HELPERS)
+        return self._get(identity, is_helped=True)
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Load several chunks at once; one that is not there in time is ``None``."""
@@ -158,12 +158,12 @@ class DiskReads(ForkAware):
         self._closed = True
         self.rows.close()
 
-    def _get(self, identity: ChunkIdentity, *, helpers: int) -> ChunkKV | None:
+    def _get(self, identity: ChunkIdentity, *, is_helped: bool) -> ChunkKV | None:
         key = chunk_key(identity)
         reading = self._readings.begin(key)
         found = None
         if not self._closed:
-            found = self._reading(key, lambda: self._read(identity, helpers, reading))
+            found = self._reading(key, lambda: self._read(identity, is_helped, reading))
         if found is not None and self.rows.get(key) is None and not self._restore(found[1]):
             found = None
         reading.reason = reading.reason or "absent"
@@ -171,10 +171,10 @@ class DiskReads(ForkAware):
         self._count(key, hit=found is not None)
         return None if found is None else found[0]
 
-    def _read(self, identity: ChunkIdentity, helpers: int, reading: Reading) -> tuple[ChunkKV, Header] | None:
+    def _read(self, identity: ChunkIdentity, is_helped: bool, reading: Reading) -> tuple[ChunkKV, Header] | None:
         """Read a chunk and note what became of it."""
         try:
-            found = self.objects.read(identity, helpers=helpers, opened=reading.opened)
+            found = self.objects.read(identity, is_helped=is_helped, opened=reading.opened)
         except OSError as error:
             is_absent = isinstance(error, (FileNotFoundError, NotADirectoryError))
             reading.reason = "absent" if is_absent else "unreadable"

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import stat
+from collections.abc import Callable
 
 from kvrag.store.directory import Directory
 
@@ -22,8 +23,8 @@ YOUNG_S = 60.0
 GATHER_BYTES = 2**20
 """Smaller writes are gathered to at least this: a call costs as much as writing some ten kilobytes."""
 
-GATHER_VIEWS = 512
-"""Most writes gathered; the kernel takes 1024 at once."""
+VIEWS = 512
+"""Most pieces of memory written at once; the kernel takes 1024."""
 
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What file systems without hard links answer."""
@@ -71,12 +72,13 @@ class Draft:
             view, offset = view[count:], offset + count
 
     def write_all(self, views: list[memoryview], offset: int) -> None:
-        """Write what follows each other in the file with one call; as :meth:`write`, every byte."""
-        count = os.pwritev(self._fd, views, offset)
-        for view in views:
-            if count < len(view):
-                self.write(view[max(0, count) :], offset + max(0, count))
-            count, offset = count - len(view), offset + len(view)
+        """Write what follows each other in the file with few calls; as :meth:`write`, every byte."""
+        for some in (views[i : i + VIEWS] for i in range(0, len(views), VIEWS)):
+            count = os.pwritev(self._fd, some, offset)
+            for view in some:
+                if count < len(view):
+                    self.write(view[max(0, count) :], offset + max(0, count))
+                count, offset = count - len(view), offset + len(view)
 
     def publish(self, *place: str) -> bool:
         """Give the file its name, without replacing another one; ``False`` if the name is taken.
@@ -136,32 +138,34 @@ class Draft:
 
 
 class Gather:
-    """Collects small writes that follow each other and makes large ones of them.
+    """Collects small pieces that follow each other and makes large writes of them.
 
     Parameters
     ----------
-    draft
-        Where they go. The bytes must stay as they are until :meth:`flush`.
+    out
+        Takes pieces and their offset. The bytes must stay as they are until then.
+    offset
+        Where the first piece goes.
     """
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
+    def __init__(self, out: Callable[[list[memoryview], int], None], offset: int) -> None:
+        self._out = out
         self._views: list[memoryview] = []
-        self._start = self._end = 0
+        self._start = self._end = offset
 
-    def write(self, view: memoryview, offset: int) -> None:
-        """Take bytes; they are written when there are enough of them, or when others are not their sequel."""
-        if offset != self._end or self._end - self._start >= GATHER_BYTES or len(self._views) >= GATHER_VIEWS:
-            self.flush()
-            self._start = self._end = offset
+    def write(self, view: memoryview) -> None:
+        """Take a piece; when there are enough of them, they are written."""
         self._views.append(view)
         self._end += len(view)
+        if self._end - self._start >= GATHER_BYTES:
+            self.flush()
 
     def flush(self) -> None:
-        """Write what is left; raises ``OSError`` as :meth:`Draft.write`."""
+        """Write what is left; raises as ``out``."""
         views, self._views = self._views, []
         if views:
-            self._draft.write_all(views, self._start)
+            self._out(views, self._start)
+        self._start = self._end
 
 
 def allocate(fd: int, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ import xxhash
 
 from kvrag.store.blob import fill, read_head
 from kvrag.store.directory import Directory, NotRegular
-from kvrag.store.header import FAULTS, BlobRejected, dump, frame, load
+from kvrag.store.header import FAULTS, BlobRejected, dump, frame, split
 
 
 def check(directory: Directory, *place: str, data: bool) -> None:
@@ -45,8 +46,8 @@ def check(directory: Directory, *place: str, data: bool) -> None:
 def _layers(head: bytearray) -> tuple[list[str], list[int]]:
     """Return digests and sizes of the layers, if the header is as it was written."""
     try:
-        fields = load(head)
-        marks = dict(fields.pop("__metadata__"))
+        marks, tensors = split(head)
+        fields: dict[str, Any] = json.loads(tensors)
         _, mac = marks.pop("header_digest"), marks.pop("header_mac", None)
         if frame(marks, dump(fields), None if mac is None else lambda _: str(mac)) != head:
             raise BlobRejected("its header is damaged")

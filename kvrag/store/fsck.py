@@ -103,9 +103,9 @@ def _check(store: DiskStore, key: ChunkKey, report: FsckReport, *, data: bool) -
                 raise BlobRejected("it belongs to another chunk")
             report.checked += 1
             if data:
-                buffer = store.objects.buffer(file.header.num_bytes)
+                place = file.place(store.objects.buffer(file.header.num_bytes))
                 for index in range(file.num_layers):
-                    file.layer(index, buffer)
+                    file.layer(index, place)
                 report.verified += 1
     except OtherVersion:
         report.other_versions += 1

@@ -14,10 +14,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import json
 import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from kvrag.fingerprint import FORMAT_VERSION, canonical, chunk_key
@@ -33,9 +35,9 @@ from kvrag.store.header import (
     dump,
     frame,
     key_ids,
-    load,
     pad,
     parse,
+    split,
 )
 
 SALT_BYTES = 32
@@ -115,10 +117,10 @@ class Guard:
             If it is not protected by these keys.
         """
         try:
-            fields = load(head)
-            if key_ids(fields) != self.ids:
+            metadata, tensors = split(head)
+            if key_ids(metadata) != self.ids:
                 raise Foreign
-            header, marks = self._parse(fields)
+            header, marks = self._parse(metadata, tensors)
             expected = [len(header.digests)] * 2
             counts = [len(marks.sums) if self._mac else expected[0], len(marks.tags) if self._cipher else expected[1]]
             if counts != expected or not hmac.compare_digest(self.encode(header, marks), bytes(head)):
@@ -174,14 +176,13 @@ class Guard:
         )
         return dict(zip(CLEAR, (*values, ",".join(header.digests), ",".join(marks.tags)), strict=True))
 
-    def _parse(self, fields: dict[str, Any]) -> tuple[Header, Marks]:
-        metadata = fields["__metadata__"]
+    def _parse(self, metadata: dict[str, Any], tensors: bytes) -> tuple[Header, Marks]:
         sums = tuple(metadata["layer_sums"].split(",")) if self._mac else ()
         if self._cipher is None:
-            return parse(fields), Marks(sums)
+            return parse(metadata, tensors), Marks(sums)
         salt, sealed = bytes.fromhex(metadata["salt"]), metadata["sealed"]
         raw = memoryview(base64.b64decode(sealed, validate=True))
-        bound = _bound({name: metadata[name] for name in CLEAR}, {k: v for k, v in fields.items() if k[:2] != "__"})
+        bound = _bound({name: metadata[name] for name in CLEAR}, json.loads(tensors))
         plain = bytearray(len(raw) - gcm.TAG_BYTES)
         key = self._key(metadata["key"], salt)
         if not gcm.decrypt(
@@ -260,12 +261,10 @@ class Opening:
 
 def layers_of(header: Header) -> dict[str, Any]:
     """Tensors of an encrypted blob: each layer's bytes."""
-    tensors, start = {}, 0
-    for i, parts in enumerate(header.layers()):
-        size = sum(part.num_bytes for part in parts)
-        tensors[f"layer.{i:03d}"] = {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
-        start += size
-    return tensors
+    return {
+        f"layer.{i:03d}": {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+        for i, (start, stop) in enumerate(pairwise(header.tensors.offsets))
+    }
 
 
 def _plain(header: Header) -> bytes:

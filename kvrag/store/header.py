@@ -12,7 +12,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,14 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CODE_NAMES = {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
 
+MAX_KEPT_BYTES = 64 * 1024
+"""Longer descriptions of tensors are parsed each time: a few hostile headers must not fill the memory."""
+
+METADATA = '{"__metadata__":'
+"""What a header's JSON begins with."""
+
 ENCODER = json.JSONEncoder(separators=(",", ":"))
+DECODER = json.JSONDecoder()
 
 Shape = tuple[int, int, int]
 
@@ -94,14 +101,15 @@ class Header:
     digests: tuple[str, ...]
     text: TextEntry | None
 
-    def layers(self) -> list[tuple[Part, ...]]:
-        """Return the tensors of each layer; raises as :func:`kvrag.quantise.parts`."""
-        return [parts(self.identity.kv_dtype, self.dtype, keys, values) for keys, values in self.shapes]
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of all layers; raises as :func:`kvrag.quantise.parts`."""
+        return tensors_of(self.identity.kv_dtype, self.dtype, self.shapes)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(part.num_bytes for layer in self.layers() for part in layer)
+        return self.tensors.offsets[-1]
 
     def record(self) -> Record:
         """Row of the index for this blob."""
@@ -119,8 +127,7 @@ class Header:
 
     def encode(self, extra: Mapping[str, str] | None = None, sign: Sign | None = None) -> bytes:
         """Length and padded header, as they stand at the head of the file, with what a key adds to it."""
-        layout = replace(self, identity=replace(NOBODY, kv_dtype=self.identity.kv_dtype), digests=(), text=None)
-        return frame({**self._metadata(), **(extra or {})}, _tensors_of(layout), sign)
+        return frame({**self._metadata(), **(extra or {})}, self.tensors.json, sign)
 
     def _metadata(self) -> dict[str, str]:
         identity = self.identity
@@ -140,27 +147,50 @@ class Header:
             fields["text"] = json.dumps([self.text.digest, self.text.head, self.text.tail, self.text.num_chars])
         return fields
 
-    def _tensors(self) -> dict[str, Any]:
-        tensors: dict[str, Any] = {}
-        start = 0
-        names = NAMES | CODE_NAMES
-        for i, layer in enumerate(self.layers()):
-            for part in layer:
-                stop = start + part.num_bytes
-                place = {"dtype": names[part.dtype], "shape": list(part.shape), "data_offsets": [start, stop]}
-                tensors[f"layer.{i:03d}.{part.name}"] = place
-                start = stop
-        return tensors
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of a blob and their places.
+
+    Parameters
+    ----------
+    layers
+        Tensors of each layer.
+    offsets
+        Where each layer begins in the data, in bytes, and where the last one ends.
+    json
+        What the header says of them.
+    """
+
+    layers: tuple[tuple[Part, ...], ...]
+    offsets: tuple[int, ...]
+    json: bytes
+
+
+@functools.lru_cache(maxsize=256)
+def tensors_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: tuple[tuple[Shape, Shape], ...]) -> Tensors:
+    """Lay out a blob's tensors. They are the same for all chunks of a model that have one length, and most of a header's work."""
+    layers = tuple(parts(kv_dtype, dtype, keys, values) for keys, values in shapes)
+    names, places, offsets = NAMES | CODE_NAMES, {}, [0]
+    for i, layer in enumerate(layers):
+        start = offsets[-1]
+        for part in layer:
+            stop = start + part.num_bytes
+            place = {"dtype": names[part.dtype], "shape": list(part.shape), "data_offsets": [start, stop]}
+            places[f"layer.{i:03d}.{part.name}"] = place
+            start = stop
+        offsets.append(start)
+    return Tensors(layers, tuple(offsets), dump(places))
 
 
 def frame(metadata: Mapping[str, str], tensors: bytes, sign: Sign | None = None) -> bytes:
     """Write a header: length, JSON with a digest of itself, and a MAC where there is a key for it, and padding. ``tensors`` is JSON."""
     head, tail = dump(metadata), tensors
-    content = b'{"__metadata__":' + head + b"," + tail[1:]
+    content = METADATA.encode() + head + b"," + tail[1:]
     marks = b',"header_digest":"' + xxhash.xxh3_128_hexdigest(content).encode() + b'"'
     if sign is not None:
         marks += b',"header_mac":"' + sign(content).encode() + b'"'
-    return pad(b'{"__metadata__":' + head[:-1] + marks + b"}," + tail[1:])
+    return pad(METADATA.encode() + head[:-1] + marks + b"}," + tail[1:])
 
 
 def pad(text: bytes) -> bytes:
@@ -173,22 +203,13 @@ FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struc
 """What parsing raises where a header is not one."""
 
 
-NOBODY = ChunkIdentity("", "", "", ())
-
-
-@functools.lru_cache(maxsize=64)
-def _tensors_of(layout: Header) -> bytes:
-    """JSON of the tensors. It is the same for all chunks of a model that have one length, and most of a header's work."""
-    return dump(layout._tensors())
-
-
 def decode(head: bytearray) -> Header:
     """Parse a header; it counts only if writing it again gives the same bytes, which leaves nothing unchecked."""
     try:
-        fields = load(head)
-        if any(key_ids(fields)):
+        metadata, tensors = split(head)
+        if any(key_ids(metadata)):
             raise Foreign
-        header = parse(fields)
+        header = parse(metadata, tensors)
         if header.encode() != head:
             raise BlobRejected("its header is damaged")
     except FAULTS:
@@ -196,24 +217,26 @@ def decode(head: bytearray) -> Header:
     return header
 
 
-def load(head: bytearray) -> dict[str, Any]:
-    """Parse a header's JSON; raises one of :data:`FAULTS`, or :class:`OtherVersion`."""
-    fields: dict[str, Any] = json.loads(head[8:].decode("ascii"))
-    metadata = fields["__metadata__"]
+def split(head: bytearray) -> tuple[dict[str, Any], bytes]:
+    """Parse a header's metadata, and return the JSON of its tensors; raises one of :data:`FAULTS`, or :class:`OtherVersion`."""
+    text = head[8:].decode("ascii")
+    if not text.startswith(METADATA):
+        raise ValueError("no metadata")
+    metadata, end = DECODER.raw_decode(text, len(METADATA))
     if metadata["format"] == "kvrag" and metadata["version"] != str(FORMAT_VERSION) and metadata["version"].isdecimal():
         raise OtherVersion
-    return fields
+    if text[end : end + 1] != ",":
+        raise ValueError("no tensors")
+    return metadata, b"{" + text[end + 1 :].rstrip(" ").encode("ascii")
 
 
-def key_ids(fields: dict[str, Any]) -> tuple[str | None, str | None]:
+def key_ids(metadata: dict[str, Any]) -> tuple[str | None, str | None]:
     """Names of the keys that a file is protected by: that of its MAC, and that of its encryption."""
-    metadata = fields["__metadata__"]
     return metadata.get("mac_key"), metadata.get("cipher_key")
 
 
-def parse(fields: dict[str, Any]) -> Header:
+def parse(metadata: dict[str, Any], tensors: bytes) -> Header:
     """Read what a header says; raises one of :data:`FAULTS`."""
-    metadata = fields["__metadata__"]
     digests = tuple(metadata["layer_digests"].split(","))
     if not all(map(DIGEST.fullmatch, digests)):
         raise ValueError("not a digest")
@@ -221,11 +244,9 @@ def parse(fields: dict[str, Any]) -> Header:
     kv_dtype = metadata.get("kv_dtype", "auto")
     if kv_dtype not in KV_DTYPES:
         raise ValueError("not a type of KV")
-    shapes = [
-        _unpacked(shape_of(fields[f"layer.{i:03d}.{name}"]["shape"]), kv_dtype)
-        for i in range(len(digests))
-        for name in ("keys", "values")
-    ]
+    # What one file says is kept for the next one, unless it could be much.
+    read = _shapes_in if len(tensors) <= MAX_KEPT_BYTES else _shapes_in.__wrapped__
+    dtype, shapes = read(tensors, len(digests), kv_dtype)
     return Header(
         identity=ChunkIdentity(
             model=metadata["model"],
@@ -234,11 +255,23 @@ def parse(fields: dict[str, Any]) -> Header:
             token_ids=struct.unpack(f"<{len(ids) // 4}I", ids),
             kv_dtype=kv_dtype,
         ),
-        dtype=DTYPES[fields["layer.000.keys"]["dtype"] if kv_dtype == "auto" else metadata["dtype"]],
-        shapes=tuple(zip(shapes[::2], shapes[1::2], strict=True)),
+        dtype=DTYPES[dtype if kv_dtype == "auto" else metadata["dtype"]],
+        shapes=shapes,
         digests=digests,
         text=parse_text(json.loads(metadata["text"])) if "text" in metadata else None,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _shapes_in(tensors: bytes, num_layers: int, kv_dtype: KVDtype) -> tuple[str, tuple[tuple[Shape, Shape], ...]]:
+    """Return the dtype of a header's first tensor, and the shapes of keys and values of each layer; raises one of :data:`FAULTS`."""
+    fields: dict[str, Any] = json.loads(tensors)
+    shapes = [
+        _unpacked(shape_of(fields[f"layer.{i:03d}.{name}"]["shape"]), kv_dtype)
+        for i in range(num_layers)
+        for name in ("keys", "values")
+    ]
+    return fields["layer.000.keys"]["dtype"], tuple(zip(shapes[::2], shapes[1::2], strict=True))
 
 
 def parse_text(value: object) -> TextEntry:

@@ -16,7 +16,7 @@ from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, reader
 from kvrag.store.buffers import Buffers
 from kvrag.store.directory import Directory
-from kvrag.store.draft import Draft, Gather
+from kvrag.store.draft import Draft
 from kvrag.store.guard import Guard
 from kvrag.store.header import BlobRejected, Foreign, Header, OtherVersion
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
@@ -71,7 +71,7 @@ class Objects:
             return None
 
     def read(
-        self, identity: ChunkIdentity, *, helpers: int, opened: Callable[[blob.Blob], None] = lambda _: None
+        self, identity: ChunkIdentity, *, is_helped: bool, opened: Callable[[blob.Blob], None] = lambda _: None
     ) -> tuple[ChunkKV, Header] | None:
         """Read and prove a chunk; ``None`` if it is damaged, and then put away. ``opened`` is told its blob. Raises ``OSError``."""
         key = chunk_key(identity)
@@ -79,7 +79,7 @@ class Objects:
         try:
             with blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard) as file:
                 opened(file)
-                return reader.read_all(file, self.buffer(file.header.num_bytes), helpers=helpers), file.header
+                return reader.read_all(file, self.buffer(file.header.num_bytes), is_helped=is_helped), file.header
         except BlobRejected as fault:
             self._refuse(key, seen, fault)
             return None
@@ -119,9 +119,7 @@ class Objects:
         """Write a blob; ``False`` if it is there already. Raises ``OSError``, and leaves nothing then."""
         self._clear_way(key)
         with Draft(self._directory, plan.size) as draft:
-            gather = Gather(draft)
-            blob.write(plan, kv, gather.write)
-            gather.flush()
+            blob.write(plan, kv, draft.write_all)
             return draft.publish(*place_of(key))
 
     def erase(self, key: ChunkKey) -> bool:

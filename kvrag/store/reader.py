@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import threading
+from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from queue import SimpleQueue
 
 import torch
 
-from kvrag.store.blob import Blob
+from kvrag.store.blob import HELPED_BYTES, Blob, Place
 from kvrag.store.header import BlobRejected
+from kvrag.store.helpers import HELPERS
 from kvrag.types import ChunkKV, LayerKV
 
-HELPERS = 1 if (os.cpu_count() or 1) > 2 else 0
-"""Threads beside the caller's own: one hashes while another one reads. With two processors that others use too, it costs more
-than it saves."""
 
-SMALL_BYTES = 16 * 2**20
-"""Shorter blobs are read by the caller alone; a thread would come too late."""
-
-
-def read_layers(blob: Blob, buffer: torch.Tensor, *, helpers: int = HELPERS) -> Generator[LayerKV, None, None]:
+def read_layers(blob: Blob, buffer: torch.Tensor, *, is_helped: bool = True) -> Generator[LayerKV, None, None]:
     """Yield the layers of a blob in order, each proven; the tensors are views of ``buffer``.
 
-    The caller's thread reads too, layer 0 first, so it never waits for what nobody has begun.
+    The caller's thread reads too, so it never waits for what nobody has begun.
 
     Parameters
     ----------
@@ -31,38 +26,33 @@ def read_layers(blob: Blob, buffer: torch.Tensor, *, helpers: int = HELPERS) -> 
         The open blob; it must stay open until the iterator is exhausted or closed.
     buffer
         uint8 ``(num_bytes,)`` on the host.
-    helpers
-        Threads that read ahead.
+    is_helped
+        Whether other threads may read ahead.
 
     Raises
     ------
     BlobRejected, OSError
         At the first layer that is damaged or can't be read; those before it are good.
     """
-    job = _Job(blob, buffer)
-    threads: list[threading.Thread] = []
-    try:
-        yield job.wait_for(0)  # before any thread is started, which may take longer
-        for _ in range(helpers if blob.header.num_bytes >= SMALL_BYTES else 0):
-            thread = threading.Thread(target=job.help, name="kvrag-layers", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # too many threads, or the interpreter is about to exit
-                break
-            threads.append(thread)
-        for index in range(1, blob.num_layers):
+    place = blob.place(buffer)
+    if not is_helped or not HELPERS.count or blob.header.num_bytes < HELPED_BYTES:
+        for index in range(blob.num_layers):
+            yield blob.layer(index, place)
+        return
+    job = _Job(blob, place)
+    with ExitStack() as helps:
+        for _ in range(min(HELPERS.count, blob.num_layers - 1)):
+            helps.enter_context(HELPERS.help(job.help))
+        helps.callback(job.stop)  # runs first: then helpers are waited for
+        for index in range(blob.num_layers):
             yield job.wait_for(index)
-    finally:
-        job.stop()
-        for thread in threads:
-            thread.join()
 
 
-def read_all(blob: Blob, buffer: torch.Tensor, *, helpers: int = HELPERS) -> ChunkKV:
+def read_all(blob: Blob, buffer: torch.Tensor, *, is_helped: bool = True) -> ChunkKV:
     """Read and prove all layers; raises as :func:`read_layers`."""
-    if blob.header.num_bytes < SMALL_BYTES:
-        return blob.all(buffer)
-    return ChunkKV(tuple(read_layers(blob, buffer, helpers=helpers)), blob.header.identity.kv_dtype)
+    if blob.header.num_bytes < HELPED_BYTES:
+        return blob.all(blob.place(buffer))
+    return ChunkKV(tuple(read_layers(blob, buffer, is_helped=is_helped)), blob.header.identity.kv_dtype)
 
 
 class LayerStream:
@@ -126,46 +116,40 @@ class LayerStream:
 class _Job:
     """One blob: which layers nobody has begun, and what became of the others."""
 
-    def __init__(self, blob: Blob, buffer: torch.Tensor) -> None:
-        self._blob, self._buffer = blob, buffer
-        self._next = 0
+    def __init__(self, blob: Blob, place: Place) -> None:
+        self._blob, self._place = blob, place
+        self._left = deque(range(blob.num_layers))
         self._done: dict[int, LayerKV | Exception] = {}
-        self._changed = threading.Condition()
+        self._helped: SimpleQueue[tuple[int, LayerKV | Exception]] = SimpleQueue()
 
     def wait_for(self, index: int) -> LayerKV:
-        """Return a layer, and read those before it, or it, or those after it, as long as it is not there."""
-        while True:
-            with self._changed:
-                if index < self._next:
-                    self._changed.wait_for(lambda: index in self._done)
-                    found = self._done.pop(index)
-                    if isinstance(found, Exception):
-                        raise found
-                    return found
-            self._step()
+        """Return a layer, and read others as long as it is not there."""
+        while index not in self._done:
+            done = self._step() if self._helped.empty() else None
+            number, result = done or self._helped.get()
+            self._done[number] = result
+        found = self._done.pop(index)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def help(self) -> None:
         """Read layers until none is left."""
-        while self._step():
-            pass
+        while (done := self._step()) is not None:
+            self._helped.put(done)
 
     def stop(self) -> None:
         """Let nobody begin another layer."""
-        with self._changed:
-            self._next = self._blob.num_layers
+        self._left.clear()
 
-    def _step(self) -> bool:
-        with self._changed:
-            index = self._next
-            if index >= self._blob.num_layers:
-                return False
-            self._next += 1
-        result: LayerKV | Exception
+    def _step(self) -> tuple[int, LayerKV | Exception] | None:
+        """Read the next layer; ``None`` if every layer is begun."""
         try:
-            result = self._blob.layer(index, self._buffer)
+            index = self._left.popleft()
+        except IndexError:
+            return None
+        try:
+            return index, self._blob.layer(index, self._place)
         except Exception as error:
-            result = error
-        with self._changed:
-            self._done[index] = result
-            self._changed.notify_all()
-        return not isinstance(result, Exception)
+            self.stop()
+            return index, error

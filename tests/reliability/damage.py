@@ -32,14 +32,14 @@ def _file(folder: Path, *, tokens: int) -> tuple[Directory, Path, bytes]:
     path = folder / "blob"
     with path.open("wb", buffering=0) as file:
         header = blob.plan(me, make_kv(me), text=make_text("a"))
-        blob.write(header, make_kv(me), lambda view, at: os.pwrite(file.fileno(), view, at))
+        blob.write(header, make_kv(me), lambda views, at: os.pwritev(file.fileno(), views, at))
     return Directory(folder), path, path.read_bytes()
 
 
 def _is_miss(directory: Directory, *, tokens: int) -> bool:
     try:
         with blob.open_blob(directory, "blob", identity=make_identity(1, tokens=tokens)) as file:
-            read_all(file, torch.empty(file.header.num_bytes, dtype=torch.uint8), helpers=0)
+            read_all(file, torch.empty(file.header.num_bytes, dtype=torch.uint8), is_helped=False)
     except BlobRejected:
         return True
     return False

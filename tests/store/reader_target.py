@@ -40,8 +40,9 @@ def whole_blob() -> bytes:
     plan = blob.plan(ME, KV, text=make_text("a"))
     content = bytearray(plan.size)
 
-    def put(view: memoryview, at: int) -> None:
-        content[at : at + len(view)] = view
+    def put(views: list[memoryview], at: int) -> None:
+        data = b"".join(views)
+        content[at : at + len(data)] = data
 
     blob.write(plan, KV, put)
     return bytes(content)
@@ -73,7 +74,7 @@ def file(data: bytes) -> bool:
     os.write(fd, data)
     os.close(fd)
     accepted = []
-    for read in (lambda b, m: read_all(b, m), lambda b, m: ChunkKV(tuple(read_layers(b, m, helpers=0)))):
+    for read in (lambda b, m: read_all(b, m), lambda b, m: ChunkKV(tuple(read_layers(b, m, is_helped=False)))):
         try:
             with blob.open_blob(DIRECTORY, "blob", identity=ME) as opened:
                 kv = read(opened, torch.empty(opened.header.num_bytes, dtype=torch.uint8))

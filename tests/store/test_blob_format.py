@@ -50,7 +50,7 @@ def test_data_starts_at_a_page_and_lies_layer_after_layer(path):
 
 def test_a_read_gives_views_of_one_buffer(disk):
     disk.put(make_identity(), make_kv(make_identity()), text=make_text("a"))
-    kv, header = disk.objects.read(make_identity(), helpers=0)
+    kv, header = disk.objects.read(make_identity(), is_helped=False)
     tensors = [tensor for layer in kv.layers for tensor in (layer.keys, layer.values)]
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     assert tensors[0].untyped_storage().nbytes() == kv.num_bytes == header.num_bytes

@@ -31,9 +31,8 @@ def tiny(tmp_path):
     kv = ChunkKV((LayerKV(torch.ones(1, 1, 2), torch.ones(1, 1, 2)),))
     path = tmp_path / "blob"
     with path.open("wb", buffering=0) as file:
-        blob.write(
-            blob.plan(identity, kv, text=make_text("a")), kv, lambda view, at: os.pwrite(file.fileno(), view, at)
-        )
+        plan = blob.plan(identity, kv, text=make_text("a"))
+        blob.write(plan, kv, lambda views, at: os.pwritev(file.fileno(), views, at))
     assert same_bits(read(path, identity), kv)
     return path, bytearray(path.read_bytes()), identity
 

@@ -46,7 +46,7 @@ def hole_of(store):
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("is_small", [True, False])
 def test_the_bitmap_is_false_from_the_damaged_layer_on(store, root, layer, is_small, monkeypatch):
-    monkeypatch.setattr(reader, "SMALL_BYTES", 2**30 if is_small else 1)
+    monkeypatch.setattr(reader, "HELPED_BYTES", 2**30 if is_small else 1)
     damage(root, layer)
     assert store.get_many([IDENTITY], timeout_s=30) == [None]
     hole = hole_of(store)
@@ -56,14 +56,14 @@ def test_the_bitmap_is_false_from_the_damaged_layer_on(store, root, layer, is_sm
 
 
 def test_the_bitmap_of_a_late_chunk_says_how_far_it_came(store, monkeypatch):
-    monkeypatch.setattr(reader, "SMALL_BYTES", 1)
+    monkeypatch.setattr(reader, "HELPED_BYTES", 1)
     real, go_on, is_there = reader.Blob.layer, threading.Event(), threading.Event()
 
-    def slow(self, index, buffer):
+    def slow(self, index, place):
         if index == 2:
             is_there.set()
             go_on.wait(30)
-        return real(self, index, buffer)
+        return real(self, index, place)
 
     monkeypatch.setattr(reader.Blob, "layer", slow)
     got = []

@@ -22,12 +22,12 @@ class SlowDisk(DiskStore):
         self.go_on = threading.Event()
         self.reading, self.reads, self.at_once = threading.Semaphore(0), [], 0
 
-    def _get(self, identity, *, helpers):
+    def _get(self, identity, *, is_helped):
         self.reads.append(identity)
         self.at_once = max(self.at_once, len(self.reads))
         self.reading.release()
         self.go_on.wait(30)
-        return super()._get(identity, helpers=helpers)
+        return super()._get(identity, is_helped=is_helped)
 
 
 @pytest.fixture

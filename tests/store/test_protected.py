@@ -32,6 +32,7 @@ from kvrag.errors import ConfigError, MissingDependencyError
 from kvrag.fingerprint import chunk_key, ids_bytes
 from kvrag.store import DiskStore
 from kvrag.store.guard import Guard
+from kvrag.store.helpers import Helpers
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import StoreContract
 from kvrag.types import TextEntry
@@ -126,8 +127,8 @@ def test_a_stream_ends_before_the_first_layer_that_is_not_proven(opened, root, k
 
 @pytest.mark.parametrize("kind", PROVING)
 def test_large_chunks_are_read_by_several_threads(opened, kind, monkeypatch):
-    monkeypatch.setattr("kvrag.store.reader.SMALL_BYTES", 0)
-    monkeypatch.setattr("kvrag.store.disk_reads.HELPERS", 2)
+    monkeypatch.setattr("kvrag.store.reader.HELPED_BYTES", 0)
+    monkeypatch.setattr("kvrag.store.reader.HELPERS", Helpers(2))
     store = opened(kind)
     me = identity_of(kind, tokens=8)
     kv = make_kv(me, layers=12)

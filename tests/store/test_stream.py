@@ -10,6 +10,7 @@ import torch
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, reader
 from kvrag.store.buffers import MIN_BYTES, Buffers, rounded
+from kvrag.store.helpers import Helpers
 from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
@@ -18,10 +19,11 @@ ME = make_identity(1)
 LAYERS = 6
 
 
-@pytest.fixture(params=[0, reader.SMALL_BYTES], ids=["helped", "alone"])
+@pytest.fixture(params=[0, 1, 3])
 def filled(disk, monkeypatch, request):
-    monkeypatch.setattr(reader, "SMALL_BYTES", request.param)
-    monkeypatch.setattr(reader.read_layers, "__kwdefaults__", {"helpers": 1})
+    """A store with one chunk, and so many helpers for the readers of its layers."""
+    monkeypatch.setattr(reader, "HELPED_BYTES", 0)
+    monkeypatch.setattr(reader, "HELPERS", Helpers(request.param))
     disk.put(ME, make_kv(ME, layers=LAYERS), text=None)
     return disk
 
@@ -41,7 +43,7 @@ def test_all_layers_come_in_order(filled):
         assert (stream.num_layers, stream.num_bytes) == (LAYERS, make_kv(ME, layers=LAYERS).num_bytes)
         assert same_bits(ChunkKV(tuple(stream)), make_kv(ME, layers=LAYERS))
     assert filled.stats()["disk"].hits == 1
-    assert same_bits(filled._get(ME, helpers=2), make_kv(ME, layers=LAYERS))
+    assert same_bits(filled._get(ME, is_helped=True), make_kv(ME, layers=LAYERS))
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -58,10 +60,10 @@ def test_a_stream_ends_at_the_first_damaged_layer(filled, root, layer):
 def test_a_stream_ends_where_the_disk_fails_and_keeps_the_file(filled, monkeypatch):
     real = blob.Blob.layer
 
-    def layer(self, index, buffer):
+    def layer(self, index, place):
         if index >= 2:
             raise OSError(5, "Input/output error")
-        return real(self, index, buffer)
+        return real(self, index, place)
 
     with monkeypatch.context() as patch:
         patch.setattr(blob.Blob, "layer", layer)
@@ -72,10 +74,10 @@ def test_a_stream_ends_where_the_disk_fails_and_keeps_the_file(filled, monkeypat
 def test_the_first_layer_is_there_before_the_last_is_read(filled, monkeypatch):
     real, go_on = blob.Blob.layer, threading.Event()
 
-    def layer(self, index, buffer):
+    def layer(self, index, place):
         if index == LAYERS - 1:
             assert go_on.wait(30)
-        return real(self, index, buffer)
+        return real(self, index, place)
 
     monkeypatch.setattr(blob.Blob, "layer", layer)
     stream = filled.stream(ME)
@@ -91,7 +93,6 @@ def test_a_stream_that_is_left_early_leaves_nothing_open(filled):
     stream.close()
     assert list(stream) == []
     assert len(os.listdir("/proc/self/fd")) == before
-    assert not any(thread.name == "kvrag-layers" for thread in threading.enumerate())
 
 
 def test_a_stream_of_what_is_absent_is_none(filled):

@@ -8,12 +8,21 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.store import DiskStore, blob, draft
 from kvrag.store.directory import Directory
+from kvrag.store.helpers import Helpers
 from kvrag.store.scan import all_finite, all_finite_on_device
 from kvrag.tensors import raw
-from kvrag.testing.chunks import make_identity, same_bits
+from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
 
 HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(params=[0, 1, 2])
+def helped(request, monkeypatch):
+    """Writers with so many helpers."""
+    monkeypatch.setattr(blob, "HELPED_BYTES", 0)
+    monkeypatch.setattr(blob, "HELPERS", Helpers(request.param))
+    return request.param
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -38,7 +47,7 @@ def test_one_bad_number_is_found_wherever_it_is(dtype, bad):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_part_of_a_long_tensor_is_scanned(root, dtype):
+def test_every_part_of_a_long_tensor_is_scanned(root, dtype, helped):
     identity, store = make_identity(tokens=3), DiskStore(root)
     width = blob.PART_BYTES // dtype.itemsize
     for place in range(0, 3 * width, width // 2):
@@ -51,7 +60,7 @@ def test_every_part_of_a_long_tensor_is_scanned(root, dtype):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 5), (3000, 1), (300_000, 5), (1, 300_000)])
-def test_layers_of_any_size_come_back(root, sizes):
+def test_layers_of_any_size_come_back(root, sizes, helped):
     """Smaller and larger than a part, and than what is gathered for one call; not contiguous, too."""
     identity, store = make_identity(tokens=2), DiskStore(root)
     strided = [(torch.randn(1, 2, sizes[0]), torch.randn(sizes[1] + 1, 2, 1).permute(2, 1, 0)) for _ in range(9)]
@@ -70,8 +79,9 @@ def test_a_chunk_is_read_into_any_part_of_a_buffer(root):
     store.put(identity, kv, text=None)
     with store.objects.open(identity) as file:
         buffer = torch.empty(64 + kv.num_bytes, dtype=torch.uint8)[64:]
-        assert same_bits(file.all(buffer), kv)
-        assert same_bits(ChunkKV(tuple(file.layer(index, buffer) for index in range(3))), kv)
+        place = file.place(buffer)
+        assert same_bits(file.all(place), kv)
+        assert same_bits(ChunkKV(tuple(file.layer(index, place) for index in range(3))), kv)
     store.close()
 
 
@@ -83,19 +93,18 @@ def test_gathered_writes_end_where_they_should(root, monkeypatch, most):
         draft.os, "pwritev", lambda fd, views, at: whole(fd, [memoryview(b"".join(views))[:most]], at), raising=True
     )
     monkeypatch.setattr(draft, "GATHER_BYTES", 100)
-    monkeypatch.setattr(draft, "GATHER_VIEWS", 5)
+    monkeypatch.setattr(draft, "VIEWS", 5)
     directory = Directory(root)
     root.mkdir()
     (root / "tmp").mkdir()
     pieces = [bytes([number]) * (number * 7 % 50) for number in range(1, 60)]
     with draft.Draft(directory, 0) as out:
-        gather, at = draft.Gather(out), 10
+        gather = draft.Gather(out.write_all, 10)
         for piece in pieces:
-            gather.write(memoryview(piece), at)
-            at += len(piece)
-        gather.write(memoryview(b"0123456789"), 0)
+            gather.write(memoryview(piece))
         gather.flush()
         gather.flush()
+        out.write_all([memoryview(b"0123456789")], 0)
         assert out.publish("file")
     assert (root / "file").read_bytes() == b"0123456789" + b"".join(pieces)
 
@@ -108,3 +117,50 @@ def test_a_disk_that_takes_nothing_is_an_error(root, monkeypatch):
         monkeypatch.setattr(draft.os, "pwrite", lambda fd, view, at: 0)
         with pytest.raises(OSError, match="takes no more"):
             out.write_all([memoryview(b"abc"), memoryview(b"d")], 0)
+
+
+def test_helped_or_alone_the_file_is_the_same(root, helped, monkeypatch):
+    identity = make_identity(tokens=2)
+    kv = ChunkKV(tuple(LayerKV(torch.randn(2, 2, 3), torch.randn(2, 2, 5)) for _ in range(7)))
+    plan = blob.plan(identity, kv, text=None)
+    files = []
+    for size in (0, 2**40):
+        monkeypatch.setattr(blob, "HELPED_BYTES", size)
+        file = bytearray(plan.size)
+
+        def out(views, at, file=file):
+            data = b"".join(views)
+            file[at : at + len(data)] = data
+
+        blob.write(plan, kv, out)
+        files.append(bytes(file))
+    assert files[0] == files[1]
+
+
+def test_a_helper_that_fails_fails_the_write(root, helped, monkeypatch):
+    identity, store = make_identity(tokens=2), DiskStore(root)
+
+    def broken(view, dtype):
+        raise MemoryError("no memory for the scan")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blob, "all_finite", broken)
+        with pytest.raises(MemoryError, match="no memory for the scan"):
+            store.objects.publish(blob.plan(identity, make_kv(identity), text=None), make_kv(identity), "0" * 64)
+    assert store.directory.names("tmp") == []
+    assert store.files() == set()
+    assert store.put(identity, make_kv(identity), text=None)
+    store.close()
+
+
+def test_a_disk_that_fails_stops_the_scan_and_is_the_error(root, helped, monkeypatch):
+    identity, kv = make_identity(tokens=3), make_kv(make_identity(tokens=3), layers=50)
+
+    def full(views, at):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        blob.write(blob.plan(identity, kv, text=None), kv, full)
+    written = []
+    blob.write(blob.plan(identity, kv, text=None), kv, lambda views, at: written.append(at))
+    assert written[-1] == 0  # the header comes last
