@@ -18,7 +18,7 @@ from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreC
 from kvrag.fingerprint import chunk_key
 from kvrag.hooks import prefetch_kv
 from kvrag.spans import text_entry
-from kvrag.store import MemoryStore, TieredStore, blob, reader
+from kvrag.store import MemoryStore, TieredStore, reader, writer
 
 CHUNKS = make_chunks(4, words=30, seed=3)
 ALL = RepairConfig(strategy="all")
@@ -39,16 +39,17 @@ def key_of(engine: KVRagEngine, chunk: int) -> str:
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], threading.Event]]:
     """Call with a key and a layer: reads of that chunk then wait before that layer, until the event is set."""
     go_on = threading.Event()
-    real = reader.Blob.layer
+    real = reader.Blob.load
     monkeypatch.setattr(reader, "HELPED_BYTES", 1)
+    monkeypatch.setattr(reader, "STEP_BYTES", 1)
 
     def hold(key: str, layer: int) -> threading.Event:
-        def slow(self: Any, index: int, place: Any) -> Any:
-            if chunk_key(self.header.identity) == key and index == layer:
+        def slow(self: Any, layers: range, place: Any) -> Any:
+            if chunk_key(self.header.identity) == key and layers[0] == layer:
                 go_on.wait(30)
-            return real(self, index, place)
+            return real(self, layers, place)
 
-        monkeypatch.setattr(reader.Blob, "layer", slow)
+        monkeypatch.setattr(reader.Blob, "load", slow)
         return go_on
 
     yield hold
@@ -143,7 +144,7 @@ def test_precompute_writes_behind_and_reports_what_is_on_disk(
     def full_disk(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(blob, "write", full_disk)
+    monkeypatch.setattr(writer, "write", full_disk)
     report = engine.precompute(CHUNKS[3:], ids=["d"])
     assert (report.stored, report.failed[0][0]) == (0, "d")
     assert "No space left" in report.failed[0][1]

@@ -14,12 +14,9 @@ the digests are known, so a file that was cut short has none.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -27,22 +24,9 @@ import xxhash
 from kvrag.errors import StoreError
 from kvrag.quantise import Part, layer_of, parts
 from kvrag.store.directory import Directory, NotRegular
-from kvrag.store.draft import Gather
-from kvrag.store.guard import Guard, Opening, Sealing
+from kvrag.store.guard import Guard, Opening
 from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, Shape, decode, shape_of
-from kvrag.store.helpers import HELPERS
-from kvrag.store.scan import all_finite, all_finite_on_device
-from kvrag.tensors import raw
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
-
-Write = Callable[[list[memoryview], int], None]
-"""Takes bytes that follow each other in the file, and their offset."""
-
-HELPED_BYTES = 2**20
-"""Shorter blobs are written and read by the caller alone: a helper would come when all is done."""
-
-PART_BYTES = 1280 * 1024
-"""What is scanned and hashed at once: short enough to stay in cache, long enough for few steps. Whole values of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,137 +104,6 @@ def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: tor
     return shapes[0], shapes[1]
 
 
-def check_finite(kv: ChunkKV, layer: int) -> None:
-    """Refuse NaN and infinity in a layer: they would spread to every later answer.
-
-    Raises
-    ------
-    StoreError
-        If a value is not finite.
-    """
-    for name, tensor in zip(TENSORS, kv.layers[layer].tensors, strict=False):
-        if not all_finite_on_device(tensor):
-            raise _not_finite(name, layer)
-
-
-def _not_finite(name: str, layer: int) -> StoreError:
-    return StoreError(
-        f"{name} of layer {layer} of the chunk hold a value that is not finite; "
-        "the chunk is not stored, compute it again"
-    )
-
-
-TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")
-"""What the tensors of a layer are called to users."""
-
-
-def _finite_parts(layer: LayerKV, index: int) -> Iterator[memoryview]:
-    """Yield a layer's bytes part by part, each after a look at it; raises as :func:`check_finite`."""
-    for number, tensor in enumerate(layer.tensors):
-        yield from _looked_at(raw(tensor), tensor.dtype, index, number)
-
-
-def _looked_at(view: memoryview, dtype: torch.dtype, index: int, number: int) -> Iterator[memoryview]:
-    for start in range(0, len(view), PART_BYTES):
-        part = view[start : start + PART_BYTES]
-        if not all_finite(part, dtype):
-            raise _not_finite(TENSORS[number], index)
-        yield part
-
-
-def check_kv(identity: ChunkIdentity, kv: ChunkKV) -> None:
-    """Refuse KV that must not be stored; raises as :func:`plan` and :func:`check_finite`."""
-    plan(identity, kv, text=None)
-    for layer in range(len(kv.layers)):
-        check_finite(kv, layer)
-
-
-def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
-    """Write a planned blob, scanned and hashed, its header last.
-
-    Returns
-    -------
-    Header
-        The header with its digests.
-
-    Raises
-    ------
-    StoreError
-        If a value is not finite.
-    OSError
-        If ``out`` fails.
-    """
-    sealing = None if plan.guard is None else Sealing(plan.guard, plan.header)
-    is_helped = sealing is None and HELPERS.count > 0 and plan.header.num_bytes >= HELPED_BYTES
-    digests = _write_helped(plan, kv, out) if is_helped else _write_alone(plan, kv, out, sealing)
-    header = replace(plan.header, digests=tuple(digests))
-    out([memoryview(header.encode() if sealing is None else sealing.head(header))], 0)
-    return header
-
-
-def _write_alone(plan: Plan, kv: ChunkKV, out: Write, sealing: Sealing | None) -> list[str]:
-    """Scan, hash and write part by part, while each is in the processor's cache; returns the layers' digests."""
-    gather, digests = Gather(out, plan.start), []
-    for i, layer in enumerate(kv.layers):
-        digest = xxhash.xxh3_128()
-        for view in _finite_parts(layer, i) if sealing is None else sealing.layer(list(_finite_parts(layer, i))):
-            digest.update(view)
-            gather.write(view)
-        digests.append(digest.hexdigest())
-    gather.flush()
-    return digests
-
-
-def _write_helped(plan: Plan, kv: ChunkKV, out: Write) -> list[str]:
-    """Write while a helper scans and hashes: what it refuses has been written, and is thrown away before it has a name."""
-    layers = [[raw(tensor) for tensor in layer.tensors] for layer in kv.layers]
-    proof = _Proof(kv, layers)
-    with HELPERS.help(proof.work):
-        try:
-            out([*itertools.chain.from_iterable(layers)], plan.start)
-        except BaseException:
-            proof.stop()
-            raise
-        proof.work()
-    if proof.fault is not None:
-        raise proof.fault
-    return proof.digests
-
-
-class _Proof:
-    """Layers that have yet to be scanned and hashed, by whoever has time for it."""
-
-    def __init__(self, kv: ChunkKV, views: list[list[memoryview]]) -> None:
-        self._kv, self._views = kv, views
-        self._left = deque(range(len(views)))
-        self.digests = [NO_DIGEST] * len(views)
-        self.fault: Exception | None = None
-
-    def stop(self) -> None:
-        """Begin no other layer."""
-        self._left.clear()
-
-    def work(self) -> None:
-        """Scan and hash layers until none is left."""
-        while True:
-            try:
-                index = self._left.popleft()
-            except IndexError:
-                return
-            try:
-                self.digests[index] = self._digest(index)
-            except Exception as fault:
-                self.fault = fault
-                self.stop()
-
-    def _digest(self, index: int) -> str:
-        digest = xxhash.xxh3_128()
-        for number, view in enumerate(self._views[index]):
-            for part in _looked_at(view, self._kv.layers[index].tensors[number].dtype, index, number):
-                digest.update(part)
-        return digest.hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """Memory for a blob's data.
@@ -261,13 +114,10 @@ class Place:
         uint8 ``(num_bytes,)`` on the host.
     view
         The same bytes.
-    layers
-        What the layers are there; ``None`` where a tensor can be made only of bytes that are read.
     """
 
     buffer: torch.Tensor
     view: memoryview
-    layers: tuple[LayerKV, ...] | None
 
 
 class Blob:
@@ -294,15 +144,20 @@ class Blob:
         try:
             self._fd, status = directory.open(*place)
         except NotRegular:
-            raise BlobRejected("it is not a regular file") from None
+            fault = BlobRejected("it is not a regular file")
+            fault.inode = directory.inode(*place)
+            raise fault from None
+        self.inode = (status.st_dev, status.st_ino)
+        """Which file it is."""
         try:
             self.header, self._start, self._opening = _read_header(self._fd, status.st_size, max_header, guard)
-        except BaseException:
+        except BaseException as fault:
             os.close(self._fd)
+            if isinstance(fault, BlobRejected):
+                fault.inode = self.inode
             raise
-        tensors = self.header.tensors
-        self._layers, self._offsets = tensors.layers, tensors.offsets
-        self._is_good = [False] * len(self._layers)
+        self._offsets = self.header.tensors.offsets
+        self._is_good = [False] * self.num_layers
 
     @property
     def good_layers(self) -> int:
@@ -312,7 +167,7 @@ class Blob:
     @property
     def num_layers(self) -> int:
         """Layers of the chunk."""
-        return len(self._layers)
+        return len(self.header.digests)
 
     def close(self) -> None:
         """Close the file."""
@@ -327,29 +182,38 @@ class Blob:
     def place(self, buffer: torch.Tensor) -> Place:
         """Say where all layers go: the start of ``buffer``, uint8 ``(num_bytes,)`` or longer."""
         buffer = buffer[: self._offsets[-1]]
-        return Place(buffer, _view(buffer), self._alike(buffer))
+        return Place(buffer, _view(buffer))
 
-    def layer(self, index: int, place: Place) -> LayerKV:
-        """Read a layer to its place, and prove it; the tensors are views of the buffer.
+    def load(self, layers: range, place: Place) -> None:
+        """Read layers that follow each other to their places with one call, and prove each, in order.
 
         Raises
         ------
         BlobRejected
-            If it does not have its digest.
+            If one does not have its digest; those before it are good.
         OSError
-            If it can't be read.
+            If they can't be read.
         """
-        start, end = self._offsets[index : index + 2]
+        start, end = self._offsets[layers.start], self._offsets[layers.stop]
         stored = self._stored(place.view[start:end])
         fill(self._fd, stored, self._start + start)
-        return self._proven(index, place, stored)
+        for index in layers:
+            first, last = self._offsets[index : index + 2]
+            self._prove(index, stored[first - start : last - start], place.view[first:last])
 
-    def all(self, place: Place) -> ChunkKV:
-        """Read all layers at once, which is quicker for a small chunk, and prove each; raises as :meth:`layer`."""
-        stored = self._stored(place.view)
-        fill(self._fd, stored, self._start)
-        layers = tuple(self._proven(i, place, stored[a:b]) for i, (a, b) in enumerate(pairwise(self._offsets)))
-        return ChunkKV(layers, self.header.identity.kv_dtype)
+    def refused(self, reason: str) -> BlobRejected:
+        """Make the fault of this file."""
+        fault = BlobRejected(reason)
+        fault.inode = self.inode
+        return fault
+
+    def is_good(self, layer: int) -> bool:
+        """Whether a layer has been read and proven."""
+        return self._is_good[layer]
+
+    def tensors(self, place: Place) -> Sequence[LayerKV]:
+        """Return the layers as views of the buffer; each is to be taken when it is loaded, and not before."""
+        return self._alike(place.buffer) or _Views(self.header, place.buffer)
 
     def _stored(self, view: memoryview) -> memoryview:
         """Memory for what is stored of a part: its own, or other one for what has yet to be decrypted."""
@@ -357,20 +221,12 @@ class Blob:
             return view
         return _view(torch.empty(len(view), dtype=torch.uint8))
 
-    def _proven(self, index: int, place: Place, stored: memoryview) -> LayerKV:
-        start, end = self._offsets[index : index + 2]
+    def _prove(self, index: int, stored: memoryview, out: memoryview) -> None:
         if self._opening is not None:
-            self._opening.layer(index, stored, place.view[start:end])
+            self._opening.layer(index, stored, out)
         elif xxhash.xxh3_128_hexdigest(stored) != self.header.digests[index]:
             raise BlobRejected("its data is damaged")
         self._is_good[index] = True
-        if place.layers is not None:
-            return place.layers[index]
-        tensors = []
-        for part in self._layers[index]:
-            tensors.append(_typed(place.buffer[start : start + part.num_bytes], part))
-            start += part.num_bytes
-        return layer_of(self.header.dtype, tensors)
 
     def _alike(self, buffer: torch.Tensor) -> tuple[LayerKV, ...] | None:
         """See all layers at once, if keys and values have one shape everywhere: one by one takes as long as reading a small chunk."""
@@ -380,6 +236,23 @@ class Blob:
             return None
         flat = buffer.view(dtype).view(-1, *shape).unbind()
         return tuple(map(LayerKV, flat[::2], flat[1::2]))
+
+
+class _Views(Sequence[LayerKV]):
+    """Layers that differ, or that are codes with scales, made one by one of bytes that are there."""
+
+    def __init__(self, header: Header, buffer: torch.Tensor) -> None:
+        self._dtype, self._tensors, self._buffer = header.dtype, header.tensors, buffer
+
+    def __len__(self) -> int:
+        return len(self._tensors.layers)
+
+    def __getitem__(self, index: int) -> LayerKV:  # type: ignore[override]
+        start, tensors = self._tensors.offsets[index], []
+        for part in self._tensors.layers[index]:
+            tensors.append(_typed(self._buffer[start : start + part.num_bytes], part))
+            start += part.num_bytes
+        return layer_of(self._dtype, tensors)
 
 
 def max_header_bytes(identity: ChunkIdentity) -> int:
@@ -392,7 +265,7 @@ def open_blob(directory: Directory, *place: str, identity: ChunkIdentity, guard:
     blob = Blob(directory, *place, guard=guard, max_header=max_header_bytes(identity))
     if blob.header.identity != identity:
         blob.close()
-        raise BlobRejected("it belongs to another chunk")
+        raise blob.refused("it belongs to another chunk")
     return blob
 
 

@@ -22,7 +22,7 @@ from kvrag.store.fork import ForkAware
 from kvrag.store.header import Header
 from kvrag.store.holes import Reading, Readings
 from kvrag.store.loader import Loader
-from kvrag.store.objects import Objects, place_of
+from kvrag.store.objects import Objects
 from kvrag.store.opening import open_directory
 from kvrag.store.reader import LayerStream, read_layers
 from kvrag.store.sizes import file_system, lesser
@@ -80,7 +80,6 @@ class DiskReads(ForkAware):
         the rest is to be computed. It holds a file open and must be exhausted or closed.
         """
         key = chunk_key(identity)
-        seen = self.directory.inode(*place_of(key))
         file = (
             None if self._closed or self.rows.is_gone(key) else self._reading(key, lambda: self.objects.open(identity))
         )
@@ -96,7 +95,7 @@ class DiskReads(ForkAware):
         return LayerStream(
             file,
             read_layers(file, buffer),
-            rejected=lambda reason: self.objects.put_away(key, seen, reason),
+            rejected=lambda reason: self.objects.put_away(key, file.inode, reason),
             failed=self._warn_unreadable,
         )
 

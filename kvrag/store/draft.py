@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import secrets
@@ -54,6 +55,7 @@ class Draft:
         with directory.folder("tmp") as tmp:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._name, flags, 0o600, dir_fd=tmp)
+            self._tmp = os.dup(tmp)
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,8 +92,8 @@ class Draft:
         """
         if self._directory.durable:
             sync_data(self._fd)
-        with self._directory.folder("tmp") as tmp, self._directory.folder(*place[:-1], make=True) as parent:
-            if not self._name_it(tmp, parent, place[-1]):
+        with self._directory.folder(*place[:-1], make=True) as parent:
+            if not self._name_it(self._tmp, parent, place[-1]):
                 return False
             try:
                 if self._directory.durable:
@@ -126,8 +128,9 @@ class Draft:
 
     def close(self) -> None:
         """Remove the name in ``tmp/``; what was published stays."""
-        with contextlib.suppress(OSError), self._directory.folder("tmp") as tmp:
-            os.unlink(self._name, dir_fd=tmp)
+        with contextlib.suppress(OSError):
+            os.unlink(self._name, dir_fd=self._tmp)
+        os.close(self._tmp)
         os.close(self._fd)
 
     def __enter__(self) -> Draft:
@@ -227,6 +230,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+@functools.cache
 def _host() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 

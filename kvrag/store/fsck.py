@@ -104,8 +104,7 @@ def _check(store: DiskStore, key: ChunkKey, report: FsckReport, *, data: bool) -
             report.checked += 1
             if data:
                 place = file.place(store.objects.buffer(file.header.num_bytes))
-                for index in range(file.num_layers):
-                    file.layer(index, place)
+                file.load(range(file.num_layers), place)
                 report.verified += 1
     except OtherVersion:
         report.other_versions += 1

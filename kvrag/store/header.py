@@ -56,11 +56,12 @@ NO_DIGEST = "0" * 32
 
 
 class BlobRejected(Exception):
-    """A file is not the proven KV of the chunk asked for. ``reason`` is one of a few fixed phrases."""
+    """A file is not the proven KV of the chunk asked for. ``reason`` is one of a few fixed phrases, ``inode`` the file's if it is known."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.inode: tuple[int, int] | None = None
 
 
 class OtherVersion(BlobRejected):

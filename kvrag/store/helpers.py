@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 MOST = 3
 """Most threads: with one more they would wait for memory and not for each other."""
 
+HELPED_BYTES = 2**20
+"""Shorter blobs are written and read by the caller alone: a helper would come when all is done."""
+
 Job = Callable[[], None]
 
 

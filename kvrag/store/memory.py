@@ -13,11 +13,11 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key
 from kvrag.quantise import convert
 from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats
-from kvrag.store.blob import check_kv
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.usage import Usage
+from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
 
 PushedOut = Callable[[ChunkIdentity, ChunkKV, int], None]

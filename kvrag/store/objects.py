@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from kvrag.fingerprint import chunk_key
-from kvrag.store import blob, reader
+from kvrag.store import blob, reader, writer
 from kvrag.store.buffers import Buffers
 from kvrag.store.directory import Directory
 from kvrag.store.draft import Draft
@@ -63,25 +63,25 @@ class Objects:
     def open(self, identity: ChunkIdentity) -> blob.Blob | None:
         """Open the blob of a chunk; ``None`` if what is there is not that, which is put away. Raises ``OSError``."""
         key = chunk_key(identity)
-        seen = self._directory.inode(*place_of(key))
         try:
             return blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard)
         except BlobRejected as fault:
-            self._refuse(key, seen, fault)
+            self._refuse(key, fault.inode, fault)
             return None
 
     def read(
         self, identity: ChunkIdentity, *, is_helped: bool, opened: Callable[[blob.Blob], None] = lambda _: None
     ) -> tuple[ChunkKV, Header] | None:
         """Read and prove a chunk; ``None`` if it is damaged, and then put away. ``opened`` is told its blob. Raises ``OSError``."""
-        key = chunk_key(identity)
-        seen = self._directory.inode(*place_of(key))
+        file = self.open(identity)
+        if file is None:
+            return None
         try:
-            with blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard) as file:
+            with file:
                 opened(file)
                 return reader.read_all(file, self.buffer(file.header.num_bytes), is_helped=is_helped), file.header
         except BlobRejected as fault:
-            self._refuse(key, seen, fault)
+            self._refuse(chunk_key(identity), file.inode, fault)
             return None
 
     def _refuse(self, key: ChunkKey, seen: tuple[int, int] | None, fault: BlobRejected) -> None:
@@ -101,25 +101,24 @@ class Objects:
 
     def header(self, key: ChunkKey) -> Header | None:
         """Return the header of the file under this key, or put away what is not a blob of this key."""
-        seen = self._directory.inode(*place_of(key))
         try:
             with blob.Blob(self._directory, *place_of(key), guard=self.guard) as file:
                 if chunk_key(file.header.identity) != key:
-                    raise BlobRejected("it belongs to another chunk")
+                    raise file.refused("it belongs to another chunk")
                 return file.header
         except OtherVersion:
             pass  # an older or newer kvrag may want it
         except Foreign:
             self.foreign.add(key)  # who has its keys may want it
         except BlobRejected as fault:
-            self.put_away(key, seen, fault.reason)
+            self.put_away(key, fault.inode, fault.reason)
         return None
 
     def publish(self, plan: blob.Plan, kv: ChunkKV, key: ChunkKey) -> bool:
         """Write a blob; ``False`` if it is there already. Raises ``OSError``, and leaves nothing then."""
         self._clear_way(key)
         with Draft(self._directory, plan.size) as draft:
-            blob.write(plan, kv, draft.write_all)
+            writer.write(plan, kv, draft.write_all)
             return draft.publish(*place_of(key))
 
     def erase(self, key: ChunkKey) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
+from itertools import pairwise
 from queue import SimpleQueue
 
 import torch
 
-from kvrag.store.blob import HELPED_BYTES, Blob, Place
+from kvrag.store.blob import Blob, Place
 from kvrag.store.header import BlobRejected
-from kvrag.store.helpers import HELPERS
+from kvrag.store.helpers import HELPED_BYTES, HELPERS
 from kvrag.types import ChunkKV, LayerKV
+
+STEP_BYTES = 2**20
+"""What is read at once: after a short read a thread would have to win the interpreter back from the other one again and again."""
 
 
 def read_layers(blob: Blob, buffer: torch.Tensor, *, is_helped: bool = True) -> Generator[LayerKV, None, None]:
@@ -35,24 +40,40 @@ def read_layers(blob: Blob, buffer: torch.Tensor, *, is_helped: bool = True) -> 
         At the first layer that is damaged or can't be read; those before it are good.
     """
     place = blob.place(buffer)
-    if not is_helped or not HELPERS.count or blob.header.num_bytes < HELPED_BYTES:
-        for index in range(blob.num_layers):
-            yield blob.layer(index, place)
-        return
     job = _Job(blob, place)
+    is_helped = is_helped and blob.header.num_bytes >= HELPED_BYTES
     with ExitStack() as helps:
-        for _ in range(min(HELPERS.count, blob.num_layers - 1)):
+        for _ in range(min(HELPERS.count, len(job.steps) - 1) if is_helped else 0):
             helps.enter_context(HELPERS.help(job.help))
         helps.callback(job.stop)  # runs first: then helpers are waited for
-        for index in range(blob.num_layers):
-            yield job.wait_for(index)
+        layers = blob.tensors(place)
+        for number, step in enumerate(job.steps):
+            fault = job.wait_for(number)
+            for index in step:
+                if fault is not None and not blob.is_good(index):
+                    raise fault
+                yield layers[index]
 
 
 def read_all(blob: Blob, buffer: torch.Tensor, *, is_helped: bool = True) -> ChunkKV:
     """Read and prove all layers; raises as :func:`read_layers`."""
-    if blob.header.num_bytes < HELPED_BYTES:
-        return blob.all(blob.place(buffer))
-    return ChunkKV(tuple(read_layers(blob, buffer, is_helped=is_helped)), blob.header.identity.kv_dtype)
+    if blob.header.num_bytes >= HELPED_BYTES:
+        layers = tuple(read_layers(blob, buffer, is_helped=is_helped))
+    else:
+        place = blob.place(buffer)
+        blob.load(range(blob.num_layers), place)
+        layers = tuple(blob.tensors(place))
+    return ChunkKV(layers, blob.header.identity.kv_dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def steps_of(offsets: tuple[int, ...], step_bytes: int) -> tuple[range, ...]:
+    """Cut layers into runs that are read at once: layer 0 by itself, because it is waited for; then as many as make a long read."""
+    ends = [1]
+    for layer in range(1, len(offsets) - 1):
+        if offsets[layer + 1] - offsets[ends[-1]] >= step_bytes or layer == len(offsets) - 2:
+            ends.append(layer + 1)
+    return tuple(range(start, end) for start, end in pairwise([0, *ends]))
 
 
 class LayerStream:
@@ -114,42 +135,48 @@ class LayerStream:
 
 
 class _Job:
-    """One blob: which layers nobody has begun, and what became of the others."""
+    """One blob: which of its steps nobody has begun, and what became of the others."""
 
     def __init__(self, blob: Blob, place: Place) -> None:
         self._blob, self._place = blob, place
-        self._left = deque(range(blob.num_layers))
-        self._done: dict[int, LayerKV | Exception] = {}
-        self._helped: SimpleQueue[tuple[int, LayerKV | Exception]] = SimpleQueue()
+        self.steps = steps_of(blob.header.tensors.offsets, STEP_BYTES)
+        self._left = deque(range(len(self.steps)))
+        self._done: dict[int, Exception | None] = {}
+        self._helped: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
 
-    def wait_for(self, index: int) -> LayerKV:
-        """Return a layer, and read others as long as it is not there."""
-        while index not in self._done:
+    def wait_for(self, number: int) -> Exception | None:
+        """Take steps as long as this one is not done; returns its fault."""
+        while number not in self._done:
             done = self._step() if self._helped.empty() else None
-            number, result = done or self._helped.get()
-            self._done[number] = result
-        found = self._done.pop(index)
-        if isinstance(found, Exception):
-            raise found
-        return found
+            other, fault = done or self._helped.get()
+            self._done[other] = fault
+        return self._done.pop(number)
 
     def help(self) -> None:
-        """Read layers until none is left."""
+        """Take steps until none is left."""
         while (done := self._step()) is not None:
             self._helped.put(done)
 
     def stop(self) -> None:
-        """Let nobody begin another layer."""
+        """Let nobody begin another step."""
         self._left.clear()
 
-    def _step(self) -> tuple[int, LayerKV | Exception] | None:
-        """Read the next layer; ``None`` if every layer is begun."""
+    def _step(self) -> tuple[int, Exception | None] | None:
+        """Take the next step and return its number and its fault; ``None`` if every step is begun."""
         try:
-            index = self._left.popleft()
+            number = self._left.popleft()
         except IndexError:
             return None
         try:
-            return index, self._blob.layer(index, self._place)
-        except Exception as error:
+            self._load(self.steps[number])
+        except Exception as fault:
             self.stop()
-            return index, error
+            return number, fault
+        return number, None
+
+    def _load(self, layers: range) -> None:
+        try:
+            self._blob.load(layers, self._place)
+        except OSError:
+            for index in layers:  # those before the fault may be good
+                self._blob.load(range(index, index + 1), self._place)

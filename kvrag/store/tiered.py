@@ -21,6 +21,7 @@ from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv, priority_of
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.store.write_behind import WriteBehind
+from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 log = logging.getLogger(__name__)
@@ -266,7 +267,7 @@ class TieredStore:
         """Store a chunk in the upper tier alone, for as long as it has room; raises as :meth:`put`."""
         if self.link(identity, text=text, doc_id=doc_id):
             return 0
-        blob.check_kv(identity, kv)
+        check_kv(identity, kv)
         record = blob.plan(identity, kv, text=text).header.record()
         self._only_here.add(record.key)
         self.index.add(record, doc_id=doc_id)

@@ -18,6 +18,7 @@ from kvrag.store.base import Index, Record, Retention, StoreStats
 from kvrag.store.disk import DiskStore
 from kvrag.store.memory import copy_kv
 from kvrag.store.write_queue import Entry, Queue
+from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 QUEUE_BYTES = 512 * 2**20
@@ -111,7 +112,7 @@ class WriteBehind:
     ) -> Record:
         """Refuse now what would be refused later, make room, and give the chunk its row."""
         record = blob.plan(identity, kv, text=text).header.record()
-        blob.check_kv(identity, kv)
+        check_kv(identity, kv)
         self._disk.make_room(record.num_bytes, retention=retention)
         self._disk.rows.add(record, doc_id=doc_id)
         if retention is not None:

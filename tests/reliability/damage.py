@@ -15,7 +15,7 @@ from world import CONFIG, Outcome, identity, key, put, state
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, blob
+from kvrag.store import DiskStore, blob, writer
 from kvrag.store.directory import Directory
 from kvrag.store.header import BlobRejected
 from kvrag.store.objects import place_of
@@ -32,7 +32,7 @@ def _file(folder: Path, *, tokens: int) -> tuple[Directory, Path, bytes]:
     path = folder / "blob"
     with path.open("wb", buffering=0) as file:
         header = blob.plan(me, make_kv(me), text=make_text("a"))
-        blob.write(header, make_kv(me), lambda views, at: os.pwritev(file.fileno(), views, at))
+        writer.write(header, make_kv(me), lambda views, at: os.pwritev(file.fileno(), views, at))
     return Directory(folder), path, path.read_bytes()
 
 

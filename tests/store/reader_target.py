@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kvrag.fingerprint import chunk_key
-from kvrag.store import blob, references, rows
+from kvrag.store import blob, references, rows, writer
 from kvrag.store.base import Record
 from kvrag.store.directory import Directory
 from kvrag.store.header import ALIGNMENT, BlobRejected, decode
@@ -44,7 +44,7 @@ def whole_blob() -> bytes:
         data = b"".join(views)
         content[at : at + len(data)] = data
 
-    blob.write(plan, KV, put)
+    writer.write(plan, KV, put)
     return bytes(content)
 
 

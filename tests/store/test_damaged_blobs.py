@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, blob
+from kvrag.store import DiskStore, blob, writer
 from kvrag.store.directory import Directory
 from kvrag.store.header import BlobRejected
 from kvrag.store.reader import read_all
@@ -32,7 +32,7 @@ def tiny(tmp_path):
     path = tmp_path / "blob"
     with path.open("wb", buffering=0) as file:
         plan = blob.plan(identity, kv, text=make_text("a"))
-        blob.write(plan, kv, lambda views, at: os.pwritev(file.fileno(), views, at))
+        writer.write(plan, kv, lambda views, at: os.pwritev(file.fileno(), views, at))
     assert same_bits(read(path, identity), kv)
     return path, bytearray(path.read_bytes()), identity
 

@@ -57,15 +57,16 @@ def test_the_bitmap_is_false_from_the_damaged_layer_on(store, root, layer, is_sm
 
 def test_the_bitmap_of_a_late_chunk_says_how_far_it_came(store, monkeypatch):
     monkeypatch.setattr(reader, "HELPED_BYTES", 1)
-    real, go_on, is_there = reader.Blob.layer, threading.Event(), threading.Event()
+    monkeypatch.setattr(reader, "STEP_BYTES", 1)
+    real, go_on, is_there = reader.Blob.load, threading.Event(), threading.Event()
 
-    def slow(self, index, place):
-        if index == 2:
+    def slow(self, layers, place):
+        if layers[0] == 2:
             is_there.set()
             go_on.wait(30)
-        return real(self, index, place)
+        return real(self, layers, place)
 
-    monkeypatch.setattr(reader.Blob, "layer", slow)
+    monkeypatch.setattr(reader.Blob, "load", slow)
     got = []
     thread = threading.Thread(target=lambda: got.extend(store.get_many([IDENTITY], timeout_s=0.5)))
     thread.start()

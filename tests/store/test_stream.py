@@ -19,11 +19,13 @@ ME = make_identity(1)
 LAYERS = 6
 
 
-@pytest.fixture(params=[0, 1, 3])
+@pytest.fixture(params=[(0, 1), (1, 1), (3, 1), (1, 10**9), (2, 200)], ids=str)
 def filled(disk, monkeypatch, request):
-    """A store with one chunk, and so many helpers for the readers of its layers."""
+    """A store with one chunk; so many helpers for its readers, and so many bytes read at once."""
+    helpers, step_bytes = request.param
     monkeypatch.setattr(reader, "HELPED_BYTES", 0)
-    monkeypatch.setattr(reader, "HELPERS", Helpers(request.param))
+    monkeypatch.setattr(reader, "STEP_BYTES", step_bytes)
+    monkeypatch.setattr(reader, "HELPERS", Helpers(helpers))
     disk.put(ME, make_kv(ME, layers=LAYERS), text=None)
     return disk
 
@@ -58,32 +60,42 @@ def test_a_stream_ends_at_the_first_damaged_layer(filled, root, layer):
 
 
 def test_a_stream_ends_where_the_disk_fails_and_keeps_the_file(filled, monkeypatch):
-    real = blob.Blob.layer
+    real = blob.Blob.load
 
-    def layer(self, index, place):
-        if index >= 2:
+    def load(self, layers, place):
+        if layers[-1] >= 2:
             raise OSError(5, "Input/output error")
-        return real(self, index, place)
+        return real(self, layers, place)
 
     with monkeypatch.context() as patch:
-        patch.setattr(blob.Blob, "layer", layer)
+        patch.setattr(blob.Blob, "load", load)
         assert len(list(filled.stream(ME))) == 2
     assert same_bits(filled.get(ME), make_kv(ME, layers=LAYERS))
 
 
 def test_the_first_layer_is_there_before_the_last_is_read(filled, monkeypatch):
-    real, go_on = blob.Blob.layer, threading.Event()
+    real, go_on = blob.Blob.load, threading.Event()
 
-    def layer(self, index, place):
-        if index == LAYERS - 1:
+    def load(self, layers, place):
+        if layers[-1] == LAYERS - 1:
             assert go_on.wait(30)
-        return real(self, index, place)
+        return real(self, layers, place)
 
-    monkeypatch.setattr(blob.Blob, "layer", layer)
+    monkeypatch.setattr(blob.Blob, "load", load)
     stream = filled.stream(ME)
     first = next(stream)
     go_on.set()
     assert same_bits(ChunkKV((first, *stream)), make_kv(ME, layers=LAYERS))
+
+
+@pytest.mark.parametrize("step_bytes", [1, 50, 51, 10**9])
+@pytest.mark.parametrize("layers", [1, 2, 3, 7])
+def test_steps_take_in_every_layer_once_and_layer_0_alone(layers, step_bytes):
+    offsets = tuple(range(0, 10 * layers + 1, 10))
+    steps = reader.steps_of(offsets, step_bytes)
+    assert [layer for step in steps for layer in step] == list(range(layers))
+    assert steps[0] == range(1)
+    assert all(10 * len(step) >= step_bytes for step in steps[1:-1])
 
 
 def test_a_stream_that_is_left_early_leaves_nothing_open(filled):

@@ -13,7 +13,7 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob, open_store
+from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, open_store, writer
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(6)]
@@ -36,7 +36,7 @@ def store(disk):
 @pytest.fixture
 def held_up(monkeypatch):
     """Let no blob be written inside the context."""
-    real = blob.write
+    real = writer.write
 
     @contextmanager
     def hold():
@@ -46,7 +46,7 @@ def held_up(monkeypatch):
             go_on.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(blob, "write", wait)
+        monkeypatch.setattr(writer, "write", wait)
         try:
             yield go_on
         finally:
@@ -148,14 +148,14 @@ def test_a_reader_that_looks_too_early_does_not_undo_the_put(store, disk, held_u
 
 def test_a_write_that_fails_is_told_and_leaves_nothing(root, disk, monkeypatch, caplog):
     store = TieredStore(MemoryStore(2**20), WriteBehind(disk))
-    real = blob.write
+    real = writer.write
 
     def full(plan, kv, out):
         if plan.header.identity == IDENTITIES[0]:
             raise OSError(28, "No space left on device")
         return real(plan, kv, out)
 
-    monkeypatch.setattr(blob, "write", full)
+    monkeypatch.setattr(writer, "write", full)
     for number in range(2):
         put(store, number, f"text {number}", "doc")
     errors = store.flush()
@@ -166,7 +166,7 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(root, disk, monkeypatch, 
     assert "could not be written" in caplog.text
     assert store.index.keys() == KEYS[1:2]
     assert store.get(IDENTITIES[0]) is None  # its row is gone, so no erasure would find it in memory
-    monkeypatch.setattr(blob, "write", real)
+    monkeypatch.setattr(writer, "write", real)
     assert put(store, 0, "text 0", "doc") == SIZE
     assert store.flush() == {}
     assert disk.files() == set(KEYS[:2])
@@ -203,7 +203,7 @@ def test_room_is_reserved_once(root, held_up):
 CHILD = """
 import os, signal, sys, threading
 from kvrag.config import StoreConfig
-from kvrag.store import blob, open_store
+from kvrag.store import open_store, writer
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 
 store = open_store(sys.argv[1], StoreConfig(write_policy="back", min_free_bytes=0))
@@ -212,7 +212,7 @@ for number in range(2):
     store.put(identity, make_kv(identity), text=make_text(f"text {number}"), doc_id=f"doc {number}")
 if sys.argv[2] == "killed":
     assert store.flush() == {}
-    blob.write = lambda *args: threading.Event().wait()
+    writer.write = lambda *args: threading.Event().wait()
 for number in range(2, 4):
     identity = make_identity(number)
     store.put(identity, make_kv(identity), text=make_text(f"text {number}"), doc_id=f"doc {number}")
