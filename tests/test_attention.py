@@ -54,6 +54,14 @@ def random_case(
     )
 
 
+@pytest.fixture(params=["blocks", "op"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """This module's own blocks, or the op of ``kvrag_kernels`` as where there is a kernel: here it computes with torch."""
+    monkeypatch.setattr("kvrag.attention._has_kernel", lambda *_: request.param == "op")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (1, None), (17, None), (1000, None), (None, 23), (17, 40)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
@@ -67,6 +75,7 @@ def test_rows_see_exactly_their_keys(
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("path")
 def test_sinks_take_probability_away() -> None:
     q, k, v, hi = random_case(4, 2, 20, 60)
     sinks = torch.randn(4)
@@ -75,6 +84,7 @@ def test_sinks_take_probability_away() -> None:
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("mass_rows", [1, 5, 140])
 def test_mass_is_the_probability_that_the_last_rows_pay(mass_rows: int) -> None:
     q, k, v, hi = random_case(6, 2, 150, 400)
