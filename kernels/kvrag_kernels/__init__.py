@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from kvrag_kernels.ops import ragged_attention, ragged_plan
 from kvrag_kernels.probe import probe_mass
-from kvrag_kernels.runtime import build, has_kernel, info, tier
+from kvrag_kernels.runtime import build, has_kernel, has_stitch, info, tier
 from kvrag_kernels.stitch_op import stitch
 
-__all__ = ["build", "has_kernel", "info", "probe_mass", "ragged_attention", "ragged_plan", "stitch", "tier"]
+__all__ = [
+    "build",
+    "has_kernel",
+    "has_stitch",
+    "info",
+    "probe_mass",
+    "ragged_attention",
+    "ragged_plan",
+    "stitch",
+    "tier",
+]

@@ -14,7 +14,7 @@ import torch
 from kvrag_kernels import cubin_cache, launch, nvrtc, selftest, sources, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
 from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, HOPPER, Geometry, geometry_of, hopper_geometry, supports
-from kvrag_kernels.stitch_launch import Stitching
+from kvrag_kernels.stitch import Stitching
 
 T = TypeVar("T")
 
@@ -195,14 +195,22 @@ def _first(call: launch.Call, variants: list[Variant], run: Callable[[CudaModule
     return None
 
 
+def has_stitch(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the stitch kernel has a form for buffers of a head dim and dtype on a device."""
+    if device.type != "cuda" or torch.version.cuda is None or mode() == "torch" or dim % 16:
+        return False
+    oldest = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}.get(dtype)
+    return oldest is not None and torch.cuda.get_device_capability(device) >= oldest
+
+
 def stitch(call: Stitching) -> bool:
     """Run the stitch kernel; returns whether it could be."""
-    device = call.out_keys[0].device
-    options = None if torch.version.cuda is None or mode() == "torch" else stitch_launch.defines(call)
-    capability = torch.cuda.get_device_capability(device) if options else (0, 0)
-    if options is None or capability < (7, 5) or ("-DBF16=1" in options and capability < (8, 0)):
+    out = call.out_keys[0]
+    device = out.device
+    options = stitch_launch.defines(call) if has_stitch(out.shape[2], out.dtype, device) else None
+    if options is None:
         return False
-    variant = Variant(_STITCH, options, arch_of(capability))
+    variant = Variant(_STITCH, options, arch_of(torch.cuda.get_device_capability(device)))
     module = modules.get(variant, device.index)
     if module is None:
         return False

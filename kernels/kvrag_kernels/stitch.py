@@ -11,6 +11,9 @@ FP8 = torch.float8_e4m3fn
 CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
 """How stored elements are read, by dtype; ``uint8`` holds two signed 4-bit integers, offset by 8, the lower one first."""
 
+TOKEN_GROUP = 32
+"""Neighbouring rows that share scales, where neither each row nor the whole part has its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -21,15 +24,18 @@ class Stored:
     data
         ``(H_kv, T, D)``, or ``(H_kv, T, D / 2)`` for 4-bit integers.
     scales
-        Float16 ``(H_kv, 1 or T, C)`` with ``C`` dividing ``D``: per channel ``(H_kv, 1, D)``, per token ``(H_kv, T, 1)``, in groups of
-        ``D / C`` channels; ``None`` for 16-bit data.
+        Float16 ``(H_kv, G, C)`` with ``C`` dividing ``D``: per channel ``(H_kv, 1, D)``, per token ``(H_kv, T, 1)``, in groups of ``D / C``
+        channels, and of :data:`TOKEN_GROUP` tokens where ``G`` is neither 1 nor ``T``; ``None`` for 16-bit data.
     residual
         Float32 ``(H_kv, D)``, added to every row, or ``None``.
+    zeros
+        Float16 ``(H_kv, G, D)``, what scaled codes are counted from, or ``None``.
     """
 
     data: torch.Tensor
     scales: torch.Tensor | None = None
     residual: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
 
     @property
     def dim(self) -> int:
@@ -42,14 +48,20 @@ class Stored:
         return self.dim if self.scales is None else self.dim // int(self.scales.shape[2])
 
     @property
+    def tokens(self) -> int:
+        """Neighbouring rows that share a row of scales; 1 where all rows do, for there is only one."""
+        is_grouped = self.scales is not None and self.scales.shape[1] not in (1, self.data.shape[1])
+        return TOKEN_GROUP if is_grouped else 1
+
+    @property
     def is_plain(self) -> bool:
         """Whether the stored bits are the values."""
         return self.scales is None and self.residual is None
 
     def to(self, device: torch.device) -> Stored:
         """Return the part on a device."""
-        moved = (x if x is None else x.to(device, non_blocking=True) for x in (self.data, self.scales, self.residual))
-        return Stored(*moved)  # type: ignore[arg-type]
+        tensors = (self.data, self.scales, self.residual, self.zeros)
+        return Stored(*(x if x is None else x.to(device, non_blocking=True) for x in tensors))  # type: ignore[arg-type]
 
     def read(self) -> torch.Tensor:
         """Return the values in float32, ``(H_kv, T, D)``."""
@@ -58,8 +70,40 @@ class Stored:
             x = torch.stack([x & 15, x >> 4], dim=-1).flatten(-2).float() - 8.0
         x = x.float()
         if self.scales is not None:
-            x = x * self.scales.float().repeat_interleave(self.group, dim=2)
+            x = x * self._each_row(self.scales).repeat_interleave(self.group, dim=2)
+        if self.zeros is not None:
+            x = x + self._each_row(self.zeros)
         return x if self.residual is None else x + self.residual[:, None]
+
+    def _each_row(self, shared: torch.Tensor) -> torch.Tensor:
+        """Repeat what a group of rows shares; what all share is broadcast anyway."""
+        return shared.float().repeat_interleave(self.tokens, dim=1)[:, : max(1, self.data.shape[1])]
+
+
+@dataclass(frozen=True, slots=True)
+class Stitching:
+    """One call of the op: parts layer by layer, buffers ``(H_kv, capacity, D)``, and rotations; see :func:`kvrag_kernels.stitch`."""
+
+    keys: Sequence[Stored]
+    values: Sequence[Stored]
+    out_keys: Sequence[torch.Tensor]
+    out_values: Sequence[torch.Tensor]
+    starts: Sequence[int]
+    cos: torch.Tensor
+    sin: torch.Tensor
+    tables: Sequence[int]
+    interleaved: bool = False
+    skip: torch.Tensor | None = None
+
+    @property
+    def rotary(self) -> int:
+        """Channels that are rotated."""
+        return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
+
+    def rows_in(self, layer: int) -> int:
+        """Return the first row beyond all parts of a layer."""
+        keys = self.keys[layer * len(self.starts) :]
+        return max((s + k.data.shape[1] for s, k in zip(self.starts, keys, strict=False)), default=0)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -78,55 +122,34 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
 
 
-def stitch_in_torch(
-    keys: Sequence[Stored],
-    values: Sequence[Stored],
-    out_keys: Sequence[torch.Tensor],
-    out_values: Sequence[torch.Tensor],
-    starts: Sequence[int],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    tables: Sequence[int],
-    interleaved: bool,
-    skip: torch.Tensor | None,
-) -> None:
-    """Stitch part by part; see :func:`kvrag_kernels.stitch`."""
-    for index, (k, v) in enumerate(zip(keys, values, strict=True)):
-        layer, segment = divmod(index, len(starts))
-        rows = slice(starts[segment], starts[segment] + k.data.shape[1])
+def stitch_in_torch(call: Stitching) -> None:
+    """Stitch part by part."""
+    for index, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+        layer, segment = divmod(index, len(call.starts))
+        start = call.starts[segment]
+        rows = slice(start, start + k.data.shape[1])
         target: slice | torch.Tensor = rows
-        if skip is not None:
-            kept = (~skip[rows]).nonzero()[:, 0]
-            target = kept + rows.start
-        out_k, out_v = out_keys[layer], out_values[layer]
-        k, v = k.to(out_k.device), v.to(out_v.device)
-        new_k = _keys(k, cos, sin, tables[layer], rows, interleaved, out_k.dtype)
+        if call.skip is not None:
+            kept = (~call.skip[rows]).nonzero()[:, 0]
+            target = kept + start
+        out_k, out_v = call.out_keys[layer], call.out_values[layer]
+        new_k = _keys(k.to(out_k.device), call, call.tables[layer], rows, out_k.dtype)
+        v = v.to(out_v.device)
         new_v = v.data if v.is_plain else v.read()
-        if skip is not None:
+        if call.skip is not None:
             new_k, new_v = new_k[:, kept], new_v[:, kept]
         out_k[:, target] = new_k.to(out_k.dtype)
         out_v[:, target] = new_v.to(out_v.dtype)
 
 
-def _keys(
-    k: Stored, cos: torch.Tensor, sin: torch.Tensor, table: int, rows: slice, interleaved: bool, dtype: torch.dtype
-) -> torch.Tensor:
+def _keys(k: Stored, call: Stitching, table: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
     if table < 0:
         return k.data if k.is_plain else k.read()
-    return rotate(k.read(), cos[table, rows], sin[table, rows], interleaved=interleaved).to(dtype)
+    cos, sin = call.cos[table, rows], call.sin[table, rows]
+    return rotate(k.read(), cos, sin, interleaved=call.interleaved).to(dtype)
 
 
-def check(
-    keys: Sequence[Stored],
-    values: Sequence[Stored],
-    out_keys: Sequence[torch.Tensor],
-    out_values: Sequence[torch.Tensor],
-    starts: Sequence[int],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    tables: Sequence[int],
-    skip: torch.Tensor | None,
-) -> None:
+def check(call: Stitching) -> None:
     """Refuse parts that don't fit their places.
 
     Raises
@@ -134,32 +157,33 @@ def check(
     ValueError
         Naming what does not fit.
     """
-    layers = len(out_keys)
-    if not (len(keys) == len(values) == layers * len(starts) and len(out_values) == len(tables) == layers):
+    keys, values, starts, tables, cos, sin = call.keys, call.values, call.starts, call.tables, call.cos, call.sin
+    layers = len(call.out_keys)
+    if not (len(keys) == len(values) == layers * len(starts) and len(call.out_values) == len(tables) == layers):
         raise ValueError(
-            f"{len(keys)} keys and {len(values)} values, {len(tables)} tables and {len(out_values)} value buffers were given for {layers} "
+            f"{len(keys)} keys and {len(values)} values, {len(tables)} tables and {len(call.out_values)} value buffers were given for {layers} "
             f"key buffers and {len(starts)} starts; each layer needs one part per start, one table and one buffer"
         )
     if cos.shape != sin.shape or cos.dim() != 3 or cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise ValueError(
             f"cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both need float32 (tables, rows, R / 2)"
         )
-    for name, parts, outs in (("keys", keys, out_keys), ("values", values, out_values)):
+    for name, parts, outs in (("keys", keys, call.out_keys), ("values", values, call.out_values)):
         for index, part in enumerate(parts):
             layer, segment = divmod(index, len(starts))
             _check_part(f"{name} of layer {layer}, segment {segment}", part, outs[layer], starts[segment])
     for layer, table in enumerate(tables):
-        needed = max(
-            (s + p.data.shape[1] for s, p in zip(starts, keys[layer * len(starts) :], strict=False)), default=0
-        )
-        if table >= cos.shape[0] or (
-            table >= 0 and (cos.shape[1] < needed or 2 * cos.shape[2] > out_keys[layer].shape[2])
-        ):
+        needed = call.rows_in(layer)
+        has_rows = cos.shape[1] >= needed and 2 * cos.shape[2] <= call.out_keys[layer].shape[2]
+        if table >= cos.shape[0] or (table >= 0 and not has_rows):
             raise ValueError(
                 f"layer {layer} asks for {needed} rows of table {table}, and cos has the shape {tuple(cos.shape)}; pass more rows or tables"
             )
-    if skip is not None and (skip.dtype != torch.bool or skip.dim() != 1):
-        raise ValueError(f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it needs one bool per row of the buffer")
+    skip, rows = call.skip, max(map(call.rows_in, range(layers)), default=0)
+    if skip is not None and (skip.dtype != torch.bool or skip.dim() != 1 or len(skip) < rows):
+        raise ValueError(
+            f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it needs one bool per row of the buffer, {rows} at least"
+        )
 
 
 def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:
@@ -182,11 +206,21 @@ def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:
             f"{name} are {data.dtype} {'without' if is_quantised else 'with'} scales; quantised data alone needs them"
         )
     if scales is not None:
-        fits = scales.dim() == 3 and scales.shape[0] == data.shape[0] and scales.shape[1] in (1, data.shape[1])
-        if scales.dtype != torch.float16 or not fits or part.dim % scales.shape[2]:
+        num_rows = data.shape[1]
+        counts = (1, num_rows, -(-num_rows // TOKEN_GROUP))
+        fits = scales.dim() == 3 and scales.shape[0] == data.shape[0] and scales.shape[1] in counts
+        if scales.dtype != torch.float16 or not fits or part.dim % max(1, scales.shape[2]):
             raise ValueError(
-                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, 1 or T, a divisor of D)"
+                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, G, a divisor of D), where G is 1, T, or "
+                f"the number of groups of {TOKEN_GROUP} tokens"
             )
+    zeros = part.zeros
+    if zeros is not None and (
+        scales is None or zeros.dtype != torch.float16 or zeros.shape != (*scales.shape[:2], part.dim)
+    ):
+        raise ValueError(
+            f"{name} have zeros {zeros.dtype} {tuple(zeros.shape)}; they need scales (H_kv, G, C) beside them, and float16 (H_kv, G, D)"
+        )
     if part.residual is not None and (
         part.residual.dtype != torch.float32 or part.residual.shape != (data.shape[0], part.dim)
     ):

@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from kvrag_kernels.launch import Module
-from kvrag_kernels.stitch import CODECS, Stored
+from kvrag_kernels.stitch import CODECS, Stored, Stitching
 
 THREADS, TILE_ROWS = 256, 64
 _STITCH = struct.Struct("4Q q 2i")
 _CODEC_NUMBERS = {"same": 0, "int8": 1, "int4": 2, "fp8": 3}
 _CHUNK_BYTES = {"same": 16, "int8": 8, "int4": 4, "fp8": 8}
-
-
-@dataclass(frozen=True, slots=True)
-class Stitching:
-    """One call of the op: parts layer by layer, buffers ``(H_kv, capacity, D)``, and rotations; see :func:`kvrag_kernels.stitch`."""
-
-    keys: Sequence[Stored]
-    values: Sequence[Stored]
-    out_keys: Sequence[torch.Tensor]
-    out_values: Sequence[torch.Tensor]
-    starts: Sequence[int]
-    cos: torch.Tensor
-    sin: torch.Tensor
-    tables: Sequence[int]
-    interleaved: bool = False
-    skip: torch.Tensor | None = None
-
-    @property
-    def rotary(self) -> int:
-        """Channels that are rotated."""
-        return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
 
 
 def defines(call: Stitching) -> tuple[str, ...] | None:
@@ -73,9 +51,9 @@ def defines(call: Stitching) -> tuple[str, ...] | None:
 
 
 def _can_copy(part: Stored) -> bool:
-    scales, residual = part.scales, part.residual
     has_rows = _is_aligned(part.data, _CHUNK_BYTES[CODECS[part.data.dtype]])
-    return has_rows and (scales is None or scales.stride(2) == 1) and (residual is None or residual.is_contiguous())
+    beside = [x for x in (part.scales, part.zeros, part.residual) if x is not None]
+    return has_rows and all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in beside)
 
 
 def _is_aligned(x: torch.Tensor, num_bytes: int) -> bool:
@@ -84,7 +62,7 @@ def _is_aligned(x: torch.Tensor, num_bytes: int) -> bool:
 
 
 def jobs_of(call: Stitching) -> torch.Tensor:
-    """Return the kernel's table of parts, int64 ``(parts, 23)``, on the CPU: ``struct Job`` of ``csrc/stitch.cu``."""
+    """Return the kernel's table of parts, int64 ``(parts, 33)``, on the CPU: ``struct Job`` of ``csrc/stitch.cu``."""
     table = []
     for index, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
         layer, segment = divmod(index, len(call.starts))
@@ -94,10 +72,17 @@ def jobs_of(call: Stitching) -> torch.Tensor:
 
 
 def _side(part: Stored, out: torch.Tensor) -> list[int]:
-    data, scales, size = part.data, part.scales, part.data.element_size()
-    scale_strides = [0, 0] if scales is None else [scales.stride(0), scales.stride(1) if scales.shape[1] > 1 else 0]
-    pointers = [0 if x is None else x.data_ptr() for x in (data, scales, part.residual, out)]
-    return [*pointers, data.stride(0) * size, data.stride(1) * size, *scale_strides, out.stride(0), out.stride(1)]
+    data, size = part.data, part.data.element_size()
+    pointers = [0 if x is None else x.data_ptr() for x in (data, part.scales, part.zeros, part.residual, out)]
+    shared = [n for x in (part.scales, part.zeros) for n in _shared_strides(x)]
+    beside = 0 if part.residual is None else part.residual.stride(0)
+    steps = [data.stride(0) * size, data.stride(1) * size, *shared, part.tokens.bit_length() - 1, beside]
+    return [*pointers, *steps, out.stride(0), out.stride(1)]
+
+
+def _shared_strides(x: torch.Tensor | None) -> tuple[int, int]:
+    """Return the strides of heads and of groups of rows; a stride of 0 where all rows share."""
+    return (0, 0) if x is None else (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0)
 
 
 def run(module: Module, call: Stitching, to_device: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from kvrag_kernels import runtime
-from kvrag_kernels.stitch import Stored, check, stitch_in_torch
-from kvrag_kernels.stitch_launch import Stitching
+from kvrag_kernels.stitch import Stitching, Stored, check, stitch_in_torch
 
 _LIBRARY: Any = torch.library.Library("kvrag", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "stitch(Tensor[] keys, Tensor[] values, Tensor(a!)[] out_keys, Tensor(b!)[] out_values, int[] starts, Tensor cos, Tensor sin, "
     "int[] tables, *, bool interleaved=False, Tensor[]? key_scales=None, Tensor[]? value_scales=None, "
-    "Tensor[]? key_residuals=None, Tensor[]? value_residuals=None, Tensor? skip=None) -> ()"
+    "Tensor[]? key_zeros=None, Tensor[]? key_residuals=None, Tensor[]? value_residuals=None, Tensor? skip=None) -> ()"
 )
 
 Tensors = Sequence[torch.Tensor]
@@ -34,6 +33,7 @@ def stitch(
     interleaved: bool = False,
     key_scales: Tensors | None = None,
     value_scales: Tensors | None = None,
+    key_zeros: Tensors | None = None,
     key_residuals: Tensors | None = None,
     value_residuals: Tensors | None = None,
     skip: torch.Tensor | None = None,
@@ -59,7 +59,10 @@ def stitch(
     interleaved
         Whether channels ``2 i`` and ``2 i + 1`` are a pair (GPT-J, GLM), rather than ``i`` and ``i + R / 2``.
     key_scales, value_scales
-        For quantised parts: float16 ``(H_kv, 1, D)`` per channel, ``(H_kv, T, 1)`` per token, ``(H_kv, T, C)`` in groups of ``D / C``.
+        For quantised parts: float16 ``(H_kv, 1, D)`` per channel, ``(H_kv, T, 1)`` per token, ``(H_kv, T, C)`` in groups of ``D / C`` channels,
+        ``(H_kv, ceil(T / 32), C)`` for every 32 tokens.
+    key_zeros
+        For quantised keys: float16 ``(H_kv, G, D)`` with the ``G`` of the scales, added to the scaled codes.
     key_residuals, value_residuals
         Float32 ``(H_kv, D)`` per part, added to all its rows before the rotation.
     skip
@@ -72,43 +75,43 @@ def stitch(
     """
     torch.ops.kvrag.stitch(
         list(keys), list(values), list(out_keys), list(out_values), list(starts), cos, sin, list(tables), interleaved=interleaved,
-        key_scales=key_scales, value_scales=value_scales, key_residuals=key_residuals, value_residuals=value_residuals, skip=skip,
+        key_scales=key_scales, value_scales=value_scales, key_zeros=key_zeros, key_residuals=key_residuals, value_residuals=value_residuals, skip=skip,
     )  # fmt: skip
 
 
-def _stored(data: Tensors, scales: Tensors | None, residuals: Tensors | None) -> list[Stored]:
-    for name, given in (("scales", scales), ("residuals", residuals)):
+def _stored(data: Tensors, **beside: Tensors | None) -> list[Stored]:
+    for name, given in beside.items():
         if given is not None and len(given) != len(data):
             raise ValueError(f"{len(given)} {name} were given for {len(data)} parts; each part needs its own")
-    return [Stored(x, scales[i] if scales else None, residuals[i] if residuals else None) for i, x in enumerate(data)]
+    scales, zeros, residuals = (beside.get(name) for name in ("scales", "zeros", "residuals"))
+    return [
+        Stored(x, scales[i] if scales else None, residuals[i] if residuals else None, zeros[i] if zeros else None)
+        for i, x in enumerate(data)
+    ]
 
 
 def _compute(
     keys: Tensors,
     values: Tensors,
     out_keys: Tensors,
-    out_values: Tensors,
-    starts: Sequence[int],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    tables: Sequence[int],
-    *,
-    interleaved: bool = False,
+    *places: Any,
     key_scales: Tensors | None = None,
     value_scales: Tensors | None = None,
+    key_zeros: Tensors | None = None,
     key_residuals: Tensors | None = None,
     value_residuals: Tensors | None = None,
-    skip: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
-    stored_keys, stored_values = (
-        _stored(keys, key_scales, key_residuals),
-        _stored(values, value_scales, value_residuals),
+    call = Stitching(
+        _stored(keys, scales=key_scales, zeros=key_zeros, residuals=key_residuals),
+        _stored(values, scales=value_scales, residuals=value_residuals),
+        out_keys,
+        *places,
+        **options,
     )
-    check(stored_keys, stored_values, out_keys, out_values, starts, cos, sin, tables, skip)
-    call = Stitching(stored_keys, stored_values, out_keys, out_values, starts, cos, sin, tables, interleaved, skip)
-    if out_keys and out_keys[0].is_cuda and runtime.stitch(call):
-        return
-    stitch_in_torch(stored_keys, stored_values, out_keys, out_values, starts, cos, sin, tables, interleaved, skip)
+    check(call)
+    if not (out_keys and out_keys[0].is_cuda and runtime.stitch(call)):
+        stitch_in_torch(call)
 
 
 _LIBRARY.impl("stitch", _compute, "CompositeExplicitAutograd")

@@ -15,8 +15,7 @@ from test_emulated_attention import LONG
 
 from kvrag_kernels import probe_mass, ragged_attention, ragged_plan, reference, runtime, stitch
 from kvrag_kernels.geometry import HOPPER
-from kvrag_kernels.stitch import Stored
-from kvrag_kernels.stitch_launch import Stitching
+from kvrag_kernels.stitch import Stitching
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,10 +114,7 @@ def test_parts_come_to_their_rows(case: StitchCase) -> None:
     if case.dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("no bfloat16 on this device")
     host = stitching_of(case)
-    keys, values = (
-        [Stored(*(None if x is None else x.cuda() for x in (p.data, p.scales, p.residual))) for p in side]
-        for side in (host.keys, host.values)
-    )  # type: ignore[arg-type]
+    keys, values = ([p.to(torch.device("cuda")) for p in side] for side in (host.keys, host.values))
     outs = ([o.cuda() for o in side] for side in (host.out_keys, host.out_values))
     skip = None if host.skip is None else host.skip.cuda()
     call = Stitching(

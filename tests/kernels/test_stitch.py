@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from emulated import needs_compiler, sampled
 from emulator.build import EmulatedModule
-from stitch_cases import CASES, StitchCase, as_options, assert_stitched, stitching_of
+from stitch_cases import CASES, StitchCase, as_options, assert_stitched, read_back, stitching_of
+from test_emulated_attention import reserve
 
 from kvrag_kernels import reference, stitch, stitch_launch
-from kvrag_kernels.stitch import rotate
-from kvrag_kernels.stitch_launch import Stitching
+from kvrag_kernels.stitch import Stitching, Stored, rotate
 
 BY_NAME = {c.name: c for c in CASES}
 
@@ -29,7 +29,7 @@ def run_emulated(call: Stitching, planted: list[tuple[str, str]], seed: int = 0)
     options = stitch_launch.defines(call)
     assert options is not None
     module = EmulatedModule("stitch.cu", options, replace=planted, seed=seed)
-    inputs = [x for p in [*call.keys, *call.values] for x in (p.data, p.scales, p.residual)]
+    inputs = [x for p in [*call.keys, *call.values] for x in (p.data, p.scales, p.residual, p.zeros)]
 
     def to_device(jobs: torch.Tensor) -> torch.Tensor:
         module.allow([*inputs, jobs, call.cos, call.sin, call.skip], [*call.out_keys, *call.out_values])
@@ -47,6 +47,98 @@ def test_the_kernel_does_the_same(case: StitchCase) -> None:
     assert_stitched(call, case)
 
 
+ROUNDED = [c for c in CASES if c.kept != "auto"]
+
+
+def assert_as_read(call: Stitching, case: StitchCase) -> None:
+    """The buffers' rows have the bits of what torch reads from the same codes; the layers don't turn."""
+    for index, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+        layer, segment = divmod(index, len(call.starts))
+        rows = slice(call.starts[segment], call.starts[segment] + k.data.shape[1])
+        kept = slice(None) if call.skip is None else ~call.skip[rows]
+        outs = call.out_keys[layer], call.out_values[layer]
+        for out, want in zip(outs, read_back(k, v, case.dtype), strict=True):
+            assert torch.equal(out[:, rows][:, kept], want[:, kept])
+
+
+def still(case: StitchCase) -> Stitching:
+    """The case without rotation and residuals, which the reader of codes knows nothing of."""
+    call = stitching_of(replace(case, tables=(-1, -1), has_residual=False))
+    assert call.keys[0].zeros is not None
+    return call
+
+
+@pytest.mark.parametrize("case", ROUNDED, ids=lambda c: c.name)
+def test_codes_are_read_to_the_bit(case: StitchCase) -> None:
+    call = still(case)
+    stitch(**as_options(call))
+    assert_as_read(call, case)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ROUNDED, ids=lambda c: c.name)
+def test_the_kernel_reads_codes_to_the_bit(case: StitchCase) -> None:
+    call = still(case)
+    run_emulated(call, [])
+    assert_as_read(call, case)
+
+
+@pytest.mark.parametrize("case", ROUNDED, ids=lambda c: c.name)
+def test_turned_keys_are_one_rounding_from_reading_first(case: StitchCase) -> None:
+    """Torch rounds what it reads before it turns it; the op does not, so it is the closer of the two."""
+    case = replace(case, tables=(0, 1), has_residual=False)
+    call = stitching_of(case)
+    stitch(**as_options(call))
+    step = torch.finfo(case.dtype).eps
+    for index, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+        layer, segment = divmod(index, len(call.starts))
+        rows = torch.arange(call.starts[segment], call.starts[segment] + k.data.shape[1])
+        kept = torch.ones_like(rows, dtype=torch.bool) if call.skip is None else ~call.skip[rows]
+        first = read_back(k, v, case.dtype)[0].float()
+        want = rotate(first, call.cos[layer, rows], call.sin[layer, rows], interleaved=call.interleaved)
+        # of either element of a pair, and of the result
+        bound = step * (first.abs().amax(2, keepdim=True) * 2 + want.abs())
+        got = call.out_keys[layer][:, rows].float()
+        assert bool(((got - want).abs() <= bound)[:, kept].all())
+
+
+def far_apart(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same tensor with 2^31 elements from one index of a dimension to the next: no page between them is ever touched."""
+    strides = list(x.contiguous().stride())
+    strides[dim] = 2**31
+    memory = reserve((2**31 * (x.shape[dim] - 1) + x.numel()) * x.element_size())
+    view = torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides)
+    return view.copy_(x)
+
+
+def spread_out(call: Stitching) -> Stitching:
+    """The same call, all that it reads and writes far apart: heads, and of scales and zeros the groups of rows."""
+    first = call.keys[0]
+    assert first.scales is not None
+    assert first.zeros is not None
+    by_group = {"scales": far_apart(first.scales, 1), "zeros": far_apart(first.zeros, 1)}
+    keys = [replace(first, data=far_apart(first.data, 0), **by_group)]
+    values = [
+        replace(p, **{n: None if x is None else far_apart(x, 0) for n, x in vars_of(p).items()}) for p in call.values
+    ]
+    outs = ([far_apart(out, 0) for out in side] for side in (call.out_keys, call.out_values))
+    return replace(call, keys=keys, values=values, out_keys=next(outs), out_values=next(outs))
+
+
+def vars_of(part: Stored) -> dict[str, torch.Tensor | None]:
+    return {f.name: getattr(part, f.name) for f in fields(part)}
+
+
+FAR = StitchCase("far", kept="int4", heads=2, layers=1, lengths=(60,), starts=(90,), tables=(0,), has_residual=True)
+
+
+@needs_compiler
+def test_offsets_are_64_bit() -> None:
+    call = spread_out(stitching_of(FAR))
+    run_emulated(call, [])
+    assert_stitched(call, FAR)
+
+
 BUGS = {
     "the rotation turns the other way": ("half", "a = x * c - b * s;", "a = x * c + b * s;"),
     "the second half uses the turned first": ("half", "b = b * c + x * s;", "b = b * c + a * s;"),
@@ -59,7 +151,20 @@ BUGS = {
     "rows beyond the chunk are read": ("half", "if (row >= job.rows ||", "if ("),
     "residuals come after the rotation's scale": ("fp8", "if (s.residual) UNROLL", "if (false) UNROLL"),
     "nibbles are swapped": ("int4", "bits >> (4 * i) & 15) - 8", "bits >> (4 * (i ^ 1)) & 15) - 8"),
-    "scales of another row": ("int8-token", "+ row * s.scale_row;", "+ 0 * s.scale_row;"),
+    "scales of another row": ("int8-token", "+ shared * s.scale_row;", "+ 0 * s.scale_row;"),
+    "zeros are left out": ("kept-int8", "if (s.zeros) {", "if (false) {"),
+    "zeros of another head": ("kept-fp8", "s.zeros + head * s.zero_head", "s.zeros + 0 * s.zero_head"),
+    "zeros of the first group of tokens": ("kept-int4", "+ shared * s.zero_row", "+ 0 * s.zero_row"),
+    "zeros of the first channels": ("kept-int8", "s.zero_row + chunk * 8;", "s.zero_row;"),
+    "zeros are scaled": ("kept-int8", "c.x[i] += widen(load(zero + i), false);", "c.x[i] += c.x[i] * widen(load(zero + i), false);"),
+    "every token has a group of its own": ("kept-int4", "row >> s.tokens", "row"),
+    "groups are of 16 tokens": ("kept-int4-shift", "row >> s.tokens", "row >> (s.tokens ? 4 : 0)"),
+    "a residual takes the place of zeros": ("kept-fp8-shift", "if (s.zeros) {", "if (s.zeros && !s.residual) {"),
+    "residuals of another head": ("kept-int8-shift", "s.residual + head * s.residual_head", "s.residual + head * D"),
+    "32-bit offsets of codes": ("far", "s.data + head * s.head", "s.data + static_cast<int>(head * s.head)"),
+    "32-bit offsets of groups": ("far", "+ shared * s.scale_row;", "+ static_cast<int>(shared * s.scale_row);"),
+    "32-bit offsets of zeros": ("far", "+ shared * s.zero_row", "+ static_cast<int>(shared * s.zero_row)"),
+    "32-bit offsets of residuals": ("far", "s.residual + head * s.residual_head", "s.residual + static_cast<int>(head * s.residual_head)"),
     "fp8 has the wrong bias": ("fp8", "0x1p120f", "0x1p121f"),
 }  # fmt: skip
 
@@ -68,11 +173,12 @@ BUGS = {
 @pytest.mark.parametrize("bug", sampled(BUGS))
 def test_planted_bugs_are_caught(bug: str) -> None:
     name, old, new = BUGS[bug]
-    call = stitching_of(BY_NAME[name])
+    case = FAR if name == "far" else BY_NAME[name]
+    call = spread_out(stitching_of(case)) if name == "far" else stitching_of(case)
 
     def check() -> None:
         run_emulated(call, [(old, new)])
-        assert_stitched(call, BY_NAME[name])
+        assert_stitched(call, case)
 
     with pytest.raises(AssertionError):
         check()
@@ -126,6 +232,9 @@ def test_compiles_into_one_graph() -> None:
         ({"keys": [torch.zeros(3, 5, 64, dtype=torch.float64)] * 6}, "stored KV is one of"),
         ({"key_residuals": [torch.zeros(3, 63)] * 6}, "a residual"),
         ({"skip": torch.zeros(160)}, "one bool per row"),
+        ({"skip": torch.zeros(152, dtype=torch.bool)}, "153 at least"),
+        ({"key_zeros": [torch.ones(3, 1, 64).half()] * 6}, "have zeros"),
+        ({"key_zeros": [torch.ones(3, 1, 64).half()] * 4}, "4 zeros were given for 6 parts"),
     ],
 )
 def test_refusals_name_what_does_not_fit(changed: dict[str, Any], message: str) -> None:
@@ -137,3 +246,11 @@ def test_scales_have_to_divide_the_channels() -> None:
     options = as_options(stitching_of(BY_NAME["int8-token"]))
     with pytest.raises(ValueError, match="a divisor of D"):
         stitch(**(options | {"key_scales": [s.expand(-1, -1, 63) for s in options["key_scales"]]}))
+
+
+def test_scales_and_zeros_are_for_the_same_groups_of_tokens() -> None:
+    options = as_options(stitching_of(BY_NAME["kept-int4"]))
+    with pytest.raises(ValueError, match="the number of groups of 32 tokens"):
+        stitch(**(options | {"key_scales": [s[:, :2].expand(-1, 2, -1) for s in options["key_scales"]]}))
+    with pytest.raises(ValueError, match="have zeros"):
+        stitch(**(options | {"key_zeros": [z[:, :1] for z in options["key_zeros"]]}))

@@ -1,5 +1,6 @@
 // Stitch: stored KV of all layers and segments to its rows of the buffer, in one launch. A unit of work is two 8-element chunks of a row of
 // keys (both halves of what is rotated together) and two of values: read, dequantise, add the chunk's residual, rotate in float32, round once.
+// A code times a float16 scale is exact in float32, so what is read has the same bits whether or not the compiler fuses the addition of a zero.
 //
 // Compile-time options: D, BF16 (of the buffer), CODEC (0: 16 bits, 1: int8, 2: int4, 3: fp8 e4m3), SOURCE_BF16 (where CODEC is 0),
 // K_GROUP and V_GROUP (channels that share a scale), ROTARY (channels that are rotated, a multiple of 16), INTERLEAVED (0, 1).
@@ -13,10 +14,12 @@ constexpr bool SAME = CODEC == 0 && SOURCE_BF16 == BF16;  // stored bits are the
 // Where keys or values come from and go to. Strides of data in bytes, of the rest in elements; a stride of 0 repeats.
 struct Side {
     const unsigned char* data;
-    const u16* scales;
+    const u16 *scales, *zeros;  // zeros and residual may be null
     const float* residual;
     u16* out;
-    i64 head, row, scale_head, scale_row, out_head, out_row;
+    i64 head, row, scale_head, scale_row, zero_head, zero_row;
+    i64 tokens;  // log2 of how many rows share scales and zeros
+    i64 residual_head, out_head, out_row;
 };
 struct Job {
     Side k, v;
@@ -53,10 +56,15 @@ template <int GROUP> DEV Chunk read(const Side& s, int head, int row, int chunk)
         }
     }
     if (CODEC != 0) {
-        const u16* scale = s.scales + head * s.scale_head + row * s.scale_row;
+        const int shared = row >> s.tokens;
+        const u16* scale = s.scales + head * s.scale_head + shared * s.scale_row;
         UNROLL for (int i = 0; i < 8; i++) c.x[i] *= widen(load(scale + (chunk * 8 + i) / GROUP), false);
+        if (s.zeros) {
+            const u16* zero = s.zeros + head * s.zero_head + shared * s.zero_row + chunk * 8;
+            UNROLL for (int i = 0; i < 8; i++) c.x[i] += widen(load(zero + i), false);
+        }
     }
-    if (s.residual) UNROLL for (int i = 0; i < 8; i++) c.x[i] += load(s.residual + head * D + chunk * 8 + i);
+    if (s.residual) UNROLL for (int i = 0; i < 8; i++) c.x[i] += load(s.residual + head * s.residual_head + chunk * 8 + i);
     return c;
 }
 
