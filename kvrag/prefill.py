@@ -16,7 +16,7 @@ from kvrag.layout import Layout
 from kvrag.models import CausalLM
 from kvrag.plain import Extend, PlainLM
 from kvrag.plan import Plan, decide, lay_out, why_inexact
-from kvrag.repair import deviation, probe, repair
+from kvrag.repair import deviation, may_shift, probe, repair
 from kvrag.selection import select_rows, strategy_of
 from kvrag.stitch import stitch
 from kvrag.store.base import KVStore
@@ -214,18 +214,27 @@ def _blend(
     clock: Clock,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
-    rotary = None
+    rotary = stored = selected = None
+    needs = strategy_of(config).needs if layout.stale else frozenset()
+    if not needs:  # what will be computed is known: it need not be stitched
+        with clock.stage("select"):
+            selected = select_rows(layout, config)
     if layout.reused:
         with clock.stage("stitch"):
-            rotary = model.rotary(layout.num_tokens)
-            stitch(buffer, layout, kvs, rotary)
+            rotary, keep = model.rotary(layout.num_tokens), may_shift(layout, selected, config.shift)
+            stored = stitch(buffer, layout, kvs, rotary, skip=None if keep else selected, keep=keep)
     kvs.clear()
-    with clock.stage("select"):
-        needs = strategy_of(config).needs if layout.stale else frozenset()
-        mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None
-        change = deviation(model, buffer, layout, ids, check_layer=config.check_layer) if "deviation" in needs else None
-        selected = select_rows(layout, config, mass=mass, deviation=change)
+    if selected is None:
+        with clock.stage("select"):
+            mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None
+            change = None
+            if "deviation" in needs:
+                change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
+                if stored is not None:  # up to there, every row is a fresh one now
+                    stored.forget(range(config.check_layer + 1))
+            selected = select_rows(layout, config, mass=mass, deviation=change)
     with clock.stage("repair" if layout.reused else "prefill"):
-        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary)
+        again = None if stored is None else stored.place_again
+        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, place_again=again)
         _wait_for(logits)
     return selected, logits

@@ -6,7 +6,9 @@ position, with an exact causal limit per row. Its last row's logits choose the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -93,6 +95,21 @@ def deviation(
     return found[0].cpu()
 
 
+class PlaceAgain(Protocol):
+    """Writes a layer's stored rows once more, with residuals: :meth:`kvrag.stitch.Stitcher.place_again`."""
+
+    def __call__(
+        self,
+        layer: int,
+        chunks: Sequence[Segment],
+        key_residuals: torch.Tensor,
+        value_residuals: torch.Tensor,
+        computed: torch.Tensor,
+    ) -> bool:
+        """Return whether it could; else the rows are as they were."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ResidualShift:
     """Shift a chunk's unrepaired rows by the mean change of its repaired ones, layer by layer, before attention.
@@ -114,6 +131,11 @@ class ResidualShift:
         Float32 ``(C, M)``: takes the mean over each chunk's picked rows.
     rotary
         Rotations of the prompt's positions.
+    computed
+        All rows of the forward, as positions.
+    place_again
+        Writes the shifted rows from what is stored, in one pass and with one rounding; where it can't, or there is none, the change is
+        added to what stands in the buffer.
     """
 
     strength: float
@@ -122,6 +144,8 @@ class ResidualShift:
     at: torch.Tensor
     average: torch.Tensor
     rotary: Rotations
+    computed: torch.Tensor
+    place_again: PlaceAgain | None = None
 
     def __call__(
         self,
@@ -139,6 +163,10 @@ class ResidualShift:
         mean_keys = self.average @ table.unit_unrotate(change, self.at) * self.strength
         mean_values = self.average @ (fresh_values[0, :, self.picked].float() - values[0, :, self.at].float())
         mean_values *= self.strength
+        if self.place_again is not None and self.place_again(
+            layer, self.chunks, table.without_magnitude(mean_keys), mean_values, self.computed
+        ):
+            return
         partners = table.partner(mean_keys)
         for index, chunk in enumerate(self.chunks):
             span, one = slice(chunk.start, chunk.stop), slice(index, index + 1)
@@ -146,7 +174,20 @@ class ResidualShift:
             values[0, :, span] += mean_values[:, one]
 
 
-def residual_shift(layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations) -> ResidualShift | None:
+def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
+    """Whether a repair of these rows (``None``: not known yet) may shift others, and so needs the stored values of all."""
+    if selected is None:
+        return strength > 0 and bool(layout.stale)
+    return strength > 0 and 0 < len(selected) < sum(s.num_rows for s in layout.stale)
+
+
+def residual_shift(
+    layout: Layout,
+    rows: torch.Tensor,
+    strength: float,
+    rotary: Rotations,
+    place_again: PlaceAgain | None = None,
+) -> ResidualShift | None:
     """Plan the residual shift for a forward over ``rows``; ``None`` where there is nothing to shift or to learn from."""
     chunks, picked = [], []
     for chunk in layout.stale if strength > 0 else ():
@@ -161,7 +202,7 @@ def residual_shift(layout: Layout, rows: torch.Tensor, strength: float, rotary: 
     owner = torch.repeat_interleave(torch.tensor([len(p) for p in picked]))
     average = (owner == torch.arange(len(picked))[:, None]).float()
     average = (average / average.sum(dim=1, keepdim=True)).to(rows.device)
-    return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary)
+    return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary, rows, place_again)
 
 
 def repair(
@@ -173,6 +214,7 @@ def repair(
     *,
     shift: float,
     rotary: Rotations | None,
+    place_again: PlaceAgain | None = None,
 ) -> torch.Tensor:
     """Recompute the selected rows and all live rows in one forward.
 
@@ -186,6 +228,8 @@ def repair(
         Strength of the residual shift; 0 is off.
     rotary
         Rotations of the prompt; needed for the shift.
+    place_again
+        What shifts rows where it can: see :class:`ResidualShift`.
 
     Returns
     -------
@@ -195,7 +239,7 @@ def repair(
     rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values.to(model.device)
     is_whole = len(rows) == layout.num_tokens
     if rotary is not None and not is_whole:
-        buffer.before_write = residual_shift(layout, rows, shift, rotary)
+        buffer.before_write = residual_shift(layout, rows, shift, rotary, place_again)
     try:
         logits, _ = model.forward(token_ids[rows.cpu()], slice(0, len(rows)) if is_whole else rows, buffer)
     finally:

@@ -75,6 +75,17 @@ class RotaryTable:
         """Invert :meth:`unit_rotate`."""
         return self._turn(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
+    def without_magnitude(self, differences: torch.Tensor) -> torch.Tensor:
+        """Return differences of turned keys ``(H, T, D)``, turned back by :meth:`unit_unrotate`, as differences of stored keys.
+
+        What :meth:`rotate` makes of these carries the magnitude once.
+        """
+        if self.magnitude == 1.0 or not self.width:
+            return differences
+        stored = differences.clone()
+        stored[..., self._turning] /= self.magnitude
+        return stored
+
     def partner(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return ``J(vectors)``, ``(H, C, width)`` for ``(H, C, D)``: what the sines multiply, the same at every row."""
         turning = vectors[..., self._turning]

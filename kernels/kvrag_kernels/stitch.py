@@ -161,8 +161,8 @@ def check(call: Stitching) -> None:
     layers = len(call.out_keys)
     if not (len(keys) == len(values) == layers * len(starts) and len(call.out_values) == len(tables) == layers):
         raise ValueError(
-            f"{len(keys)} keys and {len(values)} values, {len(tables)} tables and {len(call.out_values)} value buffers were given for {layers} "
-            f"key buffers and {len(starts)} starts; each layer needs one part per start, one table and one buffer"
+            f"{len(keys)} keys and {len(values)} values, {len(tables)} tables and {len(call.out_values)} value buffers were given for "
+            f"{layers} key buffers and {len(starts)} starts; each layer needs one part per start, one table and one buffer"
         )
     if cos.shape != sin.shape or cos.dim() != 3 or cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise ValueError(
@@ -211,8 +211,8 @@ def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:
         fits = scales.dim() == 3 and scales.shape[0] == data.shape[0] and scales.shape[1] in counts
         if scales.dtype != torch.float16 or not fits or part.dim % max(1, scales.shape[2]):
             raise ValueError(
-                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, G, a divisor of D), where G is 1, T, or "
-                f"the number of groups of {TOKEN_GROUP} tokens"
+                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, G, a divisor of D), where G is 1, T, "
+                f"or the number of groups of {TOKEN_GROUP} tokens"
             )
     zeros = part.zeros
     if zeros is not None and (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from kvrag_kernels.launch import Module
-from kvrag_kernels.stitch import CODECS, Stored, Stitching
+from kvrag_kernels.stitch import CODECS, Stitching, Stored
 
 THREADS, TILE_ROWS = 256, 64
 _STITCH = struct.Struct("4Q q 2i")

@@ -59,8 +59,8 @@ def stitch(
     interleaved
         Whether channels ``2 i`` and ``2 i + 1`` are a pair (GPT-J, GLM), rather than ``i`` and ``i + R / 2``.
     key_scales, value_scales
-        For quantised parts: float16 ``(H_kv, 1, D)`` per channel, ``(H_kv, T, 1)`` per token, ``(H_kv, T, C)`` in groups of ``D / C`` channels,
-        ``(H_kv, ceil(T / 32), C)`` for every 32 tokens.
+        For quantised parts: float16 ``(H_kv, 1, D)`` per channel, ``(H_kv, T, 1)`` per token, ``(H_kv, T, C)`` in groups of ``D / C``
+        channels, ``(H_kv, ceil(T / 32), C)`` for every 32 tokens.
     key_zeros
         For quantised keys: float16 ``(H_kv, G, D)`` with the ``G`` of the scales, added to the scaled codes.
     key_residuals, value_residuals
@@ -75,7 +75,8 @@ def stitch(
     """
     torch.ops.kvrag.stitch(
         list(keys), list(values), list(out_keys), list(out_values), list(starts), cos, sin, list(tables), interleaved=interleaved,
-        key_scales=key_scales, value_scales=value_scales, key_zeros=key_zeros, key_residuals=key_residuals, value_residuals=value_residuals, skip=skip,
+        key_scales=key_scales, value_scales=value_scales, key_zeros=key_zeros, key_residuals=key_residuals,
+        value_residuals=value_residuals, skip=skip,
     )  # fmt: skip
 
 

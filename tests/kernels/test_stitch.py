@@ -150,7 +150,7 @@ BUGS = {
     "rows that will be recomputed are written": ("skip", "(p.skip && load(p.skip + job.start + row))", "false"),
     "rows beyond the chunk are read": ("half", "if (row >= job.rows ||", "if ("),
     "residuals come after the rotation's scale": ("fp8", "if (s.residual) UNROLL", "if (false) UNROLL"),
-    "nibbles are swapped": ("int4", "bits >> (4 * i) & 15) - 8", "bits >> (4 * (i ^ 1)) & 15) - 8"),
+    "nibbles are swapped": ("int4", "raw.x[0] >> (4 * i) & 15) - 8", "raw.x[0] >> (4 * (i ^ 1)) & 15) - 8"),
     "scales of another row": ("int8-token", "+ shared * s.scale_row;", "+ 0 * s.scale_row;"),
     "zeros are left out": ("kept-int8", "if (s.zeros) {", "if (false) {"),
     "zeros of another head": ("kept-fp8", "s.zeros + head * s.zero_head", "s.zeros + 0 * s.zero_head"),

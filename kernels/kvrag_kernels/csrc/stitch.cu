@@ -39,21 +39,24 @@ struct Chunk {
     Quad raw;
 };
 
-template <int GROUP> DEV Chunk read(const Side& s, int head, int row, int chunk) {
-    Chunk c;
+// The stored bits of a chunk: 16, 8 or 4 bytes.
+DEV Quad fetch(const Side& s, int head, int row, int chunk) {
     const unsigned char* at = s.data + head * s.head + row * s.row;
-    if (CODEC == 0) {
-        c.raw = load16(at + chunk * 16);
-        UNROLL for (int i = 0; i < 8; i++) c.x[i] = widen(static_cast<u16>(c.raw.x[i / 2] >> (i % 2 * 16)), SOURCE_BF16);
-    } else if (CODEC == 2) {
-        const u32 bits = load(reinterpret_cast<const u32*>(at + chunk * 4));
-        UNROLL for (int i = 0; i < 8; i++) c.x[i] = static_cast<float>(static_cast<int>(bits >> (4 * i) & 15) - 8);
-    } else {
-        const u64 bits = load(reinterpret_cast<const u64*>(at + chunk * 8));
-        UNROLL for (int i = 0; i < 8; i++) {
-            const u32 byte = static_cast<u32>(bits >> (8 * i)) & 255;
-            c.x[i] = CODEC == 1 ? static_cast<float>(static_cast<signed char>(byte)) : from_e4m3(byte);
-        }
+    if (CODEC == 0) return load16(at + chunk * 16);
+    if (CODEC == 2) return Quad{{load(reinterpret_cast<const u32*>(at + chunk * 4)), 0, 0, 0}};
+    const u64 bits = load(reinterpret_cast<const u64*>(at + chunk * 8));
+    return Quad{{static_cast<u32>(bits), static_cast<u32>(bits >> 32), 0, 0}};
+}
+
+template <int GROUP> DEV Chunk read(const Side& s, const Quad& raw, int head, int row, int chunk) {
+    Chunk c;
+    c.raw = raw;
+    UNROLL for (int i = 0; i < 8; i++) {
+        const u32 byte = raw.x[i / 4] >> (i % 4 * 8) & 255;
+        if (CODEC == 0) c.x[i] = widen(static_cast<u16>(raw.x[i / 2] >> (i % 2 * 16)), SOURCE_BF16);
+        else if (CODEC == 1) c.x[i] = static_cast<float>(static_cast<signed char>(byte));
+        else if (CODEC == 2) c.x[i] = static_cast<float>(static_cast<int>(raw.x[0] >> (4 * i) & 15) - 8);
+        else c.x[i] = from_e4m3(byte);
     }
     if (CODEC != 0) {
         const int shared = row >> s.tokens;
@@ -106,8 +109,10 @@ KERNEL(stitch, Stitch, STITCH_THREADS, 3) {
         if (row >= job.rows || (p.skip && load(p.skip + job.start + row))) continue;
         const bool rotated = unit < ROTARY / 16, split = rotated && !INTERLEAVED;
         const int first = split ? unit : 2 * unit, second = split ? unit + ROTARY / 16 : 2 * unit + 1;
-        Chunk a = read<K_GROUP>(job.k, head, row, first), b = read<K_GROUP>(job.k, head, row, second);
-        const Chunk c = read<V_GROUP>(job.v, head, row, 2 * unit), d = read<V_GROUP>(job.v, head, row, 2 * unit + 1);
+        // Bits first, all at once; then keys and values one after the other, in registers that they share.
+        const Quad k0 = fetch(job.k, head, row, first), k1 = fetch(job.k, head, row, second);
+        const Quad v0 = fetch(job.v, head, row, 2 * unit), v1 = fetch(job.v, head, row, 2 * unit + 1);
+        Chunk a = read<K_GROUP>(job.k, k0, head, row, first), b = read<K_GROUP>(job.k, k1, head, row, second);
         bool still = true;
         if (rotated && job.table >= 0) {
             const i64 angles = job.table * p.table_stride + (job.start + row) * (ROTARY / 2);
@@ -115,7 +120,7 @@ KERNEL(stitch, Stitch, STITCH_THREADS, 3) {
         }
         write(job.k, head, job.start + row, first, a, still);
         write(job.k, head, job.start + row, second, b, still);
-        write(job.v, head, job.start + row, 2 * unit, c, true);
-        write(job.v, head, job.start + row, 2 * unit + 1, d, true);
+        write(job.v, head, job.start + row, 2 * unit, read<V_GROUP>(job.v, v0, head, row, 2 * unit), true);
+        write(job.v, head, job.start + row, 2 * unit + 1, read<V_GROUP>(job.v, v1, head, row, 2 * unit + 1), true);
     }
 }
