@@ -83,7 +83,7 @@ def _stitch_by_torch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], r
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """The angles of all kinds of layers, ``(kinds, N, R / 2)``; each layer's index into them, -1 where it does not turn; which are pairs."""
+    """Cosines and sines ``(kinds, N, R / 2)`` of all kinds of layers; each layer's kind, or -1 where it does not turn; which are pairs."""
 
     cos: torch.Tensor
     sin: torch.Tensor

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from kvrag.cache import KVBuffer
 from kvrag.layout import Layout, place
 from kvrag.models import CausalLM
 from kvrag.precompute import encode_padded, encode_prefix
-from kvrag.stitch import stitch, stitch_in_launches
+from kvrag.quantise import pack
+from kvrag.stitch import stitch
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV
 
@@ -37,38 +40,184 @@ def filled(model: CausalLM, layout: Layout) -> KVBuffer:
     return buffer
 
 
+Launches = list[dict[str, Any]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Let the op stitch, as on a CUDA device, and note what it is given; here its torch path computes."""
+    noted: Launches = []
+    real = kvrag_kernels.stitch
+
+    def noting(*given: Any, **options: Any) -> None:
+        noted.append({"keys": given[0], "layers": len(given[2]), "starts": given[4], **options})
+        real(*given, **options)
+
+    monkeypatch.setattr(kvrag_kernels, "stitch", noting)
+    monkeypatch.setattr(module, "_has_kernel", lambda _: True)
+    return noted
+
+
+def by_torch(model: CausalLM, layout: Layout, kvs: Sequence[ChunkKV]) -> KVBuffer:
+    buffer = filled(model, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_has_kernel", lambda _: False)
+        assert stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
+    return buffer
+
+
+def assert_same(model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any = slice(None)) -> None:
+    for layer in range(model.num_layers):
+        torch.testing.assert_close(
+            buffer.keys(layer)[:, :, rows], expected.keys(layer)[:, :, rows], atol=2e-6, rtol=1e-6
+        )
+        assert torch.equal(buffer.values(layer)[:, :, rows], expected.values(layer)[:, :, rows])
+
+
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_both_ways_write_the_same_rows(name: str) -> None:
+def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
     model = CausalLM(tiny_model(name))
     layout, kvs = layout_of(model)
-    rotary = model.rotary(layout.num_tokens)
-    buffers = [filled(model, layout) for _ in range(2)]
-    stitch(buffers[0], layout, kvs, rotary)
-    assert stitch_in_launches(buffers[1], layout, kvs, rotary) == (name not in NOT_SAID)
-    if name in NOT_SAID:
-        return
-    for layer in range(model.num_layers):
-        torch.testing.assert_close(buffers[1].keys(layer), buffers[0].keys(layer), atol=2e-6, rtol=1e-6)
-        assert torch.equal(buffers[1].values(layer), buffers[0].values(layer))
+    buffer = filled(model, layout)
+    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    assert bool(launches) == (name not in NOT_SAID)
+    assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
-def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox", "smollm3"])
+def test_rounded_kv_travels_as_codes(name: str, kv_dtype: Any, launches: Launches) -> None:
+    model = CausalLM(tiny_model(name))
+    layout, kvs = layout_of(model)
+    kvs = [pack(kv, kv_dtype) for kv in kvs]
+    buffer = filled(model, layout)
+    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    assert {x.dtype for launch in launches for x in launch["keys"]} == {kvs[0].layers[0].keys.dtype}
+    assert_same(model, buffer, by_torch(model, layout, kvs))
+
+
+def test_long_chunks_of_int4_have_several_groups_of_tokens(launches: Launches) -> None:
+    model = CausalLM(tiny_model())
+    prefix, _ = encode_prefix(model, [1, 2, 3])
+    kvs = [pack(kv, "int4") for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])]
+    segments = [(3, "live", False, -1, False), (70, "chunk", False, 0, False), (40, "chunk", False, 1, False)]
+    layout = place([*segments, (2, "live", False, -1, False)])  # type: ignore[list-item]
+    buffer = filled(model, layout)
+    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    assert [x.shape[1] for x in launches[0]["key_scales"][:2]] == [3, 2]
+    assert_same(model, buffer, by_torch(model, layout, kvs))
+
+
+def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
+    """Chunks of two kinds in one prompt, and groups of channels of which the last is shorter."""
+    model = CausalLM(tiny_model())
+    layout, kvs = layout_of(model)
+    mixed = [pack(kvs[0], "int8"), *kvs[1:]]
+    buffer = filled(model, layout)
+    stitch(buffer, layout, mixed, model.rotary(layout.num_tokens))
+    assert_same(model, buffer, by_torch(model, layout, mixed))
+    odd = pack(kvs[0], "int4")
+    scales = odd.layers[0].scales
+    assert scales is not None
+    layers = tuple(
+        replace(layer, scales=replace(scales, values=scales.values.expand(-1, -1, 3))) for layer in odd.layers
+    )
+    assert not module._is_said(buffer, layout, [ChunkKV(layers, "int4")] * 3)
+    assert launches == []
+
+
+def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 3)
     model = CausalLM(tiny_model())
     layout, kvs = layout_of(model)
-    sizes: list[tuple[int, Sequence[int]]] = []
-    real = kvrag_kernels.stitch
+    buffer = filled(model, layout)
+    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    assert [(x["layers"], x["starts"]) for x in launches] == [(3, [3, 25, 37]), (1, [3, 25, 37])]
+    assert_same(model, buffer, by_torch(model, layout, kvs))
 
-    def noting(*given: object, **options: object) -> None:
-        sizes.append((len(given[2]), given[4]))  # type: ignore[arg-type]
-        real(*given, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kvrag_kernels, "stitch", noting)
-    whole, parts = filled(model, layout), filled(model, layout)
-    stitch(whole, layout, kvs, model.rotary(layout.num_tokens))
-    assert stitch_in_launches(parts, layout, kvs, model.rotary(layout.num_tokens))
-    assert sizes == [(3, [3, 25, 37]), (1, [3, 25, 37])]
-    torch.testing.assert_close(parts.keys(3), whole.keys(3), atol=2e-6, rtol=1e-6)
+def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None:
+    model = CausalLM(tiny_model())
+    layout, kvs = layout_of(model)
+    buffer = filled(model, layout)
+    skipped = torch.tensor([3, 4, 30, 45])
+    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), skip=skipped)
+    others = [i for i in range(layout.num_tokens) if i not in skipped.tolist()]
+    assert_same(model, buffer, by_torch(model, layout, kvs), others)
+    for layer in range(model.num_layers):
+        assert bool((buffer.keys(layer)[:, :, skipped] == 7.0).all())
+        assert bool((buffer.values(layer)[:, :, skipped] == 7.0).all())
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
+def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: Launches) -> None:
+    """What is added before the rotation, row by row; rows that are computed, other chunks and other layers stay as they are."""
+    model = CausalLM(tiny_model("llama-yarn"))
+    layout, kvs = layout_of(model)
+    kvs = [pack(kv, kv_dtype) for kv in kvs]
+    rotary = model.rotary(layout.num_tokens)
+    buffer, expected = filled(model, layout), by_torch(model, layout, kvs)
+    stitcher = stitch(buffer, layout, kvs, rotary, keep=True)
+    assert stitcher is not None
+    chunks, computed = layout.stale[:2], torch.tensor([5, 27])
+    residuals = [torch.randn(x.shape[1], 2, x.shape[3]) for x in (buffer.keys(2), buffer.values(2))]
+    del launches[:]
+    assert stitcher.place_again(2, chunks, *residuals, computed)
+    assert [(x["layers"], x["starts"]) for x in launches] == [(1, [3, 25])]
+    for index, chunk in enumerate(chunks):
+        rows = torch.tensor([i for i in range(chunk.start, chunk.stop) if i not in computed.tolist()])
+        added = residuals[0][:, index : index + 1].expand(-1, len(rows), -1)
+        expected.keys(2)[0][:, rows] += rotary[2].rotate(added, rows)
+        expected.values(2)[0][:, rows] += residuals[1][:, index : index + 1]
+    for layer in range(model.num_layers):
+        for read in ("keys", "values"):
+            torch.testing.assert_close(getattr(buffer, read)(layer), getattr(expected, read)(layer), atol=1e-5, rtol=0)
+    assert not stitcher.place_again(0, chunks, *residuals, computed), "layer 0 is never shifted, so it is not kept"
+    stitcher.forget(range(3))
+    assert not stitcher.place_again(2, chunks, *residuals, computed)
+    assert stitcher.has_kept
+    stitcher.forget([3])
+    assert not stitcher.has_kept
+
+
+def test_without_room_nothing_is_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalLM(tiny_model())
+    layout, kvs = layout_of(model)
+    monkeypatch.setattr(module, "_has_room", lambda *_: False)
+    assert stitch(filled(model, layout), layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
+    assert launches
+
+
+def test_room_is_half_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    state = {"mem_get_info": (60, 1000), "memory_reserved": 140, "memory_allocated": 100}
+    for name, value in state.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert module._has_room(50, cuda)
+    assert not module._has_room(51, cuda)
+
+
+def test_what_is_on_the_device_anyway_takes_no_room() -> None:
+    model = CausalLM(tiny_model())
+    layout, kvs = layout_of(model)
+    assert module._kept_bytes(layout, kvs, torch.device("cpu")) == 0
+    assert module._kept_bytes(layout, kvs, torch.device("meta")) == sum(kv.num_bytes for kv in kvs)
+
+
+@pytest.mark.parametrize(
+    ("device", "key_dim", "value_dim", "found"),
+    [("cuda", 64, 64, True), ("cuda", 64, 32, False), ("cuda", 72, 72, False), ("cpu", 64, 64, False)],
+)
+def test_the_op_stitches_where_it_has_a_kernel(
+    device: str, key_dim: int, value_dim: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvrag_kernels, "has_stitch", lambda dim, dtype, device: dim % 16 == 0)
+    x, y = (
+        SimpleNamespace(device=torch.device(device), shape=(1, 2, 9, dim), dtype=torch.float16)
+        for dim in (key_dim, value_dim)
+    )
+    buffer: Any = SimpleNamespace(keys=lambda _: x, values=lambda _: y)
+    assert module._has_kernel(buffer) is found
 
 
 @pytest.mark.parametrize(

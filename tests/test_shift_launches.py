@@ -1,0 +1,189 @@
+"""The residual shift by one stitch launch a layer gives what the chain of torch ops gives, and every promise holds with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_equivalence import CHUNKS, STRATEGIES, TOLERANCE, ask, distance, run_stages
+from test_equivalence import largest_change_before_the_difference as change_before
+
+import kvrag.stitch as stitching
+import kvrag_kernels
+from kvrag import KVRagEngine, RepairConfig, StoreConfig
+from kvrag.layout import Layout, place
+from kvrag.prefill import Prefilled
+from kvrag.repair import may_shift
+from kvrag.stitch import Stitcher
+from kvrag.testing.models import tiny_model
+
+NAMES = [
+    *("llama", "llama-yarn", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "gptj", "glm", "cohere2"),
+    *("smollm3", "gpt_oss", "nanochat"),
+]
+"""One of each way to turn in pairs: with a magnitude, a part of the head, neighbours, some layers, the other way round."""
+
+PROMPT = ask((3, 0, 2))
+Launches = list[tuple[int, bool, int]]
+MakeEngine = Callable[..., KVRagEngine]
+
+
+@pytest.fixture(scope="module")
+def stored(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
+    """Engines by architecture, with all chunks stored: made once, and only asked."""
+    made: dict[tuple[str, str], KVRagEngine] = {}
+
+    def get(name: str, kv_dtype: Any = "auto") -> KVRagEngine:
+        if (name, kv_dtype) not in made:
+            config = StoreConfig(kv_dtype=kv_dtype)
+            kv_dir = tmp_path_factory.mktemp(f"kv-{name}-{kv_dtype}")
+            engine = KVRagEngine.from_pretrained(
+                tiny_model(name), tokenizer=tokenizer, kv_dir=kv_dir, store_config=config
+            )
+            engine.precompute(CHUNKS)
+            made[name, kv_dtype] = engine
+        return made[name, kv_dtype]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Let the op stitch, as on a CUDA device: layers, whether residuals were added, and rows left out, of each launch."""
+    noted: Launches = []
+    real = kvrag_kernels.stitch
+
+    def noting(*given: Any, **options: Any) -> None:
+        skip = options["skip"]
+        noted.append((len(given[2]), "key_residuals" in options, 0 if skip is None else int(skip.sum())))
+        real(*given, **options)
+
+    monkeypatch.setattr(kvrag_kernels, "stitch", noting)
+    monkeypatch.setattr(stitching, "_has_kernel", lambda _: True)
+    return noted
+
+
+def by_launches(engine: KVRagEngine, launches: Launches, repair: RepairConfig) -> Prefilled:
+    launches.clear()  # what the proof at the model's load has launched
+    return run_stages(engine, PROMPT, repair)
+
+
+def by_torch(engine: KVRagEngine, repair: RepairConfig) -> Prefilled:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stitching, "_has_kernel", lambda _: False)
+        return run_stages(engine, PROMPT, repair)
+
+
+def largest_difference(engine: KVRagEngine, one: Prefilled, other: Prefilled) -> float:
+    """Of the KV of all rows in all layers, and of the logits."""
+    assert one.num_repaired == other.num_repaired
+    rows = slice(0, len(one.token_ids))
+    return max(
+        float((one.logits - other.logits).abs().max()),
+        *(
+            float((getattr(one.buffer, read)(i) - getattr(other.buffer, read)(i))[:, :, rows].abs().max())
+            for i in range(engine.loaded.lm.num_layers)
+            for read in ("keys", "values")
+        ),
+    )
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_launches_shift_as_the_torch_ops_do(name: str, shift: float, stored: MakeEngine, launches: Launches) -> None:
+    engine, repair = stored(name), RepairConfig(recompute_ratio=0.3, shift=shift)
+    one = by_launches(engine, launches, repair)
+    other = by_torch(engine, repair)
+    plain = by_torch(engine, RepairConfig(recompute_ratio=0.3, shift=0.0))
+    assert largest_difference(engine, one, plain) > 1e-2, "nothing was shifted: the comparison would prove nothing"
+    assert largest_difference(engine, one, other) < 1e-4
+    layers = engine.loaded.lm.num_layers
+    computed = one.num_repaired + one.num_live
+    assert launches == [(layers, False, 0), *[(1, True, computed)] * (layers - 1)], "one launch for each layer's shift"
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox"])
+def test_rounded_kv_is_shifted_from_its_codes(name: str, kv_dtype: str, stored: MakeEngine, launches: Launches) -> None:
+    engine, repair = stored(name, kv_dtype), RepairConfig(recompute_ratio=0.3, shift=1.0)
+    one = by_launches(engine, launches, repair)
+    assert sum(has_residual for _, has_residual, _ in launches) == engine.loaded.lm.num_layers - 1
+    assert largest_difference(engine, one, by_torch(engine, repair)) < 1e-4
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_gives_the_same_both_ways(
+    strategy: str, shift: float, stored: MakeEngine, launches: Launches
+) -> None:
+    """Also those that have measured deviation: rows of the layers up to it are fresh by then, and must stay so."""
+    engine = stored("llama")
+    repair = RepairConfig(strategy, recompute_ratio=0.3, shift=shift, check_layer=2)
+    one = by_launches(engine, launches, repair)
+    assert largest_difference(engine, one, by_torch(engine, repair)) < 1e-4
+    needs_probe, left_out = "query" in strategy or "hkvd" in strategy, launches[0][2]
+    is_known = not needs_probe and (shift == 0 or strategy == "all")
+    assert left_out == (one.num_repaired if is_known else 0)
+    shifted = sum(has_residual for _, has_residual, _ in launches)
+    fresh = 3 if "hkvd" in strategy else 1
+    assert shifted == (0 if shift == 0 or strategy in ("none", "all") else engine.loaded.lm.num_layers - fresh)
+
+
+def test_fresh_rows_would_be_lost_if_they_were_placed_again(
+    stored: MakeEngine, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above must be able to fail."""
+    engine, repair = stored("llama"), RepairConfig("hkvd", recompute_ratio=0.3, shift=1.0, check_layer=2)
+    monkeypatch.setattr(Stitcher, "forget", lambda *_: None)
+    one = by_launches(engine, launches, repair)
+    assert largest_difference(engine, one, by_torch(engine, repair)) > 1e-2
+
+
+def test_what_does_not_fit_beside_the_prompt_is_shifted_by_torch(
+    stored: MakeEngine, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, repair = stored("llama"), RepairConfig(recompute_ratio=0.3, shift=1.0)
+    monkeypatch.setattr(stitching, "_has_room", lambda *_: False)
+    one = by_launches(engine, launches, repair)
+    assert launches == [(engine.loaded.lm.num_layers, False, 0)]
+    assert largest_difference(engine, one, by_torch(engine, repair)) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_promises_hold_with_launches(name: str, stored: MakeEngine, launches: Launches) -> None:
+    engine = stored(name)
+    for order in ((3, 1, 0, 2), (2, 2, 0)):
+        assert distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all")) < TOLERANCE
+    assert distance(engine, ask((1,)), mode="stitch", repair=RepairConfig(strategy="none")) < TOLERANCE
+    assert change_before(engine) < 1e-5
+    assert launches
+
+
+def test_shift_changes_only_rows_that_are_left_alone(stored: MakeEngine, launches: Launches) -> None:
+    engine = stored("llama")
+    plain, shifted = (
+        by_launches(engine, launches, RepairConfig(strategy="random", recompute_ratio=0.2, shift=s)) for s in (0.0, 1.0)
+    )
+    moved = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[: len(plain.token_ids)] > 1e-6
+    exact = sum(s.stop - s.start for s in engine.explain(PROMPT, mode="stitch").spans if s.exact)
+    assert int(moved.sum()) == len(plain.token_ids) - plain.num_live - plain.num_repaired - exact
+
+
+def chunks_of(*lengths: int) -> Layout:
+    return place([*((n, "chunk", False, i, False) for i, n in enumerate(lengths)), (1, "live", False, -1, False)])
+
+
+@pytest.mark.parametrize(
+    ("selected", "strength", "expected"),
+    [(None, 0.5, True), (None, 0.0, False), (0, 0.5, False), (3, 0.5, True), (9, 0.5, False), (3, 0.0, False)],
+)
+def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(
+    selected: int | None, strength: float, expected: bool
+) -> None:
+    rows = None if selected is None else torch.arange(selected)
+    assert may_shift(chunks_of(4, 5), rows, strength) is expected
+    assert not may_shift(chunks_of(), rows, strength)
