@@ -123,3 +123,10 @@ def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
     if not segments:
         return torch.empty(0, dtype=torch.int64)
     return torch.cat([torch.arange(s.start, s.stop) for s in segments])
+
+
+def mask_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return which of the first ``num_rows`` rows are among ``rows``, bool, on their device."""
+    mask = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
+    mask[rows] = True
+    return mask

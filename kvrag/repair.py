@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kvrag.cache import KVBuffer
-from kvrag.layout import Layout, Segment, rows_of
+from kvrag.layout import Layout, Segment, mask_of, rows_of
 from kvrag.models import CausalLM, StopForward
 from kvrag.rope import Rotations
 
@@ -104,7 +104,7 @@ class PlaceAgain(Protocol):
         chunks: Sequence[Segment],
         key_residuals: torch.Tensor,
         value_residuals: torch.Tensor,
-        computed: torch.Tensor,
+        computed: torch.Tensor | None,
     ) -> bool:
         """Return whether it could; else the rows are as they were."""
         ...
@@ -131,11 +131,11 @@ class ResidualShift:
         Float32 ``(C, M)``: takes the mean over each chunk's picked rows.
     rotary
         Rotations of the prompt's positions.
-    computed
-        All rows of the forward, as positions.
     place_again
         Writes the shifted rows from what is stored, in one pass and with one rounding; where it can't, or there is none, the change is
         added to what stands in the buffer.
+    computed
+        For ``place_again``: bool ``(N,)``, the prompt's rows that this forward computes.
     """
 
     strength: float
@@ -144,8 +144,8 @@ class ResidualShift:
     at: torch.Tensor
     average: torch.Tensor
     rotary: Rotations
-    computed: torch.Tensor
     place_again: PlaceAgain | None = None
+    computed: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -202,7 +202,8 @@ def residual_shift(
     owner = torch.repeat_interleave(torch.tensor([len(p) for p in picked]))
     average = (owner == torch.arange(len(picked))[:, None]).float()
     average = (average / average.sum(dim=1, keepdim=True)).to(rows.device)
-    return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary, rows, place_again)
+    computed = None if place_again is None else mask_of(rows, layout.num_tokens)
+    return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary, place_again, computed)
 
 
 def repair(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrag.cache import KVBuffer
-from kvrag.layout import Layout, Segment
+from kvrag.layout import Layout, Segment, mask_of
 from kvrag.quantise import GROUP, read
 from kvrag.rope import Rotations
 from kvrag.types import ChunkKV, LayerKV, Scales
@@ -57,7 +57,9 @@ def stitch(
         What places kept KV again; ``None`` where nothing is kept.
     """
     device = buffer.keys(0).device
-    angles = _angles(rotary) if layout.reused and _has_kernel(buffer) and _is_said(buffer, layout, kvs) else None
+    angles = (
+        _angles(rotary) if layout.reused and _has_kernel(buffer, rotary) and _is_said(buffer, layout, kvs) else None
+    )
     stitcher = None
     if angles is None:
         _stitch_by_torch(buffer, layout, kvs, rotary)
@@ -115,7 +117,9 @@ class Stitcher:
         """Place every reused segment in all layers, some layers to a launch; see :func:`stitch`."""
         segments, layers = layout.reused, range(len(self._angles.tables))
         stale = {segment.start for segment in layout.stale} if keep else set()
-        mask = None if skip is None or not len(skip) else self._mask(skip)
+        mask = None
+        if skip is not None and len(skip):
+            mask = mask_of(skip.to(self._angles.cos.device), layout.num_tokens)
         for group in (layers[i : i + LAYERS_PER_LAUNCH] for i in layers[::LAYERS_PER_LAUNCH]):
             parts = {(i, s.start): self._moved(kvs[s.source].layers[i], s.num_rows, i) for i in group for s in segments}
             self._launch(group, segments, parts, mask)
@@ -128,7 +132,7 @@ class Stitcher:
         chunks: Sequence[Segment],
         key_residuals: torch.Tensor,
         value_residuals: torch.Tensor,
-        computed: torch.Tensor,
+        computed: torch.Tensor | None,
     ) -> bool:
         """Place a layer's kept chunks anew with residuals, in one launch; returns whether it could.
 
@@ -139,7 +143,7 @@ class Stitcher:
         key_residuals, value_residuals
             Float32 ``(H_kv, C, D)``: what is added to every row of each chunk, to keys before they turn.
         computed
-            Rows that the running forward computes, int64: left as they are.
+            Bool ``(N,)``: the prompt's rows that the running forward computes, which are left as they are.
         """
         if not all((layer, chunk.start) in self._kept for chunk in chunks):
             return False
@@ -147,7 +151,7 @@ class Stitcher:
             f"{name}_residuals": [x[:, i] for i in range(len(chunks))]
             for name, x in (("key", key_residuals), ("value", value_residuals))
         }
-        self._launch([layer], chunks, self._kept, self._mask(computed), **residuals)
+        self._launch([layer], chunks, self._kept, computed, **residuals)
         return True
 
     def forget(self, layers: Iterable[int]) -> None:
@@ -191,11 +195,6 @@ class Stitcher:
         dtype = like.dtype if kv.scales is None else None
         return kv.map(lambda x: x.to(like.device, dtype or x.dtype, non_blocking=True))
 
-    def _mask(self, rows: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(self._angles.cos.shape[1], dtype=torch.bool, device=self._angles.cos.device)
-        mask[rows.to(mask.device)] = True
-        return mask
-
 
 def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
     s, rows = kv.scales, slice(0, num_rows)
@@ -206,14 +205,15 @@ def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
     return LayerKV(kv.keys[:, rows], kv.values[:, rows], s)
 
 
-def _has_kernel(buffer: KVBuffer) -> bool:
+def _has_kernel(buffer: KVBuffer, rotary: Rotations) -> bool:
     """Whether the op's kernel has a form for the buffer. Where torch would compute in its place, it does so better from here."""
     keys, values = buffer.keys(0), buffer.values(0)
     if keys.device.type != "cuda":
         return False
     import kvrag_kernels
 
-    return keys.shape == values.shape and kvrag_kernels.has_stitch(keys.shape[-1], keys.dtype, keys.device)
+    width = max(table.width for table in rotary.tables)
+    return keys.shape == values.shape and kvrag_kernels.has_stitch(keys.shape[-1], width, keys.dtype, keys.device)
 
 
 def _is_said(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV]) -> bool:

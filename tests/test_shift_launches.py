@@ -63,7 +63,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         real(*given, **options)
 
     monkeypatch.setattr(kvrag_kernels, "stitch", noting)
-    monkeypatch.setattr(stitching, "_has_kernel", lambda _: True)
+    monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
     return noted
 
 
@@ -74,7 +74,7 @@ def by_launches(engine: KVRagEngine, launches: Launches, repair: RepairConfig) -
 
 def by_torch(engine: KVRagEngine, repair: RepairConfig) -> Prefilled:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stitching, "_has_kernel", lambda _: False)
+        patch.setattr(stitching, "_has_kernel", lambda *_: False)
         return run_stages(engine, PROMPT, repair)
 
 

@@ -13,7 +13,7 @@ import torch
 import kvrag.stitch as module
 import kvrag_kernels
 from kvrag.cache import KVBuffer
-from kvrag.layout import Layout, place
+from kvrag.layout import Layout, mask_of, place
 from kvrag.models import CausalLM
 from kvrag.precompute import encode_padded, encode_prefix
 from kvrag.quantise import pack
@@ -54,14 +54,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         real(*given, **options)
 
     monkeypatch.setattr(kvrag_kernels, "stitch", noting)
-    monkeypatch.setattr(module, "_has_kernel", lambda _: True)
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
     return noted
 
 
 def by_torch(model: CausalLM, layout: Layout, kvs: Sequence[ChunkKV]) -> KVBuffer:
     buffer = filled(model, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_has_kernel", lambda _: False)
+        patch.setattr(module, "_has_kernel", lambda *_: False)
         assert stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
     return buffer
 
@@ -162,7 +162,7 @@ def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: La
     chunks, computed = layout.stale[:2], torch.tensor([5, 27])
     residuals = [torch.randn(x.shape[1], 2, x.shape[3]) for x in (buffer.keys(2), buffer.values(2))]
     del launches[:]
-    assert stitcher.place_again(2, chunks, *residuals, computed)
+    assert stitcher.place_again(2, chunks, *residuals, mask_of(computed, layout.num_tokens))
     assert [(x["layers"], x["starts"]) for x in launches] == [(1, [3, 25])]
     for index, chunk in enumerate(chunks):
         rows = torch.tensor([i for i in range(chunk.start, chunk.stop) if i not in computed.tolist()])
@@ -172,9 +172,11 @@ def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: La
     for layer in range(model.num_layers):
         for read in ("keys", "values"):
             torch.testing.assert_close(getattr(buffer, read)(layer), getattr(expected, read)(layer), atol=1e-5, rtol=0)
-    assert not stitcher.place_again(0, chunks, *residuals, computed), "layer 0 is never shifted, so it is not kept"
+    assert not stitcher.place_again(0, chunks, *residuals, mask_of(computed, layout.num_tokens)), (
+        "layer 0 is never shifted, so it is not kept"
+    )
     stitcher.forget(range(3))
-    assert not stitcher.place_again(2, chunks, *residuals, computed)
+    assert not stitcher.place_again(2, chunks, *residuals, mask_of(computed, layout.num_tokens))
     assert stitcher.has_kept
     stitcher.forget([3])
     assert not stitcher.has_kept
@@ -205,19 +207,27 @@ def test_what_is_on_the_device_anyway_takes_no_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "key_dim", "value_dim", "found"),
-    [("cuda", 64, 64, True), ("cuda", 64, 32, False), ("cuda", 72, 72, False), ("cpu", 64, 64, False)],
+    ("device", "key_dim", "value_dim", "width", "found"),
+    [
+        ("cuda", 64, 64, 32, True),
+        ("cuda", 64, 32, 32, False),
+        ("cuda", 72, 72, 32, False),
+        ("cuda", 64, 64, 24, False),
+        ("cpu", 64, 64, 32, False),
+    ],
 )
 def test_the_op_stitches_where_it_has_a_kernel(
-    device: str, key_dim: int, value_dim: int, found: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, key_dim: int, value_dim: int, width: int, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvrag_kernels, "has_stitch", lambda dim, dtype, device: dim % 16 == 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     x, y = (
         SimpleNamespace(device=torch.device(device), shape=(1, 2, 9, dim), dtype=torch.float16)
         for dim in (key_dim, value_dim)
     )
     buffer: Any = SimpleNamespace(keys=lambda _: x, values=lambda _: y)
-    assert module._has_kernel(buffer) is found
+    rotary: Any = SimpleNamespace(tables=[SimpleNamespace(width=0), SimpleNamespace(width=width)])
+    assert module._has_kernel(buffer, rotary) is found
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,9 @@ def _first(call: launch.Call, variants: list[Variant], run: Callable[[CudaModule
     return None
 
 
-def has_stitch(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the stitch kernel has a form for buffers of a head dim and dtype on a device."""
-    if device.type != "cuda" or torch.version.cuda is None or mode() == "torch" or dim % 16:
+def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the stitch kernel has a form for a head dim, of which so many channels are rotated, and a buffer's dtype on a device."""
+    if device.type != "cuda" or torch.version.cuda is None or mode() == "torch" or dim % 16 or rotary % 16:
         return False
     oldest = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}.get(dtype)
     return oldest is not None and torch.cuda.get_device_capability(device) >= oldest
@@ -207,7 +207,7 @@ def stitch(call: Stitching) -> bool:
     """Run the stitch kernel; returns whether it could be."""
     out = call.out_keys[0]
     device = out.device
-    options = stitch_launch.defines(call) if has_stitch(out.shape[2], out.dtype, device) else None
+    options = stitch_launch.defines(call) if has_stitch(out.shape[2], call.rotary, out.dtype, device) else None
     if options is None:
         return False
     variant = Variant(_STITCH, options, arch_of(torch.cuda.get_device_capability(device)))

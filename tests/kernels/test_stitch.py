@@ -13,7 +13,7 @@ from stitch_cases import CASES, StitchCase, as_options, assert_stitched, read_ba
 from test_emulated_attention import reserve
 
 from kvrag_kernels import reference, stitch, stitch_launch
-from kvrag_kernels.stitch import Stitching, Stored, rotate
+from kvrag_kernels.stitch import FP8, Stitching, Stored, rotate
 
 BY_NAME = {c.name: c for c in CASES}
 
@@ -205,6 +205,47 @@ def test_shapes_that_the_kernel_has_no_form_for_are_left_to_torch() -> None:
     assert stitch_launch.defines(replace(call, keys=mixed)) is None
     wide = [torch.empty(o.shape, dtype=torch.float32) for o in call.out_keys]
     assert stitch_launch.defines(replace(call, out_keys=wide)) is None
+
+
+def wider(x: torch.Tensor | None, pad: int) -> torch.Tensor | None:
+    """The same tensor in rows that are longer, with NaN or nonsense between them."""
+    if x is None:
+        return None
+    fill = float("nan") if x.dtype.is_floating_point and x.dtype != FP8 else 77
+    longer = torch.full((*x.shape[:-1], x.shape[-1] + pad), fill, dtype=x.dtype)
+    longer[..., : x.shape[-1]] = x
+    return longer[..., : x.shape[-1]]
+
+
+def with_strides(call: Stitching, data_pad: int) -> Stitching:
+    """The same call with rows of data, scales, zeros and residuals that don't follow each other."""
+    pads = {"data": data_pad, "scales": 3, "zeros": 5, "residual": 1}
+    keys, values = (
+        [replace(p, **{n: wider(x, pads[n]) for n, x in vars_of(p).items()}) for p in side]
+        for side in (call.keys, call.values)
+    )
+    return replace(call, keys=keys, values=values)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["kept-int8-shift", "kept-int4-shift", "kept-fp8-shift", "residual"])
+def test_rows_may_lie_apart(name: str) -> None:
+    call = with_strides(stitching_of(BY_NAME[name]), data_pad=16)
+    assert not call.keys[1].data.is_contiguous()
+    run_emulated(call, [])
+    assert_stitched(call, BY_NAME[name])
+
+
+@pytest.mark.parametrize("name", ["kept-int8-shift", "kept-int4-shift", "kept-fp8-shift"])
+def test_rows_that_no_copy_can_read_are_left_to_torch(name: str) -> None:
+    call = with_strides(stitching_of(BY_NAME[name]), data_pad=1)
+    assert stitch_launch.defines(call) is None
+    stitch(**as_options(call))
+    assert_stitched(call, BY_NAME[name])
+    whole = stitching_of(BY_NAME[name])
+    by_twos = [replace(p, zeros=torch.stack([p.zeros] * 2, dim=-1)[..., 0]) for p in whole.keys]  # type: ignore[list-item]
+    assert stitch_launch.defines(whole) is not None
+    assert stitch_launch.defines(replace(whole, keys=by_twos)) is None
 
 
 def test_compiles_into_one_graph() -> None:

@@ -1,0 +1,72 @@
+"""What the engine hands to the stitch op has a form in the kernel, and comes out right: the engine's own calls, in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from emulated import needs_compiler
+from test_stitch import run_emulated
+
+import kvrag.stitch as stitching
+from kvrag.cache import KVBuffer
+from kvrag.layout import Layout, mask_of, place
+from kvrag.models import CausalLM
+from kvrag.precompute import encode_padded, encode_prefix
+from kvrag.quantise import pack
+from kvrag.stitch import stitch
+from kvrag.testing.models import tiny_model
+from kvrag.types import ChunkKV
+from kvrag_kernels import stitch_op
+from kvrag_kernels.stitch import Stitching, stitch_in_torch
+
+CHUNKS = [list(range(30, 76)), list(range(60, 69)), list(range(100, 140))]
+
+
+def prompt_of(model: CausalLM, kv_dtype: Any) -> tuple[Layout, list[ChunkKV]]:
+    """Three chunks, the first of which is cut, as the store keeps them in bfloat16 or rounded from it."""
+    prefix, _ = encode_prefix(model, [1, 2, 3])
+    segments = [(3, "live", -1), (39, "chunk", 0), (5, "live", -1), (9, "chunk", 1), (40, "chunk", 2), (2, "live", -1)]
+    kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, CHUNKS)]
+    return place((n, kind, False, source, False) for n, kind, source in segments), kvs  # type: ignore[misc]
+
+
+@pytest.fixture
+def computed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stitching], None]], None]:
+    """Let something compute what the engine gives to the op, as on a CUDA device."""
+
+    def choose(compute: Callable[[Stitching], None]) -> None:
+        monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
+        monkeypatch.setattr(stitch_op, "stitch_in_torch", compute)
+
+    return choose
+
+
+@needs_compiler
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["llama-yarn", "cohere2"])
+def test_the_kernel_stitches_and_shifts_for_the_engine(name: str, kv_dtype: str, computed_by: Any) -> None:
+    model = CausalLM(tiny_model(name))
+    layout, kvs = prompt_of(model, kv_dtype)
+    random = torch.Generator().manual_seed(0)
+    shapes = [(s.num_heads, len(layout.stale), dim) for s in model.shapes[:1] for dim in (s.key_dim, s.value_dim)]
+    residuals = [torch.randn(shape, generator=random) for shape in shapes]
+    found: list[KVBuffer] = []
+    for compute in (lambda call: run_emulated(call, []), stitch_in_torch):
+        computed_by(compute)
+        buffer = KVBuffer(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+        for layer in range(model.num_layers):
+            buffer.keys(layer).fill_(7.0), buffer.values(layer).fill_(7.0)
+        skipped = torch.tensor([4, 50])
+        stitcher = stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), skip=skipped, keep=True)
+        assert stitcher is not None
+        assert stitcher.place_again(2, layout.stale, *residuals, mask_of(torch.tensor([5, 90]), layout.num_tokens))
+        found.append(buffer)
+    for layer in range(model.num_layers):
+        for read in ("keys", "values"):
+            one, other = (getattr(buffer, read)(layer).float() for buffer in found)
+            # float32 may be fused here and not there, which moves few results to the next bfloat16
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+            assert float((one != other).float().mean()) < 1e-2
