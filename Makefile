@@ -89,7 +89,7 @@ KERNEL_TESTS := -m pytest -c /dev/null --rootdir=. --confcutdir=tests/kernels -p
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(PYTHONPATH)
 gpu-check: kernel-check ## Kernels, exactness on CUDA, TTFT of a 3B and an 8B shape; in the environment it is called from; ARGS=--dry-run checks the script
-	$(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m gpu tests/test_equivalence.py || [ $$? = 5 ]
+	$(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m gpu tests/test_equivalence.py tests/test_shift_launches.py || [ $$? = 5 ]
 	cd tests/benchmarks && $(PYTHON) bench_ttft.py --shape qwen2.5-3b --tokens 6000 --count 3 $(ARGS)
 	cd tests/benchmarks && $(PYTHON) bench_ttft.py --shape llama-3.1-8b --tokens 6000 --count 3 $(ARGS)
 

@@ -52,17 +52,23 @@ def stored(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Let the op stitch, as on a CUDA device: layers, whether residuals were added, and rows left out, of each launch."""
-    noted: Launches = []
+def noted(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Layers, whether residuals were added, and rows left out, of each launch."""
+    launches: Launches = []
     real = kvrag_kernels.stitch
 
     def noting(*given: Any, **options: Any) -> None:
         skip = options["skip"]
-        noted.append((len(given[2]), "key_residuals" in options, 0 if skip is None else int(skip.sum())))
+        launches.append((len(given[2]), "key_residuals" in options, 0 if skip is None else int(skip.sum())))
         real(*given, **options)
 
     monkeypatch.setattr(kvrag_kernels, "stitch", noting)
+    return launches
+
+
+@pytest.fixture
+def launches(noted: Launches, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Let the op stitch, as on a CUDA device; here its torch path computes."""
     monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
     return noted
 
@@ -187,3 +193,23 @@ def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(
     rows = None if selected is None else torch.arange(selected)
     assert may_shift(chunks_of(4, 5), rows, strength) is expected
     assert not may_shift(chunks_of(), rows, strength)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_shifts_by_launches(dtype: torch.dtype, kv_dtype: Any, tokenizer: Any, noted: Launches) -> None:
+    engine = KVRagEngine.from_pretrained(
+        tiny_model(dtype=dtype).cuda(), tokenizer=tokenizer, store_config=StoreConfig(kv_dtype=kv_dtype)
+    )
+    engine.precompute(CHUNKS)
+    repair = RepairConfig("random", recompute_ratio=0.3, shift=1.0)
+    one = by_launches(engine, noted, repair)
+    assert [has_residual for _, has_residual, _ in noted] == [False, *[True] * (engine.loaded.lm.num_layers - 1)]
+    other, rows = by_torch(engine, repair), slice(0, len(one.token_ids))
+    for read in ("keys", "values"):  # layer 1 is the first that is shifted; later ones see other roundings
+        found, expected = (getattr(x.buffer, read)(1)[:, :, rows].float() for x in (one, other))
+        bound = 4 * torch.finfo(dtype).eps * float(expected.abs().max())
+        assert float((found - expected).abs().max()) < bound
+    engine.close()
