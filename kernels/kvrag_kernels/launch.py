@@ -14,8 +14,8 @@ from kvrag_kernels.geometry import COMBINE_THREADS, PLAN_THREADS, Geometry, Plan
 _ATTENTION = struct.Struct("12Q 11q 9i 2f 4x")
 """``struct Attention`` of ``csrc/tiles.cuh``."""
 
-_MAP_ALIGNMENT = 64
-"""Bytes, of the arguments that hold tensor maps."""
+MAP_ALIGNMENT = 128
+"""Bytes, of tensor maps and of the arguments that hold them: CUDA 13's, and twice CUDA 12's."""
 
 _MAX_MAP_STRIDE = 2**40
 """Bytes; strides of a tensor map are shorter."""
@@ -53,7 +53,10 @@ class Call:
 
 def prepare(call: Call) -> Call:
     """Return the call with rows that 16-byte copies can read, int32 limits, float32 sinks and a prefix within the keys."""
-    q, k, v = (x if _is_aligned(x) else x.contiguous() for x in (call.q, call.k, call.v))
+    # A clone, not `contiguous`: that leaves a contiguous tensor where it is, 16 bytes or not.
+    q, k, v = (
+        x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+    )
     hi, lo = (x if x is None else _int32(x) for x in (call.hi, call.lo))
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     prefix = max(0, min(call.prefix, k.shape[2]))
@@ -121,7 +124,7 @@ def attend(
 def _with_maps(module: Module, geometry: Geometry, call: Call, arguments: bytes) -> bytes:
     """Return the bytes of ``struct TmaAttention``: the maps of keys and values, then the arguments that every kernel takes."""
     maps = [module.tensor_map(x, geometry.keys) for x in (call.k, call.v)]
-    return b"".join(maps) + arguments + bytes(-len(arguments) % _MAP_ALIGNMENT)
+    return b"".join(maps) + arguments + bytes(-len(arguments) % MAP_ALIGNMENT)
 
 
 def map_sizes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

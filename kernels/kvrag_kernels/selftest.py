@@ -6,12 +6,13 @@ The emulator stands for our reading of TMA and wgmma, not for the device. Where 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from kvrag_kernels import launch, torch_path
 from kvrag_kernels.driver import CudaModule, DriverError
-from kvrag_kernels.geometry import Geometry
+from kvrag_kernels.geometry import HOPPER_REGISTERS, Geometry
 
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of outputs of size 1: a few roundings of the dtype. A tile that is read wrong is off by 1."""
@@ -21,13 +22,13 @@ def call_of(geometry: Geometry, options: Sequence[str], device: torch.device | s
     """Return a small case that meets every kind of tile: whole, cut by a limit, by a window, by the last key, of the prefix."""
     dtype = torch.bfloat16 if "-DBF16=1" in options else torch.float16
     softcap = 20.0 if "-DSOFTCAP=1" in options else 0.0
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     rows, keys = geometry.rows // 2 + 9, 4 * geometry.keys + 5
     q, k, v = (
-        torch.randn((1, heads, n, geometry.dim), generator=generator).to(device, dtype)
+        torch.randn((1, heads, n, geometry.dim), generator=generator, device="cpu").to(device, dtype)
         for heads, n in ((4, rows), (2, keys), (2, keys))
     )
-    hi = torch.randperm(keys, generator=generator)[:rows].sort().values.int()
+    hi = torch.randperm(keys, generator=generator, device="cpu")[:rows].sort().values.int()
     lo = (hi - 3 * geometry.keys).clamp(min=0)
     return launch.Call(q, k, v, hi.to(device), lo.to(device), 3, geometry.dim**-0.5, softcap)
 
@@ -38,8 +39,11 @@ def check(module: CudaModule, geometry: Geometry, options: Sequence[str], device
     Raises
     ------
     DriverError
-        If the kernel can't be launched, or gives another result than torch.
+        If the kernel can't be launched, would wait for registers for ever, or gives another result than torch.
     """
+    registers = module.registers(geometry.kernel)
+    if geometry.uses_tma and registers != HOPPER_REGISTERS:
+        raise DriverError(f"{geometry.kernel} has {registers} registers a thread and needs {HOPPER_REGISTERS}")
     call = call_of(geometry, options, torch.device("cuda", device))
     with torch.cuda.device(device):
         got = launch.attend(module, geometry, launch.prepare(call))
@@ -55,9 +59,9 @@ def compare(call: launch.Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     DriverError
         If they differ by more than rounding.
     """
-    q, k, v = (x.float().cpu() for x in (call.q, call.k, call.v))
+    on_host = {name: getattr(call, name).float().cpu() for name in ("q", "k", "v")}
     lo = None if call.lo is None else call.lo.cpu()
-    want, want_lse = torch_path.attend(q, k, v, call.hi.cpu(), lo, call.prefix, call.scale, call.softcap, None)
+    want, want_lse = torch_path.attend(replace(call, **on_host, hi=call.hi.cpu(), lo=lo))
     error = float((out - want).abs().nan_to_num(float("inf")).max())
     lse_error = float((lse - want_lse).abs().nan_to_num(float("inf")).max())
     if error > _TOLERANCE[call.q.dtype] or lse_error > 1e-3:

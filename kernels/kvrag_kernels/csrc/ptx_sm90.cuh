@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx.cuh"
 
-struct __attribute__((aligned(64))) TensorMap { u64 opaque[16]; };  // of cuTensorMapEncodeTiled
+struct __attribute__((aligned(128))) TensorMap { u64 opaque[16]; };  // of cuTensorMapEncodeTiled; CUDA 12 asks for 64, CUDA 13 for 128
 
 #ifdef KV_EMU
 #include "emu_sm90.h"
@@ -22,6 +22,8 @@ DEV void barrier_wait(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
+// Named barriers: `threads` threads meet, of which some arrive and go on.
+DEV void group_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEV void group_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Own writes to shared memory so far, barriers included, become visible to copies and products, which run in a proxy of their own.
@@ -42,12 +44,16 @@ template <int N> DEV void registers_give() { asm volatile("setmaxnreg.dec.sync.a
 template <int N> DEV void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // Around products: begin before the first one that reads registers that other instructions wrote; commit after a batch; wait until all but the
-// last PENDING batches are over. `settle` keeps the compiler from touching registers earlier than that.
+// last PENDING batches are over. `settle` keeps the compiler from moving what reads or writes registers across: results to before their wait,
+// operands to behind their fence.
 DEV void product_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> DEV void product_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 template <int N> DEV void settle(float (&c)[N][4]) {
     UNROLL for (int i = 0; i < N; i++) UNROLL for (int e = 0; e < 4; e++) asm volatile("" : "+f"(c[i][e])::"memory");
+}
+template <int N> DEV void settle(u32 (&a)[N][4]) {
+    UNROLL for (int i = 0; i < N; i++) UNROLL for (int e = 0; e < 4; e++) asm volatile("" : "+r"(a[i][e])::"memory");
 }
 
 #if BF16
