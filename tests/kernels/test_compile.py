@@ -1,15 +1,12 @@
-"""Variants for every architecture with the compilers that users have: no spills, registers within the budget.
+"""Every variant for every architecture with both compilers that users have: no spills, registers within the budget.
 
-A sample by default, every architecture and kernel in it; all of them with ``KVRAG_COMPILE=all`` (``make kernel-compile``, some 20 minutes).
+Some 600 compilations, half a second each: four core minutes.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TypeVar
 
 import pytest
 import torch
@@ -17,25 +14,19 @@ from stitch_cases import CASES as STITCH_CASES
 from stitch_cases import stitching_of
 
 from kvrag_kernels import nvrtc, runtime, sources, stitch_launch
-from kvrag_kernels.geometry import ARCHS
+from kvrag_kernels.geometry import ARCHS, HOPPER_REGISTERS
 
 BUDGET = {
     "ragged_mma": 255,  # blocks of 128 threads: two on a multiprocessor; of 256 threads: one
-    "ragged_sm90": 168,  # at launch, 384 threads; then 232 for those who multiply and 40 for those who copy
+    "ragged_sm90": HOPPER_REGISTERS,
     "ragged_plan": 64,
     "ragged_combine": 80,
     "probe": 168,
     "stitch": 80,  # three blocks of 256 threads on a multiprocessor
 }
 
-
-T = TypeVar("T")
-
-
-def sampled(everything: Sequence[T], arch: str, step: int) -> list[T]:
-    """Return all, or every so many, begun at another one for each architecture."""
-    is_all = os.environ.get("KVRAG_COMPILE") == "all"
-    return list(everything) if is_all else list(everything[ARCHS.index(arch) % step :: step])
+KINDS = [*ARCHS, "sm_90a"]
+"""Architectures as ptxas names them: ``sm_90a`` is what the Hopper kernel alone is compiled for."""
 
 
 @cache
@@ -55,38 +46,53 @@ def compiler_for(major: int, arch: str) -> nvrtc.Nvrtc:
     return compiler
 
 
+def assert_fits(compiler: nvrtc.Nvrtc, source: str, options: tuple[str, ...], arch: str) -> None:
+    """Compile, and see what ptxas says of each kernel in it."""
+    made = compiler.compile(sources.flat(source), options, arch)
+    assert made.cubin[:4] == b"\x7fELF"
+    assert made.usage, "ptxas reported nothing"
+    assert "(C75" not in made.log, "ptxas puts waits between products, or leaves setmaxnreg out"
+    for kernel, usage in made.usage.items():
+        what = f"{kernel} of {source} {' '.join(options)} for {arch}"
+        assert usage.spill_bytes == 0, f"{what} spills {usage.spill_bytes} bytes"
+        assert usage.registers <= BUDGET[kernel], f"{what} uses {usage.registers} registers"
+        if kernel == "ragged_sm90":
+            assert usage.registers == HOPPER_REGISTERS, f"{what}: warpgroups take more registers than the block was given"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("major", [12, 13])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_no_variant_spills(arch: str, major: int) -> None:
-    compiler = compiler_for(major, arch)
-    variants = runtime.variants(arch)
-    assert len(variants) >= 16
-    hopper = [v for v in variants if v.source == "ragged_sm90.cu"]
-    assert len(hopper) == (16 if arch == "sm_90" else 0)
-    others = [v for v in variants if v not in hopper]
-    for variant in [*sampled(others, arch, 15), *sampled(hopper, arch, 8)]:
-        made = compiler.compile(sources.flat(variant.source), variant.options, variant.arch)
-        assert made.cubin[:4] == b"\x7fELF"
-        assert made.usage, "ptxas reported nothing"
-        assert "(C75" not in made.log, "ptxas puts waits between products"
-        for kernel, usage in made.usage.items():
-            assert usage.spill_bytes == 0, f"{kernel} of {variant} spills {usage.spill_bytes} bytes"
-            assert usage.registers <= BUDGET[kernel], f"{kernel} of {variant} uses {usage.registers} registers"
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_variant_spills(kind: str, major: int) -> None:
+    compiler = compiler_for(major, kind)
+    variants = [v for v in runtime.variants(kind.removesuffix("a")) if v.arch == kind]
+    assert len(variants) == {"sm_75": 16, "sm_90a": 16}.get(kind, 32)
+    assert len(set(variants)) == len(variants)
+    for variant in variants:
+        assert_fits(compiler, variant.source, variant.options, variant.arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("major", [12, 13])
+def test_relatives_of_the_architectures_compile_too(major: int) -> None:
+    """Compute capabilities that are no common GPU's take the same tiles: a variant of every head dim that holds the most registers."""
+    relatives = [f"sm_{a}" for a in compiler_for(major, "sm_80").archs() if a >= 75 and f"sm_{a}" not in ARCHS]
+    assert relatives
+    for arch in relatives:
+        for variant in runtime.variants(arch):
+            if variant.source == "ragged_mma.cu" and {"-DBF16=1", "-DSOFTCAP=1"} <= set(variant.options):
+                assert_fits(compiler_for(major, arch), variant.source, variant.options, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("major", [12, 13])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_form_of_the_stitch_spills(arch: str, major: int) -> None:
-    compiler = compiler_for(major, arch)
-    for case in sampled(STITCH_CASES, arch, 12):
-        case = replace(case, dtype=torch.float16) if arch == "sm_75" else case
-        options = stitch_launch.defines(stitching_of(case))
-        assert options is not None
-        usage = compiler.compile(sources.flat("stitch.cu"), options, arch).usage["stitch"]
-        assert usage.spill_bytes == 0, f"{case.name} spills {usage.spill_bytes} bytes"
-        assert usage.registers <= BUDGET["stitch"], f"{case.name} uses {usage.registers} registers"
+    cases = [replace(c, dtype=torch.float16) if arch == "sm_75" else c for c in STITCH_CASES]
+    forms = {stitch_launch.defines(stitching_of(case)) for case in cases}
+    assert None not in forms
+    for options in sorted(o for o in forms if o):
+        assert_fits(compiler_for(major, arch), "stitch.cu", options, arch)
 
 
 def test_registers_and_spills_are_read_from_the_report() -> None:
