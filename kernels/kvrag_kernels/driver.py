@@ -16,6 +16,8 @@ _MAX_DYNAMIC_SHARED_BYTES = 8
 DEFAULT_SHARED_BYTES = 48 * 1024
 """What a kernel may use without asking for more."""
 
+_NUM_REGISTERS = 4
+"""``CU_FUNC_ATTRIBUTE_NUM_REGS``."""
 
 _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 """``CUtensorMapDataType``."""
@@ -63,10 +65,27 @@ class CudaModule:
         self._device = device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
-        self._module = ctypes.c_void_p()
+        self._module, self._context = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes the primary context current in this thread
-            _check(_library().cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a kernel")
+            number, library = ctypes.c_int(), _library()
+            _check(library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)), f"finding device {device}")
+            _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number), "retaining torch's context")
+            self._make_current()
+            _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a kernel")
+
+    def _make_current(self) -> None:
+        """Make torch's context of the device the thread's own: a thread that has called nothing of CUDA yet has none."""
+        current = ctypes.c_void_p()
+        _check(_library().cuCtxGetCurrent(ctypes.byref(current)), "asking for the thread's context")
+        if current.value != self._context.value:
+            _check(_library().cuCtxSetCurrent(self._context), "making torch's context current")
+
+    def registers(self, kernel: str) -> int:
+        """Return the registers that a thread of a kernel has at its launch."""
+        count = ctypes.c_int()
+        code = _library().cuFuncGetAttribute(ctypes.byref(count), _NUM_REGISTERS, self._function(kernel, 0))
+        _check(code, f"asking for the registers of {kernel}")
+        return count.value
 
     def _function(self, kernel: str, shared_bytes: int) -> ctypes.c_void_p:
         key = (kernel, shared_bytes)
@@ -104,6 +123,7 @@ class CudaModule:
 
     def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
         """Launch a one-dimensional grid on torch's current stream of the device; capturable into a CUDA graph."""
+        self._make_current()
         function = self._function(kernel, shared_bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         buffer = ctypes.create_string_buffer(arguments, len(arguments))

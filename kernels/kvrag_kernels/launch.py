@@ -53,7 +53,10 @@ class Call:
 
 def prepare(call: Call) -> Call:
     """Return the call with rows that 16-byte copies can read, int32 limits, float32 sinks and a prefix within the keys."""
-    q, k, v = (x if _is_aligned(x) else x.contiguous() for x in (call.q, call.k, call.v))
+    # A clone, not `contiguous`: that leaves a contiguous tensor where it is, 16 bytes or not.
+    q, k, v = (
+        x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+    )
     hi, lo = (x if x is None else _int32(x) for x in (call.hi, call.lo))
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     prefix = max(0, min(call.prefix, k.shape[2]))

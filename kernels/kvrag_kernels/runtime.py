@@ -72,9 +72,19 @@ class Modules:
         self.failures: list[str] = []
 
     def get(self, variant: Variant, device: int) -> CudaModule | None:
-        """Return the variant on a device, or ``None`` where it failed."""
+        """Return the variant on a device, or ``None`` where it failed.
+
+        Raises
+        ------
+        RuntimeError
+            If it is not loaded yet and a CUDA graph is being captured, which loading would spoil.
+        """
         key = (variant, device)
         if key not in self._loaded:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{variant.source} is not loaded yet and can't be while a CUDA graph is captured; run the call once before"
+                )
             with self._lock:
                 if key not in self._loaded:
                     self._loaded[key] = self._load(variant, device)

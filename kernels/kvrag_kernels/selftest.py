@@ -11,7 +11,7 @@ import torch
 
 from kvrag_kernels import launch, torch_path
 from kvrag_kernels.driver import CudaModule, DriverError
-from kvrag_kernels.geometry import Geometry
+from kvrag_kernels.geometry import HOPPER_REGISTERS, Geometry
 
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of outputs of size 1: a few roundings of the dtype. A tile that is read wrong is off by 1."""
@@ -21,13 +21,13 @@ def call_of(geometry: Geometry, options: Sequence[str], device: torch.device | s
     """Return a small case that meets every kind of tile: whole, cut by a limit, by a window, by the last key, of the prefix."""
     dtype = torch.bfloat16 if "-DBF16=1" in options else torch.float16
     softcap = 20.0 if "-DSOFTCAP=1" in options else 0.0
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     rows, keys = geometry.rows // 2 + 9, 4 * geometry.keys + 5
     q, k, v = (
-        torch.randn((1, heads, n, geometry.dim), generator=generator).to(device, dtype)
+        torch.randn((1, heads, n, geometry.dim), generator=generator, device="cpu").to(device, dtype)
         for heads, n in ((4, rows), (2, keys), (2, keys))
     )
-    hi = torch.randperm(keys, generator=generator)[:rows].sort().values.int()
+    hi = torch.randperm(keys, generator=generator, device="cpu")[:rows].sort().values.int()
     lo = (hi - 3 * geometry.keys).clamp(min=0)
     return launch.Call(q, k, v, hi.to(device), lo.to(device), 3, geometry.dim**-0.5, softcap)
 
@@ -38,8 +38,11 @@ def check(module: CudaModule, geometry: Geometry, options: Sequence[str], device
     Raises
     ------
     DriverError
-        If the kernel can't be launched, or gives another result than torch.
+        If the kernel can't be launched, would wait for registers for ever, or gives another result than torch.
     """
+    registers = module.registers(geometry.kernel)
+    if geometry.uses_tma and registers != HOPPER_REGISTERS:
+        raise DriverError(f"{geometry.kernel} has {registers} registers a thread and needs {HOPPER_REGISTERS}")
     call = call_of(geometry, options, torch.device("cuda", device))
     with torch.cuda.device(device):
         got = launch.attend(module, geometry, launch.prepare(call))

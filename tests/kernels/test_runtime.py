@@ -178,6 +178,20 @@ def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(loads) == 1
 
 
+@pytest.mark.usefixtures("cuda")
+def test_nothing_is_loaded_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor given up for it: the next call loads."""
+    is_capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    monkeypatch.setattr(runtime.Modules, "_load", lambda *_: "module")
+    variant = runtime.variants("sm_90")[0]
+    with pytest.raises(RuntimeError, match="not loaded yet .* run the call once before"):
+        runtime.modules.get(variant, 0)
+    is_capturing[0] = False
+    assert runtime.modules.get(variant, 0) == "module"
+
+
 class Refuses:
     processors = 4
 

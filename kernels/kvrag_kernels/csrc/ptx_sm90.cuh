@@ -42,12 +42,16 @@ template <int N> DEV void registers_give() { asm volatile("setmaxnreg.dec.sync.a
 template <int N> DEV void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
 // Around products: begin before the first one that reads registers that other instructions wrote; commit after a batch; wait until all but the
-// last PENDING batches are over. `settle` keeps the compiler from touching registers earlier than that.
+// last PENDING batches are over. `settle` keeps the compiler from moving what reads or writes registers across: results to before their wait,
+// operands to behind their fence.
 DEV void product_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> DEV void product_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 template <int N> DEV void settle(float (&c)[N][4]) {
     UNROLL for (int i = 0; i < N; i++) UNROLL for (int e = 0; e < 4; e++) asm volatile("" : "+f"(c[i][e])::"memory");
+}
+template <int N> DEV void settle(u32 (&a)[N][4]) {
+    UNROLL for (int i = 0; i < N; i++) UNROLL for (int e = 0; e < 4; e++) asm volatile("" : "+r"(a[i][e])::"memory");
 }
 
 #if BF16

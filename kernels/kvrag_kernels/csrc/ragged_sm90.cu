@@ -159,9 +159,12 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
 #pragma unroll 1
     for (int n = 1; n < count; n++) {
         barrier_wait(barrier_of(x, FULL_K, n), full_parity(n));
+        settle(s[0]);
         product_begin();
         start_scores(s[0], x, x.k + (n & 1) * KV_TILE);
         barrier_wait(barrier_of(x, FULL_V, n - 1), full_parity(n - 1));
+        settle(w.out[0]);
+        settle(a);
         product_begin();
         start_outputs(w.out[0], a, x.v + (n - 1 & 1) * KV_TILE);
         product_wait<1>();
@@ -175,6 +178,8 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
         pack_weights(a, s);
     }
     barrier_wait(barrier_of(x, FULL_V, count - 1), full_parity(count - 1));
+    settle(w.out[0]);
+    settle(a);
     product_begin();
     start_outputs(w.out[0], a, x.v + (count - 1 & 1) * KV_TILE);
     product_wait<0>();

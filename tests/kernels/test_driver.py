@@ -1,0 +1,96 @@
+"""The driver's side of a launch, with ``libcuda`` played: contexts, registers, and what tensors the kernels may be given."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvrag_kernels import driver, launch, selftest
+from kvrag_kernels.geometry import hopper_geometry
+
+
+class Driver:
+    """Plays ``libcuda``: remembers calls, and which context each thread has."""
+
+    def __init__(self, registers: int = 168) -> None:
+        self.calls: list[str] = []
+        self.launched: list[tuple[int, ...]] = []
+        self._registers, self._of_thread = registers, threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            self.calls.append(name)
+            if name == "cuDevicePrimaryCtxRetain":
+                args[0]._obj.value = 4711
+            elif name == "cuCtxGetCurrent":
+                args[0]._obj.value = getattr(self._of_thread, "context", None)
+            elif name == "cuCtxSetCurrent":
+                self._of_thread.context = args[0].value
+            elif name == "cuFuncGetAttribute":
+                assert args[1] == 4, "not CU_FUNC_ATTRIBUTE_NUM_REGS"
+                args[0]._obj.value = self._registers
+            elif name == "cuLaunchKernel":
+                assert getattr(self._of_thread, "context", None) == 4711, "CUDA_ERROR_INVALID_CONTEXT"
+                self.launched.append(tuple(a.value for a in args[1:8]))
+            return 0
+
+        return call
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    played = Driver()
+    monkeypatch.setattr(driver, "_library", lambda: played)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=17))
+    return played
+
+
+def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played: Driver) -> None:
+    module = driver.CudaModule(b"cubin", 0)
+    module.launch("kernel", 3, 128, 64 * 1024, b"arguments")
+    threads = [threading.Thread(target=module.launch, args=("kernel", 5, 128, 64 * 1024, b"arguments")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert played.launched == [(3, 1, 1, 128, 1, 1, 64 * 1024), *[(5, 1, 1, 128, 1, 1, 64 * 1024)] * 2]
+    assert played.calls.count("cuFuncSetAttribute") == 1
+    before = played.calls.count("cuCtxSetCurrent")
+    module.launch("kernel", 3, 128, 64 * 1024, b"arguments")
+    assert played.calls.count("cuCtxSetCurrent") == before, "the context was current already"
+
+
+def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(
+    played: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played._registers = 160
+    geometry = hopper_geometry(64)
+    with pytest.raises(driver.DriverError, match="has 160 registers a thread and needs 168"):
+        selftest.check(driver.CudaModule(b"cubin", 0), geometry, geometry.defines(torch.float16), 0)
+    assert played.launched == []
+
+
+def test_the_self_test_draws_on_the_cpu_wherever_tensors_go_by_default() -> None:
+    geometry = hopper_geometry(64)
+    with torch.device("meta"):
+        call = selftest.call_of(geometry, geometry.defines(torch.float16), "cpu")
+    assert {x.device.type for x in (call.q, call.k, call.v, call.hi)} == {"cpu"}
+
+
+def test_rows_off_their_16_bytes_are_moved() -> None:
+    """A contiguous tensor that begins anywhere, too: the copies would end the process's context."""
+    shape = (1, 2, 5, 64)
+    off = torch.arange(2 * 5 * 64 + 1, dtype=torch.float32).to(torch.bfloat16)[1:].view(shape)
+    assert off.is_contiguous()
+    assert off.data_ptr() % 16
+    call = launch.prepare(launch.Call(off, off, off, torch.zeros(5, dtype=torch.int32), None, 0, 1.0))
+    for x in (call.q, call.k, call.v):
+        assert x.data_ptr() % 16 == 0
+        assert torch.equal(x, off)
