@@ -85,22 +85,11 @@ fuzz-reader: setup ## A million made-up inputs to all that reads stored bytes (a
 	$(PIP) install --quiet atheris
 	$(BIN)/python tests/reliability/fuzz_reader.py $(ARGS)
 
-KERNEL_TESTS := -m pytest -c /dev/null --rootdir=. --confcutdir=tests/kernels -p no:cacheprovider -q tests/kernels
+gpu-check: ## Kernels, exactness on CUDA, TTFT of a 3B and an 8B shape, in ten minutes; in the environment it is called from; ARGS=--dry-run checks the steps
+	$(PYTHON) tests/gpu_check.py $(ARGS)
 
-gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(PYTHONPATH)
-gpu-check: kernel-check ## Kernels, exactness on CUDA, TTFT of a 3B and an 8B shape; in the environment it is called from; ARGS=--dry-run checks the script
-	$(PYTHON) -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m gpu tests/test_equivalence.py || [ $$? = 5 ]
-	cd tests/benchmarks && $(PYTHON) bench_ttft.py --shape qwen2.5-3b --tokens 6000 --count 3 $(ARGS)
-	cd tests/benchmarks && $(PYTHON) bench_ttft.py --shape llama-3.1-8b --tokens 6000 --count 3 $(ARGS)
-
-kernel-check: export PYTHONPATH := kernels:$(PYTHONPATH)
-kernel-check: ## The kernels against float64 on the GPU, under compute-sanitizer where there is one, then their speed; needs torch and pytest alone
-	$(PYTHON) $(KERNEL_TESTS)/test_torch_path.py tests/kernels/test_gpu.py
-	@if command -v compute-sanitizer > /dev/null; then \
-		compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) $(KERNEL_TESTS)/test_gpu.py -k "dim64 or dim128 or half" && \
-		compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) $(KERNEL_TESTS)/test_gpu.py -k "dim64 or dim128"; \
-	else echo "compute-sanitizer is not installed: skipped"; fi
-	cd tests/benchmarks && PYTHONPATH=../../kernels $(PYTHON) bench_kernels.py $(ARGS)
+kernel-check: ## Of gpu-check, what needs torch and pytest alone: the kernels against float64, their speed, compute-sanitizer where there is one
+	$(PYTHON) tests/gpu_check.py --only torch kernel memcheck racecheck $(ARGS)
 
 kernel-compile: setup ## Every variant of every kernel for every architecture with both NVRTCs (four core minutes, in CI too)
 	$(BIN)/python -m pytest -q tests/kernels/test_compile.py

@@ -1,4 +1,4 @@
-"""``make gpu-check`` without a GPU: its commands, and the time-to-first-token script on a tiny shape."""
+"""``make gpu-check`` without a GPU: its steps, their limits, and the scripts that they run on tiny shapes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,92 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_check
 import pytest
+from gpu_check import Step
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_every_command_of_a_dry_run_is_one() -> None:
+@pytest.mark.parametrize("target", ["gpu-check", "kernel-check"])
+def test_make_passes_its_arguments_on(target: str) -> None:
     done = subprocess.run(
-        ["make", "-n", "gpu-check", "ARGS=--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "-n", target, "ARGS=--dry-run"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    benches = [line for line in done.stdout.splitlines() if "bench_" in line]
-    assert [line.split("bench_")[1].split(".py")[0] for line in benches] == ["kernels", "ttft", "ttft"]
-    assert all(line.endswith("--dry-run") for line in benches)
+    (line,) = done.stdout.splitlines()
+    assert "tests/gpu_check.py" in line
+    assert line.endswith("--dry-run")
 
 
-def test_a_dry_run_goes_through_every_step_and_says_that_nothing_was_measured(tmp_path: Path) -> None:
+def test_steps_name_files_that_exist_and_leave_each_other_time() -> None:
+    for is_dry in (False, True):
+        steps = gpu_check.steps(is_dry, None)
+        assert len({s.name for s in steps}) == len(steps)
+        assert all(s.limit <= 160 for s in steps), "one slow step would eat the others' time"
+        for step in steps:
+            files = [a for a in step.command[1:] if a.endswith(".py")]
+            assert files
+            assert all((step.folder / f).is_file() for f in files)
+        benches = [s for s in steps if "bench_" in " ".join(s.command)]
+        assert len(benches) == 3
+        assert all(("--dry-run" in s.command) == is_dry for s in benches)
+
+
+def python(name: str, code: str, limit: float = 30, needs: tuple[str, ...] = ()) -> Step:
+    return Step(name, (sys.executable, "-c", code), limit, needs)
+
+
+def test_a_step_that_fails_hangs_or_lacks_a_package_does_not_keep_the_next_from_running(tmp_path: Path) -> None:
+    todo = [
+        python("fails", "raise SystemExit(3)"),
+        python("hangs", "import time; time.sleep(100)", limit=1.5),
+        python("lacks", "", needs=("torch", "no_such_package")),
+        Step("no program", ("no-such-program",), 30, ()),
+        python("sees", "import kvrag_kernels, os; assert os.environ['HF_HUB_OFFLINE'] == '1'"),
+    ]
+    assert gpu_check.main(["--out", str(tmp_path)], todo) == 1
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["steps"]
+    assert [(s["step"], s["outcome"], s.get("why")) for s in found] == [
+        ("fails", "failed", "exit status 3"),
+        ("hangs", "failed", "not over after 1.5 s"),
+        ("lacks", "left out", "not installed: no_such_package"),
+        ("no program", "left out", "not installed: no-such-program"),
+        ("sees", "passed", None),
+    ]
+    assert found[1]["seconds"] < 20
+
+
+def test_the_time_for_all_steps_is_kept(tmp_path: Path) -> None:
+    todo = [python("hangs", "import time; time.sleep(100)"), python("late", "")]
+    assert gpu_check.main(["--seconds", "1.5", "--out", str(tmp_path)], todo) == 1
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["steps"]
+    assert found[0]["why"].startswith("not over after 1.")
+    assert found[1]["why"] == "no time was left"
+    assert found[1]["outcome"] == "left out"
+
+
+def test_results_are_written_before_the_next_step(tmp_path: Path) -> None:
+    """What a step finds when it looks: the outcome of the one before."""
+    look = f"import json; assert len(json.load(open({str(tmp_path / 'gpu-check.json')!r}))['steps']) == 1"
+    assert gpu_check.main(["--out", str(tmp_path)], [python("first", ""), python("second", look)]) == 0
+
+
+def test_only_some_steps(tmp_path: Path) -> None:
+    todo = [python("kernels", ""), python("kernel benchmark", ""), python("ttft", "raise SystemExit(1)")]
+    assert gpu_check.main(["--only", "kernel", "--out", str(tmp_path)], todo) == 0
+    assert len(json.loads((tmp_path / "gpu-check.json").read_text())["steps"]) == 2
+
+
+def test_without_a_gpu_nothing_is_called_proven(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "has_gpu", lambda: False)
+    assert gpu_check.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured(tmp_path: Path) -> None:
     command = [sys.executable, "bench_ttft.py", "--shape", "llama-3.1-8b", "--dry-run", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT / "tests" / "benchmarks", capture_output=True, text=True, check=True)
     (written,) = tmp_path.iterdir()
@@ -33,3 +103,15 @@ def test_a_dry_run_goes_through_every_step_and_says_that_nothing_was_measured(tm
         summary = result[tier]["summary"]
         assert set(summary) == {"default", "ratio 0.05"}
         assert all(row["exactness"] == ["repaired"] for row in summary.values())
+
+
+def test_a_dry_run_of_the_kernels_benchmark_has_every_part(tmp_path: Path) -> None:
+    command = [sys.executable, "bench_kernels.py", "--dry-run", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT / "tests" / "benchmarks", capture_output=True, text=True, check=True)
+    result = json.loads((tmp_path / "kernels.json").read_text())
+    assert result["measured"] is False
+    assert result["targets"] == result["failed"] == result["left_out"] == []
+    assert len(result["attention"]) == 2
+    assert all(row["rms_error"]["kvrag torch"] < 1e-5 for row in result["attention"])
+    assert {"packed_ms", "one_at_a_time_ms", "causal_prefill_ms"} <= set(result["precompute"])
+    assert len(result["stitch"]) == 4

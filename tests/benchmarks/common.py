@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+import kvrag
+
 RESULTS = Path(__file__).parent / "results"
 INSTRUCTION = "Answer the question after reading the passages, within 5 words."
 
@@ -76,19 +78,26 @@ def machine() -> dict[str, Any]:
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "--", "kvrag"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
+    dirty = git("status", "--porcelain", "--", "kvrag")
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers", "kvrag")},
-        "commit": commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else ""),
+        "versions": {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
+        | {"kvrag": kvrag.__version__},
+        "commit": git("rev-parse", "HEAD") + ("+changes" if dirty else ""),
     }
+
+
+def git(*arguments: str) -> str:
+    """Return what git says of the checkout, or nothing where there is no git or none of its folders."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
 def write_result(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:

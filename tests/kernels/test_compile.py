@@ -57,7 +57,9 @@ def assert_fits(compiler: nvrtc.Nvrtc, source: str, options: tuple[str, ...], ar
         assert usage.spill_bytes == 0, f"{what} spills {usage.spill_bytes} bytes"
         assert usage.registers <= BUDGET[kernel], f"{what} uses {usage.registers} registers"
         if kernel == "ragged_sm90":
-            assert usage.registers == HOPPER_REGISTERS, f"{what}: warpgroups take more registers than the block was given"
+            assert usage.registers == HOPPER_REGISTERS, (
+                f"{what}: warpgroups take more registers than the block was given"
+            )
 
 
 @pytest.mark.slow

@@ -55,7 +55,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played: Driver) -> None:
     module = driver.CudaModule(b"cubin", 0)
     module.launch("kernel", 3, 128, 64 * 1024, b"arguments")
-    threads = [threading.Thread(target=module.launch, args=("kernel", 5, 128, 64 * 1024, b"arguments")) for _ in range(2)]
+    threads = [
+        threading.Thread(target=module.launch, args=("kernel", 5, 128, 64 * 1024, b"arguments")) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -186,7 +186,7 @@ def test_nothing_is_loaded_while_a_graph_is_captured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
     monkeypatch.setattr(runtime.Modules, "_load", lambda *_: "module")
     variant = runtime.variants("sm_90")[0]
-    with pytest.raises(RuntimeError, match="not loaded yet .* run the call once before"):
+    with pytest.raises(RuntimeError, match=r"not loaded yet .* run the call once before"):
         runtime.modules.get(variant, 0)
     is_capturing[0] = False
     assert runtime.modules.get(variant, 0) == "module"

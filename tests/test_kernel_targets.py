@@ -1,0 +1,86 @@
+"""Verdicts of the kernels' benchmark: every target from made-up numbers, for it can be met nowhere here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+
+from kernel_shapes import SHORT
+from kernel_targets import verdicts
+
+
+def made_up(speed: float) -> dict[str, Any]:
+    """A result in which everything of ours takes ``1 / speed`` times its yardstick's time."""
+    rows = []
+    for shape in SHORT:
+        times = {
+            "kvrag sm90": 1e-2 / speed,
+            "kvrag mma": 1e-2 / speed,
+            "flex attention": 1e-2,
+            "sdpa cudnn, mask": 1e-2,
+        }
+        times |= {"sdpa efficient, mask": "RuntimeError: no", "sdpa flash, causal": 1e-2, "sdpa cudnn, causal": 1e-2}
+        rates = {"kvrag sm90": 800 * speed, "kvrag mma": 800 * speed}
+        error = {"kvrag sm90": 1e-3 / speed, "kvrag mma": 1e-3 / speed, "sdpa": 1e-3}
+        row = {"shape": shape.name, "dim": shape.dim, "keys": shape.keys, "ratio": shape.ratio}
+        rows.append(row | {"ms": times, "useful_tflops": rates, "rms_error": error})
+    stitched = {f"{c}, auto": {"ms": 1 / speed, "gb_s": 3000 * speed} for c in ("16-bit", "int8")}
+    chain = {f"{c}, torch": {"ms": 1.0, "gb_s": 3000} for c in ("16-bit", "int8")}
+    precompute = {"packed_ms": 1 / speed, "one_at_a_time_ms": 1.0, "causal_prefill_ms": 1.0}
+    return {
+        "matmul_tflops": 800.0,
+        "copy_gb_s": 3000.0,
+        "attention": rows,
+        "stitch": stitched | chain,
+        "precompute": precompute,
+    }
+
+
+def test_every_target_has_a_verdict() -> None:
+    fast, slow = verdicts(made_up(5.0)), verdicts(made_up(0.2))
+    assert {v["verdict"] for v in fast} == {"met"}
+    assert {v["verdict"] for v in slow} == {"missed"}
+    names = "\n".join(v["target"] for v in fast)
+    for kernel in ("mma", "sm90"):
+        for shape in ("16/2 hd128 N=32768", "32/8 hd128 N=8192", "14/2 hd64 N=32768"):
+            assert f"{kernel}, {shape} 15% uniform: share of the matmul" in names
+            assert f"{kernel}, {shape} 15% uniform: × the best SDPA with a mask" in names
+            assert f"{kernel}, {shape} 15% uniform: × FlexAttention" in names
+            assert f"{kernel}, {shape} 15% uniform: × SDPA's own error" in names
+        assert f"{kernel}, 32/8 hd128 N=2048 15% uniform: µs per layer" in names
+    assert "mma, 32/8 hd128 N=8192 100% uniform: × sdpa flash, causal" in names
+    assert "sm90, 32/8 hd128 N=8192 100% uniform: × sdpa cudnn, causal" in names
+    for what in ("share of the device copy", "the eager chain", "one at a time", "one causal prefill"):
+        assert what in names
+
+
+def test_the_kernels_have_targets_of_their_own() -> None:
+    between = {v["target"]: v["verdict"] for v in verdicts(made_up(0.5))}
+    shape = "16/2 hd128 N=32768 15% uniform: share of the matmul's TFLOP/s"
+    assert between[f"mma, {shape}"] == "met"
+    assert between[f"sm90, {shape}"] == "missed"
+
+
+@pytest.mark.parametrize("absent", ["matmul_tflops", "copy_gb_s", "stitch", "precompute"])
+def test_what_was_not_measured_is_neither_met_nor_missed(absent: str) -> None:
+    result = made_up(5.0)
+    del result[absent]
+    found = {v["verdict"] for v in verdicts(result)}
+    assert found == {"met", "not measured"}
+
+
+def test_a_kernel_that_failed_is_not_measured_and_one_that_is_not_there_has_no_target() -> None:
+    result = made_up(5.0)
+    for row in result["attention"]:
+        row["ms"]["kvrag sm90"] = "given up: see failures"
+        row["useful_tflops"].pop("kvrag sm90")
+        row["rms_error"].pop("kvrag sm90")
+        del row["ms"]["kvrag mma"]
+    found = [v for v in verdicts(result) if not v["target"].startswith(("stitch", "precompute"))]
+    assert all(v["target"].startswith("sm90") and v["verdict"] == "not measured" for v in found)
+    assert found
