@@ -15,8 +15,10 @@ HOPPER = (9, 0)
 """The compute capability that has a kernel of its own: its instructions (``sm_90a``) exist on no other, newer ones included."""
 
 HOPPER_REGISTERS = 168
-"""Registers a thread of ``ragged_sm90.cu`` at launch: 384 × 168 are the 128 × 40 and 256 × 232 that its warpgroups ask for. With fewer, they
-would wait for ever."""
+"""Registers a thread of ``ragged_sm90.cu`` at launch: 384 × 168 are the 128 × 40 and 256 × 232 that its warpgroups ask for.
+
+With fewer, they would wait for ever.
+"""
 
 ITEMS_PER_PROCESSOR = 2
 """Work items aimed at per multiprocessor: near-equal items in two waves waste little, and partial results stay under 64 MiB."""

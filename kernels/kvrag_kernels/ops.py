@@ -43,8 +43,8 @@ def ragged_attention(
     q
         ``(B, H, R, D)``, floating point, any strides.
     k, v
-        ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)`` in the dtype of ``q``, any strides; ``H`` is a multiple of ``H_kv``. Keys that some
-        row sees must be finite.
+        ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)`` in the dtype of ``q``, any strides; ``H`` is a multiple of ``H_kv``. Keys and
+        values up to the last one that some row sees must be finite: one that no row sees weighs 0, and 0 times a NaN is a NaN.
     hi
         Integer ``(R,)`` or ``(B, R)``, in any order; the last key that each row sees. Below 0 (or below ``lo``): none but the prefix.
     lo
@@ -73,6 +73,7 @@ def ragged_attention(
         If shapes, dtypes or options don't fit together.
     """
     check_attention(q, k, v, hi, lo, scale, softcap, sinks)
+    check_devices(q, plan=plan)
     result = torch.ops.kvrag.ragged_attention(
         q, k, v, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks, plan=plan
     )
@@ -136,6 +137,15 @@ def check_attention(
             f"scale is {scale} and softcap {softcap}; scale must be positive and softcap at least 0 (0: none)"
         )
 
+    check_devices(q, k=k, v=v, hi=hi, lo=lo, sinks=sinks)
+
+
+def check_devices(q: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Refuse tensors of another device than ``q``'s: a kernel that reads their addresses ends the process's CUDA context."""
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move it to q's device")
+
 
 def _limit_shapes(q: torch.Tensor) -> tuple[tuple[int, ...], ...]:
     return (q.shape[2],), (q.shape[0], q.shape[2])
@@ -172,11 +182,9 @@ def _compute(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if q.is_cuda:
-        done = runtime.attend(launch.Call(q, k, v, hi, lo, prefix, scale, softcap, sinks), plan)
-        if done is not None:
-            return done
-    return torch_path.attend(q, k, v, hi, lo, prefix, scale, softcap, sinks)
+    call = launch.Call(q, k, v, hi, lo, prefix, scale, softcap, sinks)
+    done = runtime.attend(call, plan) if q.is_cuda else None
+    return torch_path.attend(call) if done is None else done
 
 
 def _plan(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from kvrag_kernels import launch, runtime
-from kvrag_kernels.ops import check_attention
+from kvrag_kernels.ops import check_attention, check_devices
 from kvrag_kernels.torch_path import Limits
 
 _LIBRARY: Any = torch.library.Library("kvrag", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -49,6 +49,7 @@ def probe_mass(
         If shapes, dtypes or options don't fit together.
     """
     check_attention(q, k, k, hi, lo, scale, softcap, sinks)
+    check_devices(q, lse=lse)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse has the shape {tuple(lse.shape)}; rows and heads of q need {tuple(q.shape[:3])}")
     result = torch.ops.kvrag.probe_mass(q, k, lse, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks)

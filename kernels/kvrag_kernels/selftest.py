@@ -6,6 +6,7 @@ The emulator stands for our reading of TMA and wgmma, not for the device. Where 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -58,9 +59,9 @@ def compare(call: launch.Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     DriverError
         If they differ by more than rounding.
     """
-    q, k, v = (x.float().cpu() for x in (call.q, call.k, call.v))
+    on_host = {name: getattr(call, name).float().cpu() for name in ("q", "k", "v")}
     lo = None if call.lo is None else call.lo.cpu()
-    want, want_lse = torch_path.attend(q, k, v, call.hi.cpu(), lo, call.prefix, call.scale, call.softcap, None)
+    want, want_lse = torch_path.attend(replace(call, **on_host, hi=call.hi.cpu(), lo=lo))
     error = float((out - want).abs().nan_to_num(float("inf")).max())
     lse_error = float((lse - want_lse).abs().nan_to_num(float("inf")).max())
     if error > _TOLERANCE[call.q.dtype] or lse_error > 1e-3:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrag_kernels.launch import Call
+
 MAX_SCORES = 2**22
 """Scores of one block over all its heads: 16 MiB in float32, and what a core's caches can still stream."""
 
@@ -68,28 +70,19 @@ def _bounds(hi: torch.Tensor, lo: torch.Tensor, size: int) -> list[list[int]]:
     return torch.stack([hi.amin(1), hi.amax(1), lo.amin(1), lo.amax(1)], dim=1).tolist()
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    hi: torch.Tensor,
-    lo: torch.Tensor | None,
-    prefix: int,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``out (B, H, R, D_v)``, stored row by row as ``(B, R, H, D_v)``, and ``lse (B, H, R)``; see :mod:`kvrag_kernels.ops`."""
-    q, k, v = (
-        x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v)
-    )  # torch's CPU flash kernel ignores that stride
+    hi, lo, sinks = call.hi, call.lo, call.sinks
+    q, k, v = (  # torch's CPU flash kernel ignores that stride
+        x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v)
+    )
     batch, heads, rows, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     is_shared = hi.dim() == 1 and (lo is None or lo.dim() == 1)
     for b in [slice(0, batch)] if is_shared else [slice(i, i + 1) for i in range(batch)]:
-        limits = Limits.of(_row_of(hi, b), None if lo is None else _row_of(lo, b), prefix, k.shape[2])
-        _attend(q[b], k[b], v[b], limits, scale, softcap, out[b], lse[b])
+        limits = Limits.of(_row_of(hi, b), None if lo is None else _row_of(lo, b), call.prefix, k.shape[2])
+        _attend(q[b], k[b], v[b], limits, call.scale, call.softcap, out[b], lse[b])
     if sinks is not None:
         out.copy_(out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None])
     return out, lse

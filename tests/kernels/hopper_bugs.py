@@ -190,4 +190,20 @@ BUGS = {
         "        group_sync(ROWS_BARRIER, THREADS);  // no queries",
         "        // no queries",
     ),
+    "a turn is not waited for": ("long", "        take_turn();\n", ""),
+    "a turn is never given": ("long", "        if (is_first || n + 1 < count) give_turn();", "       "),
+    "nobody has the first turn": ("long", "    if (!is_first && count > 1) give_turn();\n", ""),
+    "both have the first turn": (
+        "long",
+        "    if (!is_first && count > 1) give_turn();",
+        "    if (count > 1) give_turn();",
+    ),
+    "a turn is given that nobody takes": ("long", "if (is_first || n + 1 < count) give_turn", "give_turn"),
+    "a turn is given to oneself": ("long", "turn_of(1 - thread_id() / 128)", "turn_of(thread_id() / 128)"),
+    "the two turns are one": ("long", "return TURN_BARRIER + warpgroup;", "return TURN_BARRIER;"),
+    "a turn is given where no tiles follow": (
+        "dim64",
+        "    if (!is_first && count > 1) give",
+        "    if (!is_first) give",
+    ),
 }

@@ -108,3 +108,5 @@ def test_log_sums_of_other_rows_are_refused() -> None:
     inputs, options, lse, _ = prepared(BASE, torch.float32)
     with pytest.raises(ValueError, match="lse has the shape"):
         probe_mass(**inputs, lse=lse[:, :2], **options)
+    with pytest.raises(ValueError, match="lse is on meta"):
+        probe_mass(**inputs, lse=lse.to("meta"), **options)

@@ -22,6 +22,8 @@ DEV void barrier_wait(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
+// Named barriers: `threads` threads meet, of which some arrive and go on.
+DEV void group_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEV void group_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Own writes to shared memory so far, barriers included, become visible to copies and products, which run in a proxy of their own.

@@ -8,7 +8,7 @@
 #include "rows.cuh"
 #include "tiles.cuh"
 
-static_assert(SLABS == 1 && WARPS % 4 == 0, "a warpgroup multiplies 64 rows, 16 of each warp");
+static_assert(SLABS == 1 && WARPS == 8, "two warpgroups multiply 64 rows each, 16 of each warp");
 constexpr int ALL_THREADS = THREADS + 128;  // the multiplying warpgroups, then the one that copies
 constexpr int PANELS = (D + 63) / 64;
 constexpr u32 PANEL_ROW = 128;
@@ -16,6 +16,7 @@ constexpr u32 Q_TILE = PANELS * BM * PANEL_ROW, KV_TILE = PANELS * BN * PANEL_RO
 constexpr u32 ATOM = 8 * PANEL_ROW;
 enum { FULL_K, FULL_V, EMPTY_K, EMPTY_V };  // barriers, two each: one per stage
 constexpr int ROWS_BARRIER = 1;             // named barrier of the multiplying warpgroups; 0 is block_sync's
+constexpr int TURN_BARRIER = 2;             // two: whose turn it is to multiply
 
 struct TmaAttention {
     TensorMap k_map, v_map;
@@ -145,9 +146,22 @@ DEV void release(const Places& x, int kind, int n) {
     if ((thread_id() & 31) == 0) barrier_arrive(barrier_of(x, kind, n));
 }
 
+// The two warpgroups take turns at the multiplier, the first one first: while one's products run, the other softens, and neither keeps both
+// waiting. Wide heads multiply for longer than they soften and need no turns.
+constexpr bool TAKES_TURNS = D <= 128;
+DEV int turn_of(int warpgroup) { return TURN_BARRIER + warpgroup; }
+DEV void take_turn() {
+    if (TAKES_TURNS) group_sync(turn_of(thread_id() / 128), THREADS);
+}
+DEV void give_turn() {
+    if (TAKES_TURNS) group_arrive(turn_of(1 - thread_id() / 128), THREADS);
+}
+
 DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& t, int first, int count) {
     float s[1][BN / 8][4], fades[1][2];
     u32 a[BN / 16][4];
+    const bool is_first = thread_id() < 128;
+    if (!is_first && count > 1) give_turn();
     barrier_wait(barrier_of(x, FULL_K, 0), full_parity(0));
     product_begin();
     start_scores(s[0], x, x.k);
@@ -159,6 +173,7 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
 #pragma unroll 1
     for (int n = 1; n < count; n++) {
         barrier_wait(barrier_of(x, FULL_K, n), full_parity(n));
+        take_turn();
         settle(s[0]);
         product_begin();
         start_scores(s[0], x, x.k + (n & 1) * KV_TILE);
@@ -167,6 +182,7 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
         settle(a);
         product_begin();
         start_outputs(w.out[0], a, x.v + (n - 1 & 1) * KV_TILE);
+        if (is_first || n + 1 < count) give_turn();  // after the last turn, nobody waits for one
         product_wait<1>();
         settle(s[0]);
         release(x, EMPTY_K, n);

@@ -32,13 +32,15 @@ struct Products {
     std::vector<Reading> readings;  // of the warp, with its first lane
     std::vector<u64> issued;        // operands, to compare with the other warps'
 };
+// A named barrier: who is there, and whether some only arrive. Those may be anywhere by then, so that nobody learns of anybody's writes.
+struct Named { int id; u64 generation; bool has_passers; std::vector<int> there; };
 struct Hopper {
     std::vector<std::pair<u32, Barrier>> barriers;
     std::vector<Box> boxes;
     std::vector<Products> products;
     std::vector<int> registers;                  // per warp
-    std::vector<std::pair<int, Meeting>> named;  // by barrier id
-    int pool = 0;
+    std::vector<Named> named;
+    int pool = 0, ended = 0;
 };
 inline Hopper& h() {
     static Hopper hopper;
@@ -262,6 +264,7 @@ inline void reset_hopper() {
     x.products.assign(threads, Products());
     x.registers.assign(threads / 32, each);
     x.pool = 65536 - threads * each;
+    x.ended = 0;
 }
 inline bool land_one(bool is_stuck) {
     auto& boxes = h().boxes;
@@ -274,6 +277,9 @@ inline bool land_one(bool is_stuck) {
 }
 inline void check_ended() {
     if (!h().products[m().now->index].results.empty()) fail("the kernel ended before its products were over");
+    if (++h().ended < static_cast<int>(m().warps.size()) * 32) return;
+    for (const Named& x : h().named)
+        if (!x.there.empty()) fail("threads wait for nobody at a named barrier when the kernel ends");
 }
 inline const bool installed = [] {
     m().reset = reset_hopper;
@@ -302,20 +308,31 @@ DEV void barrier_wait(u32 bar, u32 parity) {
     const emu::Barrier& b = emu::barrier(bar);
     if (!b.published.empty()) emu::join(emu::m().now->clock, b.published);
 }
-DEV void group_sync(int id, int threads) {
+inline size_t emu_meet(int id, int threads, bool passes) {
     auto& named = emu::h().named;
-    auto at = std::find_if(named.begin(), named.end(), [id](const auto& x) { return x.first == id; });
-    if (at == named.end()) at = named.insert(at, {id, emu::Meeting()});
-    const size_t index = at - named.begin();
-    const u64 generation = named[index].second.generation;
+    const int self = emu::m().now->index;
+    size_t i = 0;
+    while (i < named.size() && named[i].id != id) i++;
+    if (i == named.size()) named.push_back({id, 0, false, {}});
+    emu::Named& x = named[i];
+    if (std::find(x.there.begin(), x.there.end(), self) != x.there.end()) emu::fail("a thread comes to a named barrier twice");
     emu::m().steps++;
-    if (++named[index].second.arrived == threads) {
-        named[index].second.arrived = 0;
-        named[index].second.generation++;
-        emu::synchronise(emu::m().now->index / threads * threads, threads);
-    } else {
-        while (emu::h().named[index].second.generation == generation) emu::yield();
+    x.has_passers |= passes;
+    x.there.push_back(self);
+    if (static_cast<int>(x.there.size()) == threads) {
+        if (!x.has_passers) emu::synchronise(self / threads * threads, threads);
+        x.generation++, x.has_passers = false;
+        x.there.clear();
     }
+    return i;
+}
+DEV void group_arrive(int id, int threads) { emu_meet(id, threads, true); }
+DEV void group_sync(int id, int threads) {
+    u64 generation = 0;
+    for (const auto& x : emu::h().named)
+        if (x.id == id) generation = x.generation;
+    const size_t i = emu_meet(id, threads, false);
+    while (emu::h().named[i].generation == generation) emu::yield();
 }
 DEV void publish_to_async() {
     emu::Thread& t = *emu::m().now;
