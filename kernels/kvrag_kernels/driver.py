@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from kvrag_kernels.launch import map_sizes
+from kvrag_kernels.launch import MAP_ALIGNMENT, map_sizes
 
 _MAX_DYNAMIC_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``."""
@@ -104,8 +104,8 @@ class CudaModule:
     def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
         """Encode a ``CUtensorMap`` of ``(B, H, N, D)``, 16-bit, ``D`` contiguous, other strides multiples of 16 bytes."""
         sizes, strides = map_sizes(x)
-        buffer = ctypes.create_string_buffer(128 + 64)  # the map has to lie on a multiple of 64 bytes
-        start = -ctypes.addressof(buffer) % 64
+        buffer = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
+        start = -ctypes.addressof(buffer) % MAP_ALIGNMENT
         u32 = ctypes.c_uint32 * 4
         code = _library().cuTensorMapEncodeTiled(
             ctypes.c_void_p(ctypes.addressof(buffer) + start),

@@ -14,8 +14,8 @@ from kvrag_kernels.geometry import COMBINE_THREADS, PLAN_THREADS, Geometry, Plan
 _ATTENTION = struct.Struct("12Q 11q 9i 2f 4x")
 """``struct Attention`` of ``csrc/tiles.cuh``."""
 
-_MAP_ALIGNMENT = 64
-"""Bytes, of the arguments that hold tensor maps."""
+MAP_ALIGNMENT = 128
+"""Bytes, of tensor maps and of the arguments that hold them: CUDA 13's, and twice CUDA 12's."""
 
 _MAX_MAP_STRIDE = 2**40
 """Bytes; strides of a tensor map are shorter."""
@@ -124,7 +124,7 @@ def attend(
 def _with_maps(module: Module, geometry: Geometry, call: Call, arguments: bytes) -> bytes:
     """Return the bytes of ``struct TmaAttention``: the maps of keys and values, then the arguments that every kernel takes."""
     maps = [module.tensor_map(x, geometry.keys) for x in (call.k, call.v)]
-    return b"".join(maps) + arguments + bytes(-len(arguments) % _MAP_ALIGNMENT)
+    return b"".join(maps) + arguments + bytes(-len(arguments) % MAP_ALIGNMENT)
 
 
 def map_sizes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

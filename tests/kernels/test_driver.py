@@ -20,6 +20,7 @@ class Driver:
     def __init__(self, registers: int = 168) -> None:
         self.calls: list[str] = []
         self.launched: list[tuple[int, ...]] = []
+        self.maps: list[tuple[Any, ...]] = []
         self._registers, self._of_thread = registers, threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -34,6 +35,8 @@ class Driver:
             elif name == "cuFuncGetAttribute":
                 assert args[1] == 4, "not CU_FUNC_ATTRIBUTE_NUM_REGS"
                 args[0]._obj.value = self._registers
+            elif name == "cuTensorMapEncodeTiled":
+                self.maps.append(args)
             elif name == "cuLaunchKernel":
                 assert getattr(self._of_thread, "context", None) == 4711, "CUDA_ERROR_INVALID_CONTEXT"
                 self.launched.append(tuple(a.value for a in args[1:8]))
@@ -96,3 +99,19 @@ def test_rows_off_their_16_bytes_are_moved() -> None:
     for x in (call.q, call.k, call.v):
         assert x.data_ptr() % 16 == 0
         assert torch.equal(x, off)
+
+
+def test_a_tensor_map_is_asked_for_as_the_driver_wants_it(played: Driver) -> None:
+    """Innermost first, strides in bytes and without the innermost, boxes of 128 bytes, on a multiple of 128."""
+    x = torch.empty(2, 100, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+    module = driver.CudaModule(b"cubin", 0)
+    for _ in range(5):
+        assert len(module.tensor_map(x, 128)) == 128
+    for to, kind, rank, address, sizes, strides, box, steps, *choices in played.maps:
+        assert to.value % 128 == 0
+        assert (kind.value, rank.value, address.value) == (9, 4, x.data_ptr())
+        assert (list(sizes), list(strides)) == ([64, 100, 3, 2], [384, 128, 38400])
+        assert (list(box), list(steps)) == ([64, 128, 1, 1], [1, 1, 1, 1])
+        assert [c.value for c in choices] == [0, 3, 3, 0], (
+            "no interleaving, swizzle of 128 bytes, L2 of 256, zeros beyond"
+        )

@@ -3,7 +3,7 @@
 #pragma once
 #include "ptx.cuh"
 
-struct __attribute__((aligned(64))) TensorMap { u64 opaque[16]; };  // of cuTensorMapEncodeTiled
+struct __attribute__((aligned(128))) TensorMap { u64 opaque[16]; };  // of cuTensorMapEncodeTiled; CUDA 12 asks for 64, CUDA 13 for 128
 
 #ifdef KV_EMU
 #include "emu_sm90.h"
