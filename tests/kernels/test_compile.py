@@ -1,6 +1,6 @@
 """Every variant for every architecture with both compilers that users have: no spills, registers within the budget.
 
-Some 600 compilations, half a second each: four core minutes.
+Some 600 compilations, half a second each: five core minutes.
 """
 
 from __future__ import annotations
