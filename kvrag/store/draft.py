@@ -16,7 +16,7 @@ import socket
 import stat
 from collections.abc import Callable
 
-from kvrag.store.directory import Directory
+from kvrag.store.directory import FOLDER, Directory
 
 YOUNG_S = 60.0
 """A file in ``tmp/`` that is younger may belong to a writer that has not locked it yet."""
@@ -55,7 +55,7 @@ class Draft:
         with directory.folder("tmp") as tmp:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._name, flags, 0o600, dir_fd=tmp)
-            self._tmp = os.dup(tmp)
+            self._tmp = os.open(".", FOLDER, dir_fd=tmp)
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,21 +82,28 @@ class Draft:
                     self.write(view[max(0, count) :], offset + max(0, count))
                 count, offset = count - len(view), offset + len(view)
 
-    def publish(self, *place: str) -> bool:
+    def sync(self) -> None:
+        """Bring every byte to the disk, where the store is durable, so that :meth:`publish` has but the name to do."""
+        if self._directory.durable:
+            sync_data(self._fd)
+
+    def publish(self, *place: str, is_synced: bool = True) -> bool:
         """Give the file its name, without replacing another one; ``False`` if the name is taken.
+
+        Without ``is_synced``, its bytes were synced before and the folder is to be afterwards, by who can't wait for that here.
 
         Raises
         ------
         OSError
             If it can't be done; then the name isn't there.
         """
-        if self._directory.durable:
-            sync_data(self._fd)
+        if is_synced:
+            self.sync()
         with self._directory.folder(*place[:-1], make=True) as parent:
             if not self._name_it(self._tmp, parent, place[-1]):
                 return False
             try:
-                if self._directory.durable:
+                if self._directory.durable and is_synced:
                     os.fsync(parent)
             except OSError:
                 # After a failed sync nobody knows what is on the disk.

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from kvrag.errors import StoreError
 from kvrag.store.base import Record, Retention
-from kvrag.store.disk import DiskStore, Withdrawn
+from kvrag.store.disk import DiskStore
+from kvrag.store.disk_writes import Withdrawn
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ class Entry:
     pin: ExitStack
 
 
+EXIT_S = 5.0
+"""How long an exit waits for the thread, when nothing is left to write."""
+
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 
 
@@ -37,7 +41,11 @@ _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 def _write_all() -> None:
     """Lose nothing when the interpreter exits; a queue that has work is kept alive by its thread."""
     for queue in list(_queues):
+        writer = queue.writer
         queue.drain()
+        if writer is not None and queue.pid == os.getpid():
+            # A thread that is still letting go of its tensors when the interpreter is taken down aborts the process.
+            writer.join(EXIT_S)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -131,6 +139,8 @@ class Queue:
             self.errors[key] = str(error)
             self.failed += 1
             self.drop(key)
-        with suppress(StoreError, OSError):  # a row without a file is dropped by who misses it
+        with suppress(
+            StoreError, OSError
+        ):  # a row that can't be removed now is absent to all, and goes when this process has ended
             if not self.disk.contains(key):
                 self.disk.index.remove(key)
