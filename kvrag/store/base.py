@@ -243,3 +243,23 @@ class Tier(KVStore, Protocol):
 
     def flush(self) -> dict[ChunkKey, str]:
         """Wait until all that was put has reached the lowest tier; return what could not since the last call, and why."""
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A store that other processes erase from, so that copies in memory above it must be asked about."""
+
+    def erasure_mark(self) -> str | None:
+        """Return what is another value after every erasure, by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+
+    def is_known(self, key: ChunkKey) -> bool:
+        """Whether a copy of a chunk may be answered with; not once it was erased."""
+
+    def hold(self, record: Record, doc_id: str | None) -> None:
+        """Give a chunk that is in this process's memory alone its row, so that it is found and erased like any other.
+
+        Raises
+        ------
+        StoreError
+            If it can't be written.
+        """

@@ -15,32 +15,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, recovery
-from kvrag.store.base import DEFAULT_PRIORITY, Record, Retention
-from kvrag.store.disk_reads import DiskReads
+from kvrag.store.base import DEFAULT_PRIORITY, Retention
+from kvrag.store.disk_writes import ATTEMPTS, DiskWrites
 from kvrag.store.events import StoreEvent
 from kvrag.store.objects import KEY
-from kvrag.store.references import ReferenceFile
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
-
-ATTEMPTS = 3
-"""How often a put begins anew when another process erases the chunk in its midst."""
-
 
 KEEP = Retention(100)
 
 
-class Withdrawn(StoreError):
-    """A chunk that room was reserved for was erased before it was written."""
-
-
-class DiskStore(DiskReads):
+class DiskStore(DiskWrites):
     """KV in a directory that several processes may share.
 
     Parameters
@@ -91,7 +81,7 @@ class DiskStore(DiskReads):
         doc_id: str | None = None,
         retention: Retention | None = None,
     ) -> int:
-        """Write a chunk that :class:`~kvrag.store.write_behind.WriteBehind` has given room and a row; otherwise as :meth:`put`.
+        """Write a chunk that was given room and a row by :meth:`hold`; otherwise as :meth:`put`.
 
         Raises
         ------
@@ -141,7 +131,8 @@ class DiskStore(DiskReads):
                 return False
             self._restore(header)
             record = header.record()
-        self._add(replace(record, text=text), doc_id, is_reserved=is_reserved)
+        record = replace(record, text=text)
+        self._confirm(record, doc_id, lambda: False) if is_reserved else self._add(record, doc_id)
         if self.contains(key):
             return True
         # Erased meanwhile by another process, which did not see the new reference.
@@ -200,7 +191,7 @@ class DiskStore(DiskReads):
         self._check_writable()
         found = 0
         for key in self.objects.keys() | set(self.rows.keys()):
-            found += self.rows.drop(key, partial(self.objects.erase, key))
+            found += self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True)
         for namespace, digest, _ in self.rows.references():
             self.rows.unlink_text(namespace, digest)
         recovery.drop_references(self.rows, self.references)
@@ -220,80 +211,14 @@ class DiskStore(DiskReads):
         self._flush_hits()
         self._evictor.make_room(need, priority=DEFAULT_PRIORITY if retention is None else retention.priority)
 
-    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None, *, is_reserved: bool) -> int:
-        """Write a blob, its reference and its row; return the bytes written, 0 if another writer was faster."""
-        record = plan.header.record()
-        is_new = self._publish(record.key, plan, kv)
-        try:
-            self._add(record, doc_id, is_reserved=is_reserved)
-        except StoreError:
-            if is_new:
-                # Without its row a chunk can't be found by its text nor erased with its document.
-                with suppress(OSError):
-                    self.objects.erase(record.key)
-            raise
-        if is_new:
-            event = StoreEvent("BlockStored", "disk", (record.key,), "put", record.num_tokens, record.num_bytes)
-            self._events.emit(event)
-        return record.num_bytes if is_new else 0
-
-    def _publish(self, key: ChunkKey, plan: blob.Plan, kv: ChunkKV) -> bool:
-        """Write a blob; ``False`` if another writer was faster."""
-        try:
-            return self.objects.publish(plan, kv, key)
-        except StoreError:
-            raise
-        except OSError as error:
-            raise StoreError(
-                f"the chunk {key[:12]} can't be written to {self._root}: {error.strerror or error}; "
-                "make sure that the directory exists, is writable and has free space"
-            ) from error
-
-    def _add(self, record: Record, doc_id: str | None, *, is_reserved: bool) -> None:
-        """Add a row, with the file of its reference, which comes first: no chunk may outlive its document."""
-        if doc_id is None or record.text is None:
-            return self._add_row(record, doc_id, is_reserved=is_reserved)
-        file = ReferenceFile(record.namespace, doc_id, record.text, record.key)
-        for _ in range(ATTEMPTS):
-            try:
-                is_new = self.references.add(file)
-            except OSError as error:
-                raise StoreError(
-                    f"a reference can't be written to {self._root}: {error.strerror or error}; "
-                    "make sure that the directory exists, is writable and has free space"
-                ) from error
-            try:
-                self._add_row(record, doc_id, is_reserved=is_reserved)
-            except StoreError:
-                if is_new:
-                    with suppress(OSError):
-                        self.references.remove(file.reference)
-                raise
-            if self.references.contains(file.reference):
-                return None
-        raise StoreError(f"the document is erased from {self._root} as fast as it is written; try again later")
-
-    def _add_row(self, record: Record, doc_id: str | None, *, is_reserved: bool) -> None:
-        if not is_reserved:
-            self.rows.add(record, doc_id=doc_id)
-        elif not self.rows.confirm(record, doc_id):
-            raise Withdrawn(
-                f"the chunk {record.key[:12]} was erased before it was written; put it again if it is wanted"
-            )
-
     def _erase(self, key: ChunkKey) -> bool:
         """Erase a chunk everywhere; on a full disk the file goes first, which may make the room for the rest."""
         try:
-            erased = self.rows.drop(key, partial(self.objects.erase, key))
+            erased = self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True)
         except StoreError:
             erased = self.objects.erase(key)
-            self.rows.remove(key)
+            if (self._root / "objects").is_dir():  # a directory that is gone holds nothing, and can't be told so
+                self.rows.drop(key, lambda: False, is_erasure=True)
         if erased:
             self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
         return erased
-
-    def _check_writable(self) -> None:
-        if self._closed:
-            raise StoreError(f"the store {self._root} is closed; open it again")
-        if self.read_only:
-            raise StoreError(f"the store {self._root} is open for reading only; make it writable and open it again")

@@ -15,6 +15,7 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.keys import Keys
 from kvrag.store.base import Index, StoreStats
+from kvrag.store.claims import Claim, is_alive
 from kvrag.store.directory import Directory
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.evict import Budget, Evictor
@@ -60,7 +61,8 @@ class DiskReads(ForkAware):
         self.index: Index = self.rows
         limit = lesser(config.disk_bytes, config.disk_fraction, lambda: file_system(self._root))
         budget = Budget(limit, config.min_free_bytes, config.high_watermark, config.low_watermark)
-        self._evictor = Evictor(self.directory, self.rows, budget, self.objects.erase, self._on_evicted)
+        self._claim = Claim(self.directory)
+        self._evictor = Evictor(self.directory, self.rows, budget, self.objects.erase, self._on_evicted, self.is_held)
         self._readings = Readings()
         self._loader = Loader(lambda identity: self._get(identity, helpers=0))
 
@@ -123,6 +125,30 @@ class DiskReads(ForkAware):
         """Whether a chunk's file is there, without proving its integrity."""
         return self.objects.contains(key)
 
+    def is_held(self, key: ChunkKey) -> bool:
+        """Whether a chunk has no file, but is in the memory of a process that lives."""
+        holder = self.rows.holder(key)
+        return holder is not None and not self.contains(key) and is_alive(self.directory, holder)
+
+    def abandon(self, key: ChunkKey) -> bool:
+        """Remove the row of a chunk that has no file and nobody's memory; whether that was so."""
+
+        def is_abandoned(holder: str | None) -> bool:
+            return not self.contains(key) and not is_alive(self.directory, holder)
+
+        return not self.is_held(key) and self.rows.abandon(key, is_abandoned)
+
+    def erasure_mark(self) -> str | None:
+        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        # Where nothing can be written the index is what it was when it was opened.
+        return None if self.read_only else self.rows.erasure_mark()
+
+    def is_known(self, key: ChunkKey) -> bool:
+        """Whether a copy of a chunk may be answered with: what has no row was erased, or no erasure would find it."""
+        if self._closed or self.read_only:
+            return self.contains(key)
+        return self.rows.get(key) is not None
+
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being evicted by this process until the context ends."""
         return self._evictor.pinned(keys)
@@ -156,6 +182,7 @@ class DiskReads(ForkAware):
             with suppress(StoreError):
                 self._flush_hits()
         self._closed = True
+        self._claim.close()
         self.rows.close()
 
     def _get(self, identity: ChunkIdentity, *, helpers: int) -> ChunkKV | None:
@@ -217,9 +244,7 @@ class DiskReads(ForkAware):
         if self.read_only or self.rows.get(key) is None or not (self._root / "objects").is_dir():
             return
         with suppress(OSError):
-            self.rows.remove(key)
-            if self.contains(key) and (header := self.objects.header(key)):
-                self._restore(header)
+            self.abandon(key)
 
     def _restore(self, header: Header) -> bool:
         """Give a chunk without a row its row back; ``False`` if it has none because it is being erased."""
@@ -228,10 +253,7 @@ class DiskReads(ForkAware):
             return False
         if not self.read_only:
             try:
-                self.rows.add(header.record(), doc_id=None)
-                if not self.contains(key):  # erased meanwhile, by somebody who did not see the row
-                    self.rows.remove(key)
-                    return False
+                return self.rows.restore(header.record(), lambda: self.contains(key))
             except StoreError as error:
                 self._warn_once(str(error))
         return True

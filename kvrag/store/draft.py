@@ -78,6 +78,11 @@ class Draft:
                 self.write(view[max(0, count) :], offset + max(0, count))
             count, offset = count - len(view), offset + len(view)
 
+    def sync(self) -> None:
+        """Bring every byte to the disk, where the store is durable, so that :meth:`publish` has but the name to do."""
+        if self._directory.durable:
+            sync_data(self._fd)
+
     def publish(self, *place: str) -> bool:
         """Give the file its name, without replacing another one; ``False`` if the name is taken.
 
@@ -86,8 +91,7 @@ class Draft:
         OSError
             If it can't be done; then the name isn't there.
         """
-        if self._directory.durable:
-            sync_data(self._fd)
+        self.sync()
         with self._directory.folder("tmp") as tmp, self._directory.folder(*place[:-1], make=True) as parent:
             if not self._name_it(tmp, parent, place[-1]):
                 return False

@@ -65,6 +65,8 @@ class Evictor(ForkAware):
         Erases a chunk's file and returns whether it was there; ``OSError`` if it still is.
     removed
         Told the key of each chunk that left.
+    is_held
+        Whether a chunk has no file and is in a live process's memory: nothing is freed by taking its row.
     """
 
     def __init__(
@@ -74,10 +76,11 @@ class Evictor(ForkAware):
         budget: Budget,
         erase: Callable[[ChunkKey], bool],
         removed: Callable[[ChunkKey], None],
+        is_held: Callable[[ChunkKey], bool] = lambda _: False,
     ) -> None:
         super().__init__()
         self._directory, self._index, self._budget = directory, index, budget
-        self._erase, self._removed = erase, removed
+        self._erase, self._removed, self._is_held = erase, removed, is_held
         self._pins: Counter[ChunkKey] = Counter()
 
     @contextmanager
@@ -136,7 +139,7 @@ class Evictor(ForkAware):
         self, now: int, chunks: list[tuple[Record, Usage]], max_priority: int
     ) -> Iterator[tuple[Record, Usage]]:
         for record, usage in sorted(chunks, key=order(now)):
-            if self._pins[record.key] <= 0 and usage.priority_now() <= max_priority:
+            if usage.priority_now() <= max_priority and self._pins[record.key] <= 0 and not self._is_held(record.key):
                 yield record, usage
 
     def _excess(self, need: int) -> int:

@@ -25,6 +25,9 @@ class ForkAware:
     def _before_fork(self) -> None:
         """Let go of what must not be carried into the child; the lock is held."""
 
+    def _in_child(self) -> None:
+        """Let go of what is the parent's."""
+
 
 _tracked: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 _quiet: list[ForkAware] = []
@@ -59,4 +62,5 @@ def _after_in_child() -> None:
     for item in _quiet:
         item._held_for_fork = False
         item._lock = threading.RLock()
+        item._in_child()
     _quiet.clear()

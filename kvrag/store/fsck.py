@@ -33,7 +33,7 @@ class FsckReport:
     other_versions
         Files of another version of the format; :func:`gc` removes them.
     unknown_rows
-        Rows without a file, which were dropped.
+        Rows without a file, of chunks that no process has in its memory, which were dropped.
     foreign
         Chunks of other keys, or of none, which are checked for damage only: whose they are can't be proven without the keys.
     """
@@ -90,8 +90,7 @@ def fsck(store: DiskStore, keys: Sequence[ChunkKey] | None = None, *, verify_dat
     for key in sorted(store.files()):
         _check(store, key, report, data=verify_data or key in wanted)
     for key in set(store.index.keys()) - store.files():
-        store.index.remove(key)
-        report.unknown_rows += 1
+        report.unknown_rows += store.abandon(key)
     return report
 
 

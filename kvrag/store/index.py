@@ -149,9 +149,9 @@ class DiskIndex(StoreIndex, ForkAware):
         """Erase the file of a chunk or of a reference if it still is to go; see :class:`StoreIndex`."""
         return self._with_room(lambda: super(DiskIndex, self).settle(names, erase))
 
-    def drop(self, key: ChunkKey, erase: Callable[[], bool]) -> bool:
+    def drop(self, key: ChunkKey, erase: Callable[[], bool], *, is_erasure: bool = False) -> bool:
         """Erase a chunk's file and remove its row in one step, and return what ``erase`` did."""
-        return self._with_room(lambda: super(DiskIndex, self).drop(key, erase))
+        return self._with_room(lambda: super(DiskIndex, self).drop(key, erase, is_erasure=is_erasure))
 
     def scrub(self) -> None:
         """Let nothing of erased rows remain in the database's journal, as far as other readers allow it."""

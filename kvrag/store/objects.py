@@ -26,6 +26,7 @@ SUFFIX = ".safetensors"
 OBJECTS, QUARANTINE = "objects", "quarantine"
 
 Rejected = Callable[[ChunkKey, str], None]
+Confirm = Callable[[Callable[[], bool]], bool]
 
 
 class Objects:
@@ -115,14 +116,20 @@ class Objects:
             self.put_away(key, seen, fault.reason)
         return None
 
-    def publish(self, plan: blob.Plan, kv: ChunkKV, key: ChunkKey) -> bool:
-        """Write a blob; ``False`` if it is there already. Raises ``OSError``, and leaves nothing then."""
+    def publish(self, plan: blob.Plan, kv: ChunkKV, key: ChunkKey, confirm: Confirm | None = None) -> bool:
+        """Write a blob; ``False`` if it is there already. Raises ``OSError``, and leaves nothing then.
+
+        ``confirm`` is given what names the blob, once all its bytes are on the disk, and calls that or not; its result is returned.
+        """
         self._clear_way(key)
         with Draft(self._directory, plan.size) as draft:
             gather = Gather(draft)
             blob.write(plan, kv, gather.write)
             gather.flush()
-            return draft.publish(*place_of(key))
+            if confirm is None:
+                return draft.publish(*place_of(key))
+            draft.sync()
+            return confirm(lambda: draft.publish(*place_of(key)))
 
     def erase(self, key: ChunkKey) -> bool:
         """Erase a chunk's file, in quarantine too, and return whether it was there. Raises ``OSError``."""

@@ -7,6 +7,7 @@ import logging
 import sqlite3
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION
 from kvrag.keys import Keys
 from kvrag.store import files, recovery
+from kvrag.store.claims import is_alive
 from kvrag.store.directory import Directory
 from kvrag.store.draft import sweep, write_file
 from kvrag.store.guard import Guard
@@ -99,7 +101,7 @@ def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejec
         index = DiskIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
         index.make_room = lambda: give_up_ballast(directory)
         recovery.finish_erasures(index, objects, references)
-        recovery.reconcile(index, objects, references)
+        recovery.reconcile(index, objects, references, partial(is_alive, directory))
         lay_ballast(directory)
     return Opened(objects, references, index, read_only=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -40,8 +40,20 @@ def drop_references(index: StoreIndex, references: References) -> None:
         index.settle(reference, partial(references.remove, reference))
 
 
-def reconcile(index: DiskIndex, objects: Objects, references: References) -> None:
-    """Add rows for files that have none, and remove rows whose files are gone."""
+def reconcile(
+    index: DiskIndex, objects: Objects, references: References, is_alive: Callable[[str | None], bool] = lambda _: False
+) -> None:
+    """Add rows for files that have none, and remove rows whose files are gone.
+
+    Others may put and erase meanwhile, so each step looks again, in the transaction that makes it.
+
+    Parameters
+    ----------
+    index, objects, references
+        The store's.
+    is_alive
+        Whether the process that has made a claim lives: what it has in its memory keeps its row.
+    """
     files, rows = objects.keys(), set(index.keys())
     # Rows of an index that was not finished, or whose values are gone, may be names alone.
     unknown = sorted(files if index.stale else files - rows, key=objects.age)
@@ -50,13 +62,20 @@ def reconcile(index: DiskIndex, objects: Objects, references: References) -> Non
     for batch in batches(headers(objects, unknown)):
         with index.batch():
             for header in batch:
-                index.add(header.record(), doc_id=None)
+                record = header.record()
+                index.restore(record, partial(objects.contains, record.key))
     for key in rows - files:
         with suppress(StoreError):
-            index.remove(key)
+            _abandon(index, objects, key, is_alive)
     _reconcile_references(index, references)
     if index.stale:
         index.complete()
+    if index.erasure_mark() is None:
+        index.mark_erasure()
+
+
+def _abandon(index: DiskIndex, objects: Objects, key: ChunkKey, is_alive: Callable[[str | None], bool]) -> None:
+    index.abandon(key, lambda holder: not objects.contains(key) and not is_alive(holder))
 
 
 def headers(objects: Objects, keys: Iterable[ChunkKey]) -> Iterator[Header]:
@@ -73,12 +92,14 @@ def _reconcile_references(index: DiskIndex, references: References) -> None:
     names = references.names()
     for batch in batches(names if index.stale else names - rows.keys()):
         with index.batch():
-            for name in batch:
-                file = references.read(name)
-                if file is not None:
+            going = set(index.gone_references())
+            for file in filter(None, map(references.read, batch)):
+                if file.reference not in going:
                     add_reference(index, file)
     for name in rows.keys() - names:
-        _write_again(index, references, rows[name])
+        with suppress(StoreError), index.batch():
+            if index.refers(rows[name]):
+                _write_again(index, references, rows[name])
 
 
 def add_reference(index: StoreIndex, file: ReferenceFile) -> None:
@@ -98,6 +119,8 @@ def _write_again(index: StoreIndex, references: References, reference: tuple[str
     """Write the file of a reference that lost it, because its document would lose its chunks with the index."""
     namespace, digest, doc_id = reference
     for key in index.text_keys(namespace, digest):
+        if index.holder(key) is not None:  # who has it in memory writes both
+            continue
         record = index.get(key)
         text = None if record is None else index.text(namespace, digest)
         if text is not None:

@@ -106,15 +106,19 @@ class RowIndex(ABC):
         """Drop document ``doc_id``; return and remove the keys of the texts that no document references any more."""
         gone: list[ChunkKey] = []
         with self._transaction():
-            for digest in first_names(self._scan(prefix_of("doc", namespace, doc_id))):
+            digests = list(first_names(self._scan(prefix_of("doc", namespace, doc_id))))
+            for digest in digests:
                 self._drop_reference(namespace, digest, doc_id)
                 if not self._is_referenced(namespace, digest):
                     gone += self._drop_text(namespace, digest)
+            if digests:
+                self._on_erased()
         return gone
 
     def unlink_text(self, namespace: str, digest: str) -> list[ChunkKey]:
         """Drop every reference to the text with this digest; return and remove all its keys."""
         with self._transaction():
+            self._on_erased()
             return self._drop_text(namespace, digest)
 
     def remove(self, key: ChunkKey) -> None:
@@ -135,6 +139,10 @@ class RowIndex(ABC):
 
     def _on_new(self, key: ChunkKey) -> None:
         """Do what a new chunk needs, in the same transaction; nothing by itself."""
+        return
+
+    def _on_erased(self) -> None:
+        """Do what an erasure needs, in the same transaction; nothing by itself."""
         return
 
     def _is_there(self, record: Record, doc_id: str | None) -> bool:

@@ -10,8 +10,10 @@ row                            value                             for
 ``last N``                     seq                               the newest number in the log
 ``doc N I D``, ``ref N D I``   1                                 document I references text D, both directions
 ``use K``                      priority, time, hits, cost        what eviction goes by
+``held K``                     name of a claim                   a chunk without a file, in its holder's memory
 ``gone K``                     1                                 a chunk whose file has yet to be erased
 ``unref N D I``                1                                 a reference whose file has yet to be erased
+``erased``                     random                            another one after each erasure
 ``total``, ``clock``           chunks, bytes; accesses           statistics, logical time
 =============================  ================================  ===============================================
 

@@ -1,15 +1,18 @@
-"""What a store's index keeps beside the rows of :class:`~kvrag.store.row_index.RowIndex`: unfinished erasures, and usage."""
+"""What a store's index keeps beside the rows of :class:`~kvrag.store.row_index.RowIndex`: erasures, rows without files, and usage."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrag.store.base import Record, Retention
 from kvrag.store.row_index import RowIndex
 from kvrag.store.rows import first_names, names_of, record_of, row_of, strings_of, text_of, texts_of
 from kvrag.store.usage import Usage
 from kvrag.types import ChunkKey, TextEntry
+
+T = TypeVar("T")
 
 Reference = tuple[str, str, str]
 """Namespace, text digest and document id."""
@@ -23,11 +26,26 @@ class StoreIndex(RowIndex):
         with self._transaction():
             self._refer(namespace, digest, doc_id)
 
-    def confirm(self, record: Record, doc_id: str | None) -> bool:
-        """Add a row that was added before, in one step with looking whether it was erased since; ``False`` if so, or perhaps so.
+    def refers(self, reference: Reference) -> bool:
+        """Whether a document references a text now."""
+        return self._peek(row_of("ref", *reference)) is not None
 
-        A document that was erased holds no reference. Without a document the row itself must still be there, which may also have been
-        dropped by a process that looked for the file too early.
+    def hold(self, record: Record, doc_id: str | None, holder: str) -> None:
+        """Add the row of a chunk that has no file yet, with the name of its holder's :class:`~kvrag.store.claims.Claim`."""
+        with self._transaction():
+            self._add(record, doc_id)
+            self._write(row_of("held", record.key), holder)
+
+    def holder(self, key: ChunkKey) -> str | None:
+        """Name of the claim that a row without a file was added under."""
+        value = self._peek(row_of("held", key))
+        return value if isinstance(value, str) else None
+
+    def confirm(self, record: Record, doc_id: str | None, publish: Callable[[], T]) -> T | None:
+        """Publish the files of a row that :meth:`hold` has added, and return what ``publish`` does; ``None`` if it was erased since.
+
+        It is one step with looking: who erases it does so before, and nothing is published, or after, and finds what was. A document
+        that was erased holds no reference. Without a document the row itself must still be there.
         """
         with self._transaction():
             if doc_id is None or record.text is None:
@@ -35,9 +53,38 @@ class StoreIndex(RowIndex):
             else:
                 row = row_of("ref", record.namespace, record.text.digest, doc_id)
             if self._read(row) is None:
-                return False
+                return None
+            published = publish()
             self._add(record, doc_id)
+            self._erase(row_of("held", record.key))
+        return published
+
+    def restore(self, record: Record, is_there: Callable[[], bool]) -> bool:
+        """Give a file that has no row its row; ``False`` if it is being erased, or ``is_there`` says that it was."""
+        with self._transaction():
+            if self._read(row_of("gone", record.key)) is not None or not is_there():
+                return False
+            self._add(record, None)
         return True
+
+    def abandon(self, key: ChunkKey, is_abandoned: Callable[[str | None], bool]) -> bool:
+        """Remove the row of a chunk that has no file, if ``is_abandoned`` says so, in one step; it is told the row's :meth:`holder`."""
+        with self._transaction():
+            if not is_abandoned(self.holder(key)):
+                return False
+            self._drop_key(key)
+            self._erase(row_of("gone", key))
+        return True
+
+    def erasure_mark(self) -> str | None:
+        """Return what is another value after every erasure, by whatever process; ``None`` where that can't be told."""
+        value = self._peek("erased")
+        return value if isinstance(value, str) else None
+
+    def mark_erasure(self) -> None:
+        """Give :meth:`erasure_mark` another value."""
+        with self._transaction():
+            self._on_erased()
 
     def references(self) -> list[Reference]:
         """Return all references as (namespace, text digest, document id)."""
@@ -82,12 +129,17 @@ class StoreIndex(RowIndex):
             self._erase(row)
         return erased
 
-    def drop(self, key: ChunkKey, erase: Callable[[], bool]) -> bool:
-        """Erase a chunk's file and remove its row in one step, and return what ``erase`` did."""
+    def drop(self, key: ChunkKey, erase: Callable[[], bool], *, is_erasure: bool = False) -> bool:
+        """Erase a chunk's file and remove its row in one step, and return what ``erase`` did.
+
+        With ``is_erasure`` no copy in memory may outlive it; without, it only makes room.
+        """
         with self._transaction():
             erased = erase()
             self._drop_key(key)
             self._erase(row_of("gone", key))
+            if is_erasure:
+                self._on_erased()
         return erased
 
     def scrub(self) -> None:
@@ -124,6 +176,15 @@ class StoreIndex(RowIndex):
         now = self._clock() + 1
         self._write("clock", now)
         self._write(row_of("use", key), Usage(last=now).row())
+
+    def _on_erased(self) -> None:
+        # By chance and not by counting: an index that is made anew must not come to a value that it had before.
+        if self.has_files:
+            self._write("erased", secrets.token_hex(8))
+
+    def _drop_key(self, key: ChunkKey) -> None:
+        super()._drop_key(key)
+        self._erase(row_of("held", key))
 
     def _clock(self) -> int:
         value = self._peek("clock")

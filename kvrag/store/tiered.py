@@ -5,32 +5,25 @@ Tiers stack: the accelerator's memory above the host's, above the disk.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-import torch
-
-from kvrag.errors import StoreError, is_out_of_memory
+from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
-from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, StoreStats, TextLookup, Tier
-from kvrag.store.loader import Loader
+from kvrag.store.base import KVStore, Record, Retention, StoreStats, TextLookup
 from kvrag.store.memory import MemoryStore, copy_kv, priority_of
-from kvrag.store.prefetch import Load, Prefetch, Prefetcher
+from kvrag.store.tiered_reads import TieredReads
 from kvrag.store.write_behind import WriteBehind
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
-
-log = logging.getLogger(__name__)
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 
-class TieredStore:
+class TieredStore(TieredReads):
     """A memory tier in front of a store that lasts. Both give the same bits: what is kept above, the lower one took or gave.
 
-    What the upper one rounds is rounded in every read. A chunk that another process erases stays in this one's memory until it is pushed
-    out or erased here too.
+    What the upper one rounds is rounded in every read. What any process erases is not answered from memory afterwards, where the lower
+    tier is :class:`~kvrag.store.base.Shared`.
 
     Parameters
     ----------
@@ -58,65 +51,12 @@ class TieredStore:
         lower_min_priority: int = 0,
         prefetch: str = "timeout",
     ) -> None:
-        self._memory = memory
-        self._disk = disk
-        self._lower = disk if isinstance(disk, Tier) else None
+        super().__init__(memory, disk, prefetch)
         self._keeps_puts = keeps_puts
         self._min_priority = min_priority
         self._lower_min_priority = lower_min_priority
         self._only_here: set[ChunkKey] = set()
-        self._loader = Loader(self._load)
-        self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
-        self.index: Index = disk.index
         memory.pushed_out = disk.demote if isinstance(disk, TieredStore) else self._lose
-
-    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
-        """Return the chunk's KV from the nearest tier that has it, or ``None``."""
-        kv = self._memory.get(identity)
-        if kv is None:
-            return self._promote(identity)
-        self.touch(chunk_key(identity))
-        return kv
-
-    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
-        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes.
-
-        A chunk that :meth:`prefetch` is reading is not read twice; whether it is waited for is the policy's business.
-        """
-        deadline = time.monotonic() + timeout_s
-        keys = {identity: chunk_key(identity) for identity in dict.fromkeys(identities)}
-        with self.pinned(keys.values()):
-            found = {identity: self._memory.get(identity) for identity in keys}
-            absent = [identity for identity, kv in found.items() if kv is None]
-            for identity in found.keys() - set(absent):
-                self.touch(keys[identity])
-            reads = self._prefetcher.begun([keys[identity] for identity in absent])
-            ours = [identity for identity in absent if keys[identity] not in reads]
-            found.update(zip(ours, self._loader.load_many(ours, timeout_s=timeout_s), strict=True))
-            for identity in absent:
-                if keys[identity] in reads:
-                    brought = self._prefetcher.result(reads[keys[identity]], deadline)
-                    found[identity] = self._memory.peek(identity) or brought
-        return [found[identity] for identity in identities]
-
-    def prefetch(self, chunks: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
-        """Begin to read chunks into this tier and those below, and return at once; keys of nothing don't count as found.
-
-        What is there already, or is being read, is not read again; what finds no room beside the reads under way is left out.
-        """
-        wanted: dict[ChunkKey, ChunkIdentity | None] = {}
-        for chunk in chunks:
-            wanted.update({chunk: wanted.get(chunk)} if isinstance(chunk, str) else {chunk_key(chunk): chunk})
-        loads: dict[ChunkKey, tuple[Load, int]] = {}
-        found = 0
-        for key, identity in wanted.items():
-            if self._memory.contains(key):
-                found += 1
-            elif self._disk.contains(key):
-                found += 1
-                record = self.index.get(key)
-                loads[key] = (self._reader(key, identity), 0 if record is None else record.num_bytes)
-        return self._prefetcher.start(loads, found=found)
 
     def put(
         self,
@@ -151,9 +91,16 @@ class TieredStore:
         """Add a reference to a chunk that is stored already; return whether it is."""
         record = self.index.get(chunk_key(identity)) if self._is_only_here(chunk_key(identity)) else None
         if record is not None:
-            self.index.add(replace(record, text=text), doc_id=doc_id)
+            self.hold(replace(record, text=text), doc_id)
             return True
         return self._disk.link(identity, text=text, doc_id=doc_id)
+
+    def hold(self, record: Record, doc_id: str | None) -> None:
+        """Give a chunk in this process's memory its row in the lower tier's index; raises ``StoreError``."""
+        if self._shared is None:
+            self.index.add(record, doc_id=doc_id)
+        else:
+            self._shared.hold(record, doc_id)
 
     def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
         """Return whose KV is stored for a text."""
@@ -180,7 +127,7 @@ class TieredStore:
             # Memory last: a read that began before may still promote what it found until this call.
             self._only_here.difference_update(keys)
             self._memory.delete(keys)
-            self._drop_orphans()
+            self._follow()
         return found
 
     def forget(self, namespace: str, doc_id: str) -> int:
@@ -192,12 +139,8 @@ class TieredStore:
         finally:
             held = {key for key in here if self.index.get(key) is not None}
             self._memory.delete([key for key in keys if key not in held and not self._disk.contains(key)])
-            self._drop_orphans()
+            self._follow()
         return erased + len(here) - len(held)
-
-    def _drop_orphans(self) -> None:
-        """Take out of memory what is not below any more: the index no longer says whose it is, so no erasure would find it."""
-        self._memory.delete([key for key in self._memory.keys() if not self.contains(key)])  # noqa: SIM118
 
     def demote(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
         """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""
@@ -205,7 +148,7 @@ class TieredStore:
         if priority < self._min_priority or self._memory.contains(key):
             return
         self._memory.keep(identity, copy_kv(kv), retention=Retention(priority), reason="demoted")
-        if not self.contains(key):  # erased meanwhile: an erasure empties the lower tier first
+        if not self.is_known(key):  # erased meanwhile: an erasure takes the row first
             self._memory.delete([key])
 
     def release(self) -> int:
@@ -231,30 +174,6 @@ class TieredStore:
         self._disk.close()
         self._memory.close()
 
-    def touch(self, key: ChunkKey) -> None:
-        """Let the lower tiers know that a chunk is in use, so that they do not evict it for want of hits."""
-        if self._lower is not None:
-            self._lower.touch(key)
-
-    @contextmanager
-    def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
-        """Keep chunks from being pushed out of any tier by this process until the context ends."""
-        keys = list(keys)
-        with self._memory.pinned(keys), nullcontext() if self._lower is None else self._lower.pinned(keys):
-            yield
-
-    def priority(self, key: ChunkKey) -> int:
-        """Return a chunk's priority at present."""
-        return DEFAULT_PRIORITY if self._lower is None else self._lower.priority(key)
-
-    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
-        """Return whose KV is stored under a key."""
-        return self._memory.identity(key) or (None if self._lower is None else self._lower.identity(key))
-
-    def hole(self, identity: ChunkIdentity) -> Hole | None:
-        """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
-        return None if self._lower is None else self._lower.hole(identity)
-
     def _put_here(
         self,
         identity: ChunkIdentity,
@@ -267,9 +186,10 @@ class TieredStore:
         if self.link(identity, text=text, doc_id=doc_id):
             return 0
         blob.check_kv(identity, kv)
-        record = blob.plan(identity, kv, text=text).header.record()
+        # Nothing of the disk's budget is taken.
+        record = replace(blob.plan(identity, kv, text=text).header.record(), num_bytes=0)
+        self.hold(record, doc_id)
         self._only_here.add(record.key)
-        self.index.add(record, doc_id=doc_id)
         own = copy_kv(self._memory.converted(kv), self._memory.device)
         if not self._memory.keep(identity, own, retention=retention, reason="put"):
             self._lose(identity, kv, 0)
@@ -293,48 +213,3 @@ class TieredStore:
             if not self._disk.contains(key):
                 with suppress(StoreError):
                     self.index.remove(key)
-
-    def _reader(self, key: ChunkKey, identity: ChunkIdentity | None) -> Load:
-        def read() -> ChunkKV | None:
-            owner = identity or self.identity(key)
-            return None if owner is None else self._load(owner)
-
-        return read
-
-    def _load(self, identity: ChunkIdentity) -> ChunkKV | None:
-        """Return a chunk that another thread has brought meanwhile, or promote it."""
-        return self._memory.peek(identity) or self._promote(identity)
-
-    def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
-        erasures = self._memory.erasures
-        kv = self._disk.get(identity)
-        if kv is None:
-            return None
-        try:
-            kv = self._memory.converted(kv)
-        except StoreError as error:  # kept on disk by an engine that does not round
-            log.warning("a chunk is computed: %s", error)
-            return None
-        retention = Retention(self.priority(chunk_key(identity)))
-        own = self._on_device(kv)
-        if own is not None:
-            self._memory.keep(identity, own, erasures=erasures, retention=retention)
-        return own or kv
-
-    def _on_device(self, kv: ChunkKV) -> ChunkKV | None:
-        """Return the chunk's tensors in the upper tier's memory; ``None`` where that is full, and then it is given up."""
-        if _is_on(kv, self._memory.device):
-            return kv
-        try:
-            return copy_kv(kv, self._memory.device)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self.release()
-            return None
-
-
-def _is_on(kv: ChunkKV, device: torch.device) -> bool:
-    """Whether a chunk's tensors are in a device's memory; a device without a number is the only one of its kind here."""
-    here = kv.layers[0].keys.device
-    return here.type == device.type and device.index in (None, here.index)

@@ -1,8 +1,9 @@
 """The write policy ``"back"``: a put returns when the chunk is in the host's memory, and a thread brings it to the disk.
 
 A chunk has its row in the index from the put on, so that it is found and erased like any other; its file, and those of its references,
-come later. What is killed in between leaves rows without files, which count as absent. Erasing a document waits for the write that
-is under way, so that nothing comes back after it.
+come later. Until then the row names the process that holds the chunk, so that others leave it alone as long as that lives; what a kill
+leaves are rows without files, which count as absent. Erasing a document waits for the write that is under way, so that nothing comes back
+after it.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ class WriteBehind:
         return [found[identity] for identity in identities]
 
     def unwritten(self, identity: ChunkIdentity) -> ChunkKV | None:
-        """Return the KV of a chunk that waits to be written; its tensors are the store's own."""
+        """Return the KV of a chunk that waits to be written, and was not erased since; its tensors are the store's own."""
         queue = self._queue
         with queue.changes:
             entry = queue.entries.get(chunk_key(identity))
-        return entry.kv if entry is not None and entry.identity == identity else None
+        is_here = entry is not None and entry.identity == identity and self._disk.is_known(entry.record.key)
+        return entry.kv if entry is not None and is_here else None
 
     def put(
         self,
@@ -113,10 +115,22 @@ class WriteBehind:
         record = blob.plan(identity, kv, text=text).header.record()
         blob.check_kv(identity, kv)
         self._disk.make_room(record.num_bytes, retention=retention)
-        self._disk.rows.add(record, doc_id=doc_id)
+        self.hold(record, doc_id)
         if retention is not None:
             self._disk.rows.retain(record.key, retention)
         return record
+
+    def hold(self, record: Record, doc_id: str | None) -> None:
+        """Give a chunk in this process's memory its row; raises as :meth:`DiskStore.hold`."""
+        self._disk.hold(record, doc_id)
+
+    def erasure_mark(self) -> str | None:
+        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        return self._disk.erasure_mark()
+
+    def is_known(self, key: ChunkKey) -> bool:
+        """Whether a copy of a chunk may be answered with: what has no row was erased, or no erasure would find it."""
+        return self._disk.is_known(key)
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already, or waits to be; return whether it is."""
@@ -124,7 +138,7 @@ class WriteBehind:
         with queue.changes:
             entry = queue.entries.get(chunk_key(identity))
             if entry is not None and entry.identity == identity:
-                self.index.add(replace(entry.record, text=text), doc_id=doc_id)
+                self.hold(replace(entry.record, text=text), doc_id)
                 entry.references.append((text, doc_id))
                 return True
         return self._disk.link(identity, text=text, doc_id=doc_id)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from kvrag.errors import StoreError
 from kvrag.store.base import Record, Retention
-from kvrag.store.disk import DiskStore, Withdrawn
+from kvrag.store.disk import DiskStore
+from kvrag.store.disk_writes import Withdrawn
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, on_accelerator, open_store, sizes, tiered
+from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, on_accelerator, open_store, sizes, tiered_reads
 from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -231,8 +231,8 @@ def test_an_accelerator_without_memory_gives_its_tier_up_and_answers(tiers, monk
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(tiered, "_is_on", lambda kv, device: False)
-    monkeypatch.setattr(tiered, "copy_kv", full)
+    monkeypatch.setattr(tiered_reads, "_is_on", lambda kv, device: False)
+    monkeypatch.setattr(tiered_reads, "copy_kv", full)
     assert same_bits(one.store.get(IDENTITIES[1]), make_kv(IDENTITIES[1]))
     assert held(one.gpu) == []
     assert one.store.stats()["gpu"].num_bytes == 0

@@ -1,0 +1,184 @@
+"""What reading through two tiers needs: the half of a tiered store that promotes, reads ahead, and follows the erasures of others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from kvrag.errors import StoreError, is_out_of_memory
+from kvrag.fingerprint import chunk_key
+from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, Shared, Tier
+from kvrag.store.loader import Loader
+from kvrag.store.memory import MemoryStore, copy_kv
+from kvrag.store.prefetch import Load, Prefetch, Prefetcher
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
+
+log = logging.getLogger(__name__)
+
+
+class TieredReads:
+    """Reads of a :class:`~kvrag.store.tiered.TieredStore`."""
+
+    def __init__(self, memory: MemoryStore, disk: KVStore, prefetch: str) -> None:
+        self._memory = memory
+        self._disk = disk
+        self._lower = disk if isinstance(disk, Tier) else None
+        self._shared = disk if isinstance(disk, Shared) else None
+        self._followed: str | None = None
+        self._loader = Loader(self._load)
+        self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
+        self.index: Index = disk.index
+
+    def erasure_mark(self) -> str | None:
+        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        return "" if self._shared is None else self._shared.erasure_mark()
+
+    def is_known(self, key: ChunkKey) -> bool:
+        """Whether a copy of a chunk may be answered with: what has no row below was erased, or no erasure would find it."""
+        return self._shared is None or self._shared.is_known(key)
+
+    def release(self) -> int:
+        """Empty the upper tier, for the sake of its memory, and return its bytes."""
+        return self._memory.release()
+
+    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return the chunk's KV from the nearest tier that has it, or ``None``."""
+        kv = self._held([identity])[identity]
+        if kv is None:
+            return self._promote(identity)
+        self.touch(chunk_key(identity))
+        return kv
+
+    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
+        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes.
+
+        A chunk that :meth:`prefetch` is reading is not read twice; whether it is waited for is the policy's business.
+        """
+        deadline = time.monotonic() + timeout_s
+        keys = {identity: chunk_key(identity) for identity in dict.fromkeys(identities)}
+        with self.pinned(keys.values()):
+            found = self._held(keys)
+            absent = [identity for identity, kv in found.items() if kv is None]
+            for identity in found.keys() - set(absent):
+                self.touch(keys[identity])
+            reads = self._prefetcher.begun([keys[identity] for identity in absent])
+            ours = [identity for identity in absent if keys[identity] not in reads]
+            found.update(zip(ours, self._loader.load_many(ours, timeout_s=timeout_s), strict=True))
+            for identity in absent:
+                if keys[identity] in reads:
+                    brought = self._prefetcher.result(reads[keys[identity]], deadline)
+                    brought = self._memory.peek(identity) or brought
+                    # The read may have begun before an erasure that was over before this call.
+                    found[identity] = brought if self.is_known(keys[identity]) else None
+        return [found[identity] for identity in identities]
+
+    def prefetch(self, chunks: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
+        """Begin to read chunks into this tier and those below, and return at once; keys of nothing don't count as found.
+
+        What is there already, or is being read, is not read again; what finds no room beside the reads under way is left out.
+        """
+        wanted: dict[ChunkKey, ChunkIdentity | None] = {}
+        for chunk in chunks:
+            wanted.update({chunk: wanted.get(chunk)} if isinstance(chunk, str) else {chunk_key(chunk): chunk})
+        loads: dict[ChunkKey, tuple[Load, int]] = {}
+        found = 0
+        for key, identity in wanted.items():
+            if self._memory.contains(key):
+                found += 1
+            elif self._disk.contains(key):
+                found += 1
+                record = self.index.get(key)
+                loads[key] = (self._reader(key, identity), 0 if record is None else record.num_bytes)
+        return self._prefetcher.start(loads, found=found)
+
+    def touch(self, key: ChunkKey) -> None:
+        """Let the lower tiers know that a chunk is in use, so that they do not evict it for want of hits."""
+        if self._lower is not None:
+            self._lower.touch(key)
+
+    @contextmanager
+    def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+        """Keep chunks from being pushed out of any tier by this process until the context ends."""
+        keys = list(keys)
+        with self._memory.pinned(keys), nullcontext() if self._lower is None else self._lower.pinned(keys):
+            yield
+
+    def priority(self, key: ChunkKey) -> int:
+        """Return a chunk's priority at present."""
+        return DEFAULT_PRIORITY if self._lower is None else self._lower.priority(key)
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return whose KV is stored under a key."""
+        return self._memory.identity(key) or (None if self._lower is None else self._lower.identity(key))
+
+    def hole(self, identity: ChunkIdentity) -> Hole | None:
+        """Return what is known of the chunk's latest read, if that gave nothing or is not over; else ``None``."""
+        return None if self._lower is None else self._lower.hole(identity)
+
+    def _held(self, identities: Iterable[ChunkIdentity]) -> dict[ChunkIdentity, ChunkKV | None]:
+        """Return what the upper tier has of some chunks and may be answered with."""
+        is_told = self._follow()
+        found = {identity: self._memory.get(identity) for identity in identities}
+        for identity, kv in found.items():
+            if not is_told and kv is not None and not self.is_known(chunk_key(identity)):
+                found[identity] = None
+        return found
+
+    def _follow(self) -> bool:
+        """Take out of memory what any process has erased since the last call; ``False`` if that can't be told."""
+        mark = self.erasure_mark()
+        if mark is not None and mark != self._followed:
+            # First, so that no read that began before is kept after the look at what is here.
+            self._memory.delete(())
+            self._memory.delete([key for key in self._memory.keys() if not self.is_known(key)])  # noqa: SIM118
+            self._followed = mark
+        return mark is not None
+
+    def _reader(self, key: ChunkKey, identity: ChunkIdentity | None) -> Load:
+        def read() -> ChunkKV | None:
+            owner = identity or self.identity(key)
+            return None if owner is None else self._load(owner)
+
+        return read
+
+    def _load(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return a chunk that another thread has brought meanwhile, or promote it."""
+        return self._memory.peek(identity) or self._promote(identity)
+
+    def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
+        erasures = self._memory.erasures
+        kv = self._disk.get(identity)
+        if kv is None:
+            return None
+        try:
+            kv = self._memory.converted(kv)
+        except StoreError as error:  # kept on disk by an engine that does not round
+            log.warning("a chunk is computed: %s", error)
+            return None
+        retention = Retention(self.priority(chunk_key(identity)))
+        own = self._on_device(kv)
+        if own is not None:
+            self._memory.keep(identity, own, erasures=erasures, retention=retention)
+        return own or kv
+
+    def _on_device(self, kv: ChunkKV) -> ChunkKV | None:
+        """Return the chunk's tensors in the upper tier's memory; ``None`` where that is full, and then it is given up."""
+        if _is_on(kv, self._memory.device):
+            return kv
+        try:
+            return copy_kv(kv, self._memory.device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.release()
+            return None
+
+
+def _is_on(kv: ChunkKV, device: torch.device) -> bool:
+    """Whether a chunk's tensors are in a device's memory; a device without a number is the only one of its kind here."""
+    here = kv.layers[0].keys.device
+    return here.type == device.type and device.index in (None, here.index)
