@@ -127,7 +127,7 @@ class TieredStore(TieredReads):
             # Memory last: a read that began before may still promote what it found until this call.
             self._only_here.difference_update(keys)
             self._memory.delete(keys)
-            self._follow()
+            self._drop_orphans()
         return found
 
     def forget(self, namespace: str, doc_id: str) -> int:
@@ -139,8 +139,15 @@ class TieredStore(TieredReads):
         finally:
             held = {key for key in here if self.index.get(key) is not None}
             self._memory.delete([key for key in keys if key not in held and not self._disk.contains(key)])
-            self._follow()
+            self._drop_orphans()
         return erased + len(here) - len(held)
+
+    def _drop_orphans(self) -> None:
+        """Take out of memory what nothing below knows any more: it can't be told whose it is, so no erasure would find it."""
+        if self._shared is None:
+            self._memory.delete([key for key in self._memory.keys() if not self.contains(key)])  # noqa: SIM118
+        else:
+            self._follow()
 
     def demote(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
         """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""

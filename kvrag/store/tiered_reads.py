@@ -123,10 +123,13 @@ class TieredReads:
         """Return what the upper tier has of some chunks and may be answered with."""
         is_told = self._follow()
         found = {identity: self._memory.get(identity) for identity in identities}
-        for identity, kv in found.items():
-            if not is_told and kv is not None and not self.is_known(chunk_key(identity)):
-                found[identity] = None
-        return found
+        unknown = (
+            [] if is_told else [i for i, kv in found.items() if kv is not None and not self.is_known(chunk_key(i))]
+        )
+        if unknown:
+            keys = map(chunk_key, unknown)
+            self._memory.delete([key for key in keys if not self._disk.contains(key)])
+        return {**found, **dict.fromkeys(unknown)}
 
     def _follow(self) -> bool:
         """Take out of memory what any process has erased since the last call; ``False`` if that can't be told."""
@@ -135,6 +138,8 @@ class TieredReads:
             # First, so that no read that began before is kept after the look at what is here.
             self._memory.delete(())
             self._memory.delete([key for key in self._memory.keys() if not self.is_known(key)])  # noqa: SIM118
+            if isinstance(self._disk, TieredReads):
+                self._disk._follow()
             self._followed = mark
         return mark is not None
 
@@ -147,7 +152,8 @@ class TieredReads:
 
     def _load(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return a chunk that another thread has brought meanwhile, or promote it."""
-        return self._memory.peek(identity) or self._promote(identity)
+        kv = self._memory.peek(identity)
+        return kv if kv is not None and self.is_known(chunk_key(identity)) else self._promote(identity)
 
     def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
         erasures = self._memory.erasures

@@ -1,0 +1,296 @@
+"""What another process has erased is not answered with, from no tier; what it only pushed off the disk may be.
+
+Two stores on one directory have nothing in common but the directory, like two processes; one test takes a real one.
+"""
+
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvrag.config import StoreConfig
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key
+from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob, reader
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+
+ONE, TWO = make_identity(1), make_identity(2)
+CONFIG = StoreConfig(min_free_bytes=0)
+
+
+class Tiers:
+    """Accelerator's and host's memory above a disk, and another process that has the same disk."""
+
+    def __init__(self, root, *, behind=False, config=CONFIG, **options):
+        self.gpu, self.host = MemoryStore(2**20, name="gpu"), MemoryStore(2**20)
+        disk = DiskStore(root, config)
+        self.below = TieredStore(self.host, WriteBehind(disk) if behind else disk, **options)
+        self.store = TieredStore(self.gpu, self.below, keeps_puts=False)
+        self.other = DiskStore(root, CONFIG)
+
+    def put(self, identity=ONE, name="one", **options):
+        self.store.put(identity, make_kv(identity), text=make_text(name), doc_id=name, **options)
+        self.store.flush()
+        assert same_bits(self.store.get(identity), make_kv(identity))  # and is in every tier now
+
+    def held(self, identity=ONE):
+        return self.gpu.contains(chunk_key(identity)), self.host.contains(chunk_key(identity))
+
+
+@pytest.fixture
+def tiers(root):
+    made = []
+
+    def make(**options):
+        made.append(Tiers(root, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.store.close()
+        each.other.close()
+
+
+ERASURES = {
+    "forget": lambda store: store.forget(NAMESPACE, "one"),
+    "delete": lambda store: store.delete([chunk_key(ONE)]),
+    "unlink": lambda store: store.delete(store.index.unlink(NAMESPACE, "one")),
+    "text": lambda store: store.delete(store.index.unlink_text(NAMESPACE, make_text("one").digest)),
+    "clear": lambda store: store.clear(),
+}
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["through", "back"])
+@pytest.mark.parametrize("is_evicted", [False, True], ids=["stored", "evicted"])
+@pytest.mark.parametrize("erase", ERASURES.values(), ids=ERASURES.keys())
+def test_what_another_process_has_erased_is_in_no_tier(tiers, erase, is_evicted, behind):
+    one = tiers(behind=behind)
+    one.put()
+    if is_evicted:  # its row is gone, so that no erasure finds its key
+        one.other.rows.drop(chunk_key(ONE), lambda: one.other.objects.erase(chunk_key(ONE)))
+        assert same_bits(one.store.get(ONE), make_kv(ONE))
+    erase(one.other)
+    assert one.store.get_many([ONE], timeout_s=30) == [None]
+    assert one.store.get(ONE) is None
+    assert one.below.get(ONE) is None
+    assert one.held() == (False, False)
+    assert not one.store.link(ONE, text=make_text("one"), doc_id="one")
+
+
+CHILD = """
+import sys
+from kvrag.store import DiskStore
+from kvrag.testing.chunks import NAMESPACE
+assert DiskStore(sys.argv[1]).forget(NAMESPACE, "one") == 1
+"""
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["through", "back"])
+def test_a_real_process_erases(tiers, root, behind):
+    one = tiers(behind=behind)
+    one.put()
+    subprocess.run([sys.executable, "-c", CHILD, str(root)], check=True)
+    assert one.store.get(ONE) is None
+    assert one.held() == (False, False)
+
+
+def test_the_rest_stays_in_memory(tiers, monkeypatch):
+    one = tiers()
+    one.put()
+    one.put(TWO, "two")
+    one.other.forget(NAMESPACE, "one")
+    monkeypatch.setattr(blob, "open_blob", lambda *args, **kwargs: pytest.fail("read from disk"))
+    assert same_bits(one.store.get(TWO), make_kv(TWO))
+    assert (one.held(ONE), one.held(TWO)) == ((False, False), (True, True))
+
+
+def test_what_was_only_pushed_off_the_disk_is_still_answered_with(tiers):
+    one = tiers()
+    one.put()
+    assert one.other._evictor.evict(1) == 1
+    assert same_bits(one.store.get(ONE), make_kv(ONE))
+    assert one.other.get(ONE) is None
+
+
+def test_one_look_serves_a_whole_request(tiers, monkeypatch):
+    one = tiers()
+    identities = [make_identity(number) for number in range(8)]
+    for number, identity in enumerate(identities):
+        one.put(identity, str(number))
+    looks = []
+    real = type(one.other.rows)._read
+    monkeypatch.setattr(type(one.other.rows), "_read", lambda self, row: looks.append(row) or real(self, row))
+    assert all(one.store.get_many(identities, timeout_s=30))
+    assert looks == ["erased"]
+
+
+def test_an_erasure_is_followed_before_its_files_are_gone(tiers):
+    one = tiers()
+    one.put()
+    keys = one.other.index.unlink(NAMESPACE, "one")  # the file is still there
+    assert one.store.get(ONE) is None
+    assert one.other.contains(chunk_key(ONE))
+    one.other.delete(keys)
+    assert one.store.get(ONE) is None
+    assert one.held() == (False, False)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Let reads from the disk wait for ``go_on`` once they have everything."""
+    real, began, go_on = reader.read_all, threading.Event(), threading.Event()
+
+    def wait(*args, **kwargs):
+        found = real(*args, **kwargs)
+        began.set()
+        go_on.wait(30)
+        return found
+
+    monkeypatch.setattr(reader, "read_all", wait)
+    yield began, go_on
+    go_on.set()
+
+
+@pytest.mark.parametrize("looks", [0, 1], ids=["unnoticed", "noticed"])
+def test_what_is_erased_during_a_read_is_not_kept(tiers, slow, looks):
+    one = tiers()
+    began, go_on = slow
+    one.other.put(ONE, make_kv(ONE), text=make_text("one"), doc_id="one")
+    thread = threading.Thread(target=one.store.get, args=(ONE,))
+    thread.start()
+    assert began.wait(30)
+    one.other.forget(NAMESPACE, "one")
+    for _ in range(looks):
+        assert one.store.get(TWO) is None
+    go_on.set()
+    thread.join()
+    assert one.store.get(ONE) is None
+    assert one.held() == (False, False)
+
+
+def test_a_read_ahead_that_began_before_an_erasure_answers_nothing_after_it(tiers, slow):
+    one = tiers()
+    began, go_on = slow
+    one.other.put(ONE, make_kv(ONE), text=make_text("one"), doc_id="one")
+    one.store._prefetcher._policy = "wait"
+    # What it reads has been proven and checked; only its way to the reader is left.
+    handle = one.store.prefetch([ONE])
+    assert began.wait(30)
+    real = one.store._disk.get
+    one.store._disk.get = lambda identity: real(identity) or make_kv(identity)
+    one.other.forget(NAMESPACE, "one")
+    threading.Timer(0.1, go_on.set).start()
+    assert one.store.get_many([ONE], timeout_s=30) == [None]
+    handle.wait(30)
+
+
+def test_what_is_kept_during_the_look_is_looked_at(tiers, monkeypatch):
+    """A read from before the erasure ends just when this process has seen what is in memory."""
+    one = tiers()
+    one.put(TWO, "two")
+    one.other.put(ONE, make_kv(ONE), text=make_text("one"), doc_id="one")
+    erasures = one.host.erasures
+    real = one.host.keys
+
+    def keys():
+        found = real()
+        one.host.keep(ONE, make_kv(ONE), erasures=erasures)
+        return found
+
+    monkeypatch.setattr(one.host, "keys", keys)
+    one.other.forget(NAMESPACE, "one")
+    one.below.get(TWO)
+    assert one.held() == (False, False)
+    assert one.below.get(ONE) is None
+
+
+def test_what_is_demoted_while_its_erasure_is_half_done_is_not_kept(tiers):
+    one = tiers()
+    one.put()
+    kv = one.gpu.get(ONE)
+    keys = one.other.index.unlink(NAMESPACE, "one")
+    assert one.store.get(ONE) is None
+    one.below.demote(ONE, kv, 35)  # as by a thread that had taken it out before
+    one.other.delete(keys)
+    assert one.held() == (False, False)
+
+
+def test_an_index_that_was_lost_hides_no_erasure(tiers, root):
+    one = tiers()
+    one.put()
+    one.put(TWO, "two")
+    shutil.rmtree(root / "index")
+    again = DiskStore(root, CONFIG)
+    again.forget(NAMESPACE, "one")
+    assert one.store.get(ONE) is None
+    assert same_bits(one.store.get(TWO), make_kv(TWO))
+    again.close()
+
+
+def test_without_an_index_the_disk_answers(tiers, root):
+    """Nobody can tell what was erased, so memory is not asked."""
+    one = tiers()
+    one.put()
+    shutil.rmtree(root / "index")
+    assert same_bits(one.store.get(ONE), make_kv(ONE))
+    (file,) = (root / "objects").rglob("*.safetensors")
+    file.unlink()
+    assert one.store.get(ONE) is None
+
+
+def test_a_store_that_is_open_for_reading_follows_the_files(root):
+    writer = DiskStore(root, CONFIG)
+    for number, identity in ((1, ONE), (2, TWO)):
+        writer.put(identity, make_kv(identity), text=make_text(str(number)), doc_id=str(number))
+    store = TieredStore(
+        MemoryStore(2**20), DiskStore(root, StoreConfig(read_only=True, min_free_bytes=0)), lower_min_priority=30
+    )
+    for identity in (ONE, TWO):
+        assert same_bits(store.get(identity), make_kv(identity))
+    writer.forget(NAMESPACE, "1")
+    assert store.get(ONE) is None
+    assert store.get_many([ONE, TWO], timeout_s=30)[0] is None
+    assert same_bits(store.get(TWO), make_kv(TWO))
+    assert store.stats()["host"].chunks == 1
+    with pytest.raises(StoreError, match="reading only"):  # nobody else would know of it
+        store.put(make_identity(3), make_kv(make_identity(3)), text=None, retention=Retention(1))
+    store.close()
+    writer.close()
+
+
+def test_what_waits_to_be_written_is_not_answered_with_once_it_is_erased(tiers, monkeypatch):
+    one = tiers(behind=True)
+    real, go_on = blob.write, threading.Event()
+    monkeypatch.setattr(blob, "write", lambda *args: (go_on.wait(30), real(*args)))
+    one.store.put(ONE, make_kv(ONE), text=make_text("one"), doc_id="one")
+    one.store.put(TWO, make_kv(TWO), text=make_text("two"), doc_id="two")
+    one.other.forget(NAMESPACE, "one")
+    assert one.store.get_many([ONE, TWO], timeout_s=30)[0] is None
+    assert one.below._disk.get(ONE) is None
+    assert same_bits(one.store.get(TWO), make_kv(TWO))
+    go_on.set()
+    assert one.store.flush() == {}
+    assert one.other.files() == {chunk_key(TWO)}
+
+
+def test_what_is_in_memory_alone_is_erased_by_others_too(tiers):
+    one = tiers(lower_min_priority=30)
+    one.put(retention=Retention(1))
+    assert one.other.index.documents(NAMESPACE) == ["one"]
+    assert one.other.stats()["disk"].num_bytes == 0
+    one.other.forget(NAMESPACE, "one")
+    assert one.store.get(ONE) is None
+    assert not one.store.contains(chunk_key(ONE))
+    assert one.held() == (False, False)
+
+
+def test_what_was_erased_and_put_again_is_found(tiers):
+    one = tiers()
+    one.put()
+    one.other.forget(NAMESPACE, "one")
+    one.other.put(ONE, make_kv(ONE), text=make_text("one"), doc_id="again")
+    assert same_bits(one.store.get(ONE), make_kv(ONE))
+    assert one.store.forget(NAMESPACE, "again") == 1
+    assert one.store.get(ONE) is None
