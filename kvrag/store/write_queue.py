@@ -31,6 +31,9 @@ class Entry:
     pin: ExitStack
 
 
+EXIT_S = 5.0
+"""How long an exit waits for the thread, when nothing is left to write."""
+
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 
 
@@ -38,7 +41,11 @@ _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 def _write_all() -> None:
     """Lose nothing when the interpreter exits; a queue that has work is kept alive by its thread."""
     for queue in list(_queues):
+        writer = queue.writer
         queue.drain()
+        if writer is not None and queue.pid == os.getpid():
+            # A thread that is still letting go of its tensors when the interpreter is taken down aborts the process.
+            writer.join(EXIT_S)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
