@@ -139,6 +139,8 @@ class Queue:
             self.errors[key] = str(error)
             self.failed += 1
             self.drop(key)
-        with suppress(StoreError, OSError):  # a row without a file is dropped by who misses it
+        with suppress(
+            StoreError, OSError
+        ):  # a row that can't be removed now is absent to all, and goes when this process has ended
             if not self.disk.contains(key):
                 self.disk.index.remove(key)

@@ -12,8 +12,9 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob
+from kvrag.store import DiskIndex, DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob
 from kvrag.store.claims import Claim, is_alive
+from kvrag.store.draft import Draft
 from kvrag.store.fsck import fsck
 from kvrag.store.references import References
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
@@ -113,7 +114,7 @@ def test_what_is_kept_in_memory_alone_outlives_another_opening(root):
 CHILD = """
 import os, signal, sys, threading
 from kvrag.config import StoreConfig
-from kvrag.store import DiskStore, WriteBehind, blob
+from kvrag.store import DiskIndex, DiskStore, WriteBehind, blob
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 
 store = WriteBehind(DiskStore(sys.argv[1], StoreConfig(min_free_bytes=0)))
@@ -219,7 +220,7 @@ def test_without_locks_a_claim_lasts_as_long_as_its_file(disk, monkeypatch):
 KILLED = """
 import os, signal, sys, threading
 from kvrag.config import StoreConfig
-from kvrag.store import DiskStore, WriteBehind, blob
+from kvrag.store import DiskIndex, DiskStore, WriteBehind, blob
 from kvrag.store.draft import Draft
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 
@@ -293,21 +294,28 @@ def test_one_document_is_erased_and_another_still_wants_the_chunk(root):
     other.close()
 
 
-@pytest.mark.parametrize("what", ["reference", "name"])
-def test_what_can_not_be_named_is_told_and_leaves_nothing(store, root, monkeypatch, what):
+@pytest.mark.parametrize("what", ["reference", "name", "row"])
+def test_what_can_not_be_named_is_told_and_leaves_nothing(store, root, held_up, monkeypatch, what):
     def full(*args):
         raise OSError(28, "No space left on device")
 
+    publish = Draft.publish
     if what == "reference":
         monkeypatch.setattr(References, "add", full)
-    else:
-        monkeypatch.setattr("kvrag.store.draft.Draft._name_it", full)
-    put(store, 0, "doc")
+    elif what == "name":
+        monkeypatch.setattr(Draft, "publish", lambda self, *p: full() if p[0] == "objects" else publish(self, *p))
+    with held_up():
+        put(store, 0, "doc")
+        if what == "row":
+            monkeypatch.setattr(DiskIndex, "_write", full)
     errors = store.flush()
     assert "No space left" in errors[KEYS[0]]
+    assert store._disk.files() == set()
+    assert store._disk.references.names() == set()
     monkeypatch.undo()
     other = open_(root)
-    assert (other.files(), other.index.keys(), other.references.names()) == (set(), [], set())
+    assert (other.files(), other.references.names()) == (set(), set())
+    assert other.index.keys() == (KEYS[:1] if what == "row" else [])  # as long as this process lives
     assert put(store, 0, "doc") == SIZE
     assert store.flush() == {}
     assert other.forget(NAMESPACE, "doc") == 1

@@ -170,20 +170,22 @@ def test_what_is_erased_during_a_read_is_not_kept(tiers, slow, looks):
     assert one.held() == (False, False)
 
 
-def test_a_read_ahead_that_began_before_an_erasure_answers_nothing_after_it(tiers, slow):
+def test_a_read_ahead_that_began_before_an_erasure_answers_nothing_after_it(tiers, monkeypatch):
     one = tiers()
-    began, go_on = slow
+    began, go_on = threading.Event(), threading.Event()
     one.other.put(ONE, make_kv(ONE), text=make_text("one"), doc_id="one")
-    one.store._prefetcher._policy = "wait"
-    # What it reads has been proven and checked; only its way to the reader is left.
-    handle = one.store.prefetch([ONE])
+
+    def late(identity):  # has been read and proven, and is on its way
+        began.set()
+        go_on.wait(30)
+        return make_kv(identity)
+
+    monkeypatch.setattr(one.below, "get", late)
+    one.store.prefetch([ONE])
     assert began.wait(30)
-    real = one.store._disk.get
-    one.store._disk.get = lambda identity: real(identity) or make_kv(identity)
     one.other.forget(NAMESPACE, "one")
     threading.Timer(0.1, go_on.set).start()
     assert one.store.get_many([ONE], timeout_s=30) == [None]
-    handle.wait(30)
 
 
 def test_what_is_kept_during_the_look_is_looked_at(tiers, monkeypatch):
@@ -240,15 +242,21 @@ def test_without_an_index_the_disk_answers(tiers, root):
     assert one.store.get(ONE) is None
 
 
-def test_a_store_that_is_open_for_reading_follows_the_files(root):
+@pytest.mark.parametrize(
+    "is_closed", [False, True]
+)  # then its index is read as a whole, and otherwise made of the files
+def test_a_store_that_is_open_for_reading_follows_the_files(root, is_closed):
     writer = DiskStore(root, CONFIG)
     for number, identity in ((1, ONE), (2, TWO)):
         writer.put(identity, make_kv(identity), text=make_text(str(number)), doc_id=str(number))
+    if is_closed:
+        writer.close()
     store = TieredStore(
         MemoryStore(2**20), DiskStore(root, StoreConfig(read_only=True, min_free_bytes=0)), lower_min_priority=30
     )
     for identity in (ONE, TWO):
         assert same_bits(store.get(identity), make_kv(identity))
+    writer = DiskStore(root, CONFIG) if is_closed else writer
     writer.forget(NAMESPACE, "1")
     assert store.get(ONE) is None
     assert store.get_many([ONE, TWO], timeout_s=30)[0] is None
