@@ -6,99 +6,112 @@ import random
 from functools import partial
 from pathlib import Path
 
-from world import CONFIG, Journal, Outcome, agree, fork, identity, kill_after, put, state
+from kinds import PLAIN, Kind
+from world import Journal, Outcome, agree, fork, kill_after
 
-from kvrag.store import DiskStore
-from kvrag.testing.chunks import NAMESPACE, make_kv, same_bits
+from kvrag.store import DiskStore, Retention
+from kvrag.testing.chunks import NAMESPACE
 
 WRITERS = 2
 RANGE = 400_000
 SAMPLE = 60
+TOGETHER = 4
+"""Chunks that are flushed together where they are written behind."""
 
 
-def writer(root: Path, me: int, start: int, journal: Journal) -> None:
+def writer(kind: Kind, root: Path, me: int, start: int, journal: Journal) -> None:
     """Store one chunk after the other, and write each down when it was acknowledged."""
-    store = DiskStore(root, CONFIG)
+    store, waiting = kind.open(root), []
     for number in range(start, start + RANGE):
-        put(store, me * RANGE + number)
-        journal.note(me * RANGE + number)
+        waiting.append(me * RANGE + number)
+        kind.put(store, waiting[-1], is_flushed=False)
+        if not kind.is_behind or len(waiting) == TOGETHER:
+            if store.flush():
+                raise RuntimeError("a chunk could not be written")
+            for done in waiting:
+                journal.note(done)
+            waiting = []
 
 
-def reader(root: Path, journals: list[Journal], wrong: Journal, seed: int) -> None:
+def reader(kind: Kind, root: Path, journals: list[Journal], wrong: Journal, seed: int) -> None:
     """Read what writers acknowledged."""
-    store, rng = DiskStore(root, CONFIG), random.Random(seed)
+    store, rng = kind.open(root), random.Random(seed)
     while True:
         known = [number for journal in journals for number in journal.read()[-200:]]
         for number in rng.sample(known, min(20, len(known))):
-            kv = store.get(identity(number))
-            if kv is not None and not same_bits(kv, make_kv(identity(number))):
+            if kind.state(store, number) == "wrong":
                 wrong.note(number)
 
 
-def eraser(root: Path, start: int, journal: Journal) -> None:
-    """Store chunks of its own and erase them again; what it wrote down twice is erased."""
-    store = DiskStore(root, CONFIG)
+def eraser(kind: Kind, root: Path, start: int, journal: Journal) -> None:
+    """Store chunks of its own and erase them again, those too that wait to be written; what it wrote down twice is erased."""
+    store = kind.open(root)
     for number in range(start, start + RANGE):
         mine = 8 * RANGE + number
-        put(store, mine)
+        kind.put(store, mine, is_flushed=False)
         journal.note(mine)
         store.forget(NAMESPACE, f"doc {mine}")
         journal.note(mine)
 
 
-def evictor(root: Path, start: int) -> None:
+def evictor(kind: Kind, root: Path, start: int) -> None:
     """Store chunks of low priority and evict them; nobody else's may leave."""
-    from kvrag.store import Retention
-
-    store = DiskStore(root, CONFIG)
+    store = DiskStore(root, kind.config)
     for number in range(start, start + RANGE):
-        put(store, 9 * RANGE + number, retention=Retention(priority=10))
+        kind.put(store, 9 * RANGE + number, retention=Retention(priority=10))
         store._evictor.evict(1, max_priority=10)
 
 
-def run(folder: Path, *, kills: int, seed: int = 0) -> Outcome:
+def run(folder: Path, *, kills: int, seed: int = 0, kind: Kind = PLAIN) -> Outcome:
     """Kill until there were enough kills; open, check, go on."""
+    if kind.needs:
+        return Outcome(skipped=kind.needs)
     outcome, rng, root = Outcome(), random.Random(seed), folder / "store"
     journals = [Journal(folder / f"writer{me}") for me in range(WRITERS)]
     erased, wrong = Journal(folder / "eraser"), Journal(folder / "wrong")
-    DiskStore(root, CONFIG).close()
+    DiskStore(root, kind.config).close()
     start = 0
     while outcome.counts.get("kills", 0) < kills:
         start += 400
-        work = [partial(writer, root, me, start, journals[me]) for me in range(WRITERS)]
-        work += [partial(reader, root, journals, wrong, start), partial(eraser, root, start, erased)]
-        pids = [fork(each) for each in (*work, partial(evictor, root, start))]
+        work = [partial(writer, kind, root, me, start, journals[me]) for me in range(WRITERS)]
+        work += [partial(reader, kind, root, journals, wrong, start), partial(eraser, kind, root, start, erased)]
+        pids = [fork(each) for each in (*work, partial(evictor, kind, root, start))]
         ended = kill_after(pids, rng, 0.1, 0.35)
         outcome.check(set(ended) == {-9}, f"a process failed before it was killed: {ended}")
         outcome.add("kills", len(pids))
-        check(root, journals, erased, outcome, rng)
+        check(kind, root, journals, erased, outcome, rng)
     outcome.counts["acknowledged"] = sum(len(journal.read()) for journal in journals)
     outcome.counts["erased"] = len(erased.read()) // 2
     outcome.check(not wrong.read(), f"wrong bytes were served: {wrong.read()[:5]}")
-    final(root, journals, outcome)
+    final(kind, root, journals, outcome)
     return outcome
 
 
-def check(root: Path, journals: list[Journal], erased: Journal, outcome: Outcome, rng: random.Random) -> None:
+def check(
+    kind: Kind, root: Path, journals: list[Journal], erased: Journal, outcome: Outcome, rng: random.Random
+) -> None:
     """Open the store as the next process would, and prove what it says."""
     outcome.add("orphans_left_by_kills", len(list((root / "tmp").iterdir())))
-    store = DiskStore(root, CONFIG)
+    store = DiskStore(root, kind.config)
     agree(store, outcome, "after a kill")
     known = [number for journal in journals for number in journal.read()]
     for number in {*rng.sample(known, min(SAMPLE, len(known))), *known[-5:]}:
-        outcome.check(state(store, number) == "readable", f"acknowledged chunk {number} is {state(store, number)}")
+        outcome.check(
+            kind.state(store, number) == "readable", f"acknowledged chunk {number} is {kind.state(store, number)}"
+        )
         outcome.add("checked")
-    done = erased.read()
+    done, documents = erased.read(), set(store.index.documents(NAMESPACE))
     for number in {number for number in done[-40:] if done.count(number) == 2}:
-        outcome.check(state(store, number) == "missing", f"erased chunk {number} is {state(store, number)}")
+        outcome.check(kind.state(store, number) == "missing", f"erased chunk {number} is {kind.state(store, number)}")
+        outcome.check(f"doc {number}" not in documents, f"erased document {number} is registered again")
     outcome.check(store.stats()["disk"].rejected == 0, "a killed writer left a damaged blob")
     store.close()
 
 
-def final(root: Path, journals: list[Journal], outcome: Outcome) -> None:
+def final(kind: Kind, root: Path, journals: list[Journal], outcome: Outcome) -> None:
     """Prove every acknowledged chunk."""
-    store = DiskStore(root, CONFIG)
-    lost = [number for journal in journals for number in journal.read() if state(store, number) != "readable"]
+    store = DiskStore(root, kind.config)
+    lost = [number for journal in journals for number in journal.read() if kind.state(store, number) != "readable"]
     outcome.counts["lost"] = len(lost)
     outcome.check(not lost, f"acknowledged chunks are lost: {lost[:5]}")
     store.close()
