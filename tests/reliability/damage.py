@@ -8,47 +8,55 @@ import pickle
 import random
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from kinds import PLAIN, Kind
+from planted import sql
 from world import CONFIG, Outcome, identity, key, put, state
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, blob
+from kvrag.quantise import pack
+from kvrag.store import DiskStore, WriteBehind, blob
 from kvrag.store.directory import Directory
+from kvrag.store.guard import Guard
 from kvrag.store.header import BlobRejected
 from kvrag.store.objects import place_of
 from kvrag.store.reader import read_all
-from kvrag.testing.chunks import make_identity, make_kv, make_text
+from kvrag.testing.chunks import make_kv, make_text
 from kvrag.types import ChunkKV, LayerKV
 
 REJECTED_WITHIN_S = 0.05
 TOKENS = 40
 
 
-def _file(folder: Path, *, tokens: int) -> tuple[Directory, Path, bytes]:
-    me = make_identity(1, tokens=tokens)
+def _file(folder: Path, kind: Kind, *, tokens: int) -> tuple[Directory, Path, bytes]:
+    me = kind.identity(1, tokens=tokens)
     path = folder / "blob"
     with path.open("wb", buffering=0) as file:
-        header = blob.plan(me, make_kv(me), text=make_text("a"))
-        blob.write(header, make_kv(me), lambda view, at: os.pwrite(file.fileno(), view, at))
+        header = blob.plan(me, kind.kv(me), text=make_text("a"), guard=kind.guard)
+        blob.write(header, kind.kv(me), lambda view, at: os.pwrite(file.fileno(), view, at))
     return Directory(folder), path, path.read_bytes()
 
 
-def _is_miss(directory: Directory, *, tokens: int) -> bool:
+def _is_miss(directory: Directory, kind: Kind, guard: Guard | None, *, tokens: int) -> bool:
     try:
-        with blob.open_blob(directory, "blob", identity=make_identity(1, tokens=tokens)) as file:
+        with blob.open_blob(directory, "blob", identity=kind.identity(1, tokens=tokens), guard=guard) as file:
             read_all(file, torch.empty(file.header.num_bytes, dtype=torch.uint8), helpers=0)
     except BlobRejected:
         return True
     return False
 
 
-def truncations(folder: Path) -> Outcome:
+def truncations(folder: Path, *, kind: Kind = PLAIN) -> Outcome:
     """Cut a blob at every byte of its header, and at every 4 KiB; fill the tail with zeros too."""
-    outcome = Outcome()
-    directory, path, raw = _file(folder, tokens=600)
+    outcome = Outcome(skipped=kind.needs)
+    if outcome.skipped:
+        return outcome
+    directory, path, raw = _file(folder, kind, tokens=600)
+    guard = kind.guard
     start = 8 + int.from_bytes(raw[:8], "little")
     lengths = {*range(start), *range(start, len(raw), 4096), len(raw) - 1}
     for length in sorted(lengths):
@@ -56,25 +64,28 @@ def truncations(folder: Path) -> Outcome:
             if raw[:length] + tail == raw:
                 continue
             path.write_bytes(raw[:length] + tail)
-            outcome.check(_is_miss(directory, tokens=600), f"cut at {length}, {len(tail)} zeros after it: read")
+            is_miss = _is_miss(directory, kind, guard, tokens=600)
+            outcome.check(is_miss, f"cut at {length}, {len(tail)} zeros after it: read")
             outcome.add("truncations")
     return outcome
 
 
-def flips(folder: Path, *, count: int, seed: int = 0) -> Outcome:
-    """Flip one bit at a time: every one of the header, and random ones of the whole file."""
-    outcome, rng = Outcome(), random.Random(seed)
-    directory, path, raw = _file(folder, tokens=TOKENS)
+def flips(folder: Path, *, count: int, seed: int = 0, kind: Kind = PLAIN, header_step: int = 1) -> Outcome:
+    """Flip one bit at a time: of the header every one, or one of ``header_step``, and random ones of the whole file."""
+    outcome, rng = Outcome(skipped=kind.needs), random.Random(seed)
+    if outcome.skipped:
+        return outcome
+    directory, path, raw = _file(folder, kind, tokens=TOKENS)
+    guard = kind.guard
     with path.open("r+b", buffering=0) as file:
-        outcome.check(not _is_miss(directory, tokens=TOKENS), "the undamaged file is a miss")
-        header = 8 * (8 + int.from_bytes(raw[:8], "little"))
-        for number in range(header + count):
-            bit = number if number < header else rng.randrange(8 * len(raw))
+        outcome.check(not _is_miss(directory, kind, guard, tokens=TOKENS), "the undamaged file is a miss")
+        header = range(0, 8 * (8 + int.from_bytes(raw[:8], "little")), header_step)
+        for bit in (*header, *(rng.randrange(8 * len(raw)) for _ in range(count))):
             os.pwrite(file.fileno(), bytes([raw[bit // 8] ^ 1 << bit % 8]), bit // 8)
-            outcome.check(_is_miss(directory, tokens=TOKENS), f"bit {bit} flipped: read")
+            outcome.check(_is_miss(directory, kind, guard, tokens=TOKENS), f"bit {bit} flipped: read")
             os.pwrite(file.fileno(), raw[bit // 8 : bit // 8 + 1], bit // 8)
-        outcome.check(not _is_miss(directory, tokens=TOKENS), "the mended file is a miss")
-    outcome.counts |= {"random_flips": count, "header_flips": header}
+        outcome.check(not _is_miss(directory, kind, guard, tokens=TOKENS), "the mended file is a miss")
+    outcome.counts |= {"random_flips": count, "header_flips": len(header)}
     return outcome
 
 
@@ -159,6 +170,9 @@ def hostile(folder: Path) -> Outcome:
     outcome.counts["slowest_rejection_ms"] = round(slowest * 1e3, 2)
     outcome.check(slowest < REJECTED_WITHIN_S, f"a rejection took {slowest * 1e3:.0f} ms")
     _hostile_names(folder, outcome)
+    planted = sql(folder / "sql", within_s=REJECTED_WITHIN_S)
+    outcome.failures += planted.failures
+    outcome.counts |= {f"sql_{name}": count for name, count in planted.counts.items()}
     return outcome
 
 
@@ -181,6 +195,7 @@ def not_finite(folder: Path) -> Outcome:
     """NaN and infinity, in every dtype, place and sign, are never stored."""
     outcome = Outcome()
     store = DiskStore(folder / "store", CONFIG)
+    behind = WriteBehind(DiskStore(folder / "store", CONFIG))
     me = identity(1)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
@@ -189,11 +204,20 @@ def not_finite(folder: Path) -> Outcome:
                     kv = make_kv(me, dtype=dtype)
                     layers = [LayerKV(each.keys.clone(), each.values.clone()) for each in kv.layers]
                     getattr(layers[layer], part)[-1, -1, -1] = value
-                    try:
-                        store.put(me, ChunkKV(tuple(layers)), text=None)
-                        outcome.check(False, f"{dtype} {value} in {part} of layer {layer} was stored")
-                    except StoreError:
-                        outcome.add("refused")
+                    for each, target in (("through", store), ("behind", behind)):
+                        try:
+                            target.put(me, ChunkKV(tuple(layers)), text=None)
+                            outcome.check(False, f"{each}: {dtype} {value} in {part} of layer {layer} was stored")
+                        except StoreError:
+                            outcome.add("refused")
+                    for kv_dtype in ("int8", "int4", "fp8"):
+                        try:
+                            rounded = pack(ChunkKV(tuple(layers)), kv_dtype)
+                            store.put(replace(me, kv_dtype=kv_dtype), rounded, text=None)
+                            outcome.check(False, f"{kv_dtype} of {dtype} {value} in {part} of layer {layer} was stored")
+                        except StoreError:
+                            outcome.add("rounded: refused")
+    behind.close()
     outcome.check(not store.files() and not store.directory.names("tmp"), "something was left behind")
     outcome.check(not store.contains(chunk_key(me)), "it is there")
     store.close()

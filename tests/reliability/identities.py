@@ -43,6 +43,8 @@ def mutations() -> Iterator[tuple[str, ChunkIdentity]]:
         yield f"{one} moved into {other}", identity(replace(MODEL, **{one: "", other: one + other}))
     for extra in ({}, {"a": "c"}, {"b": "b"}, {"a": "b", "c": ""}, {"ab": ""}):
         yield f"extra keys {extra}", identity(replace(MODEL, extra_keys=extra))
+    for kv_dtype in ("int8", "int4", "fp8"):
+        yield f"kv_dtype {kv_dtype}", replace(identity(), kv_dtype=kv_dtype)
     yield "namespace", identity(namespace="other")
     for prefix in ((), (1, 2), (1, 2, 4), (1, 2, 3, 3), (3, 2, 1)):
         yield f"prefix {prefix}", identity(prefix=prefix)
