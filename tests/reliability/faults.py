@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from kinds import BEHIND
 from world import CONFIG, Outcome, agree, fork, put, state, wait
 
 from kvrag.errors import StoreError
@@ -52,6 +53,11 @@ def put_(root: Path) -> Callable[[], object]:
     return lambda: put(store, NEW)
 
 
+def put_behind_(root: Path) -> Callable[[], object]:
+    store = BEHIND.open(root)
+    return lambda: BEHIND.put(store, NEW)
+
+
 def get_(root: Path) -> Callable[[], object]:
     store = DiskStore(root, CONFIG)
     return lambda: state(store, KEPT[0])
@@ -78,6 +84,7 @@ def _victim_key() -> str:
 
 OPERATIONS: dict[str, Callable[[Path], Callable[[], object] | None]] = {
     "put": put_,
+    "put behind": put_behind_,
     "get": get_,
     "forget": forget_,
     "evict": evict_,
@@ -196,6 +203,8 @@ def judge(root: Path, operation: str, option: str, status: int, outcome: Outcome
         outcome.check(found != "wrong", f"{what}: chunk {number} is {found}")
         outcome.add(found)
     if status == ACKNOWLEDGED and not is_lie:
-        outcome.check(operation != "put" or state(store, NEW) == "readable", f"{what}: acknowledged and lost")
+        outcome.check(
+            not operation.startswith("put") or state(store, NEW) == "readable", f"{what}: acknowledged and lost"
+        )
         outcome.check(operation != "forget" or state(store, VICTIM) == "missing", f"{what}: erased and still there")
     store.close()

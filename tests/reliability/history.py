@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kinds import BEHIND, PLAIN, TIERED, TIERED_BEHIND
 from world import CONFIG, METHODS, Outcome, Stalls, agree, key, put, start_together, state
 
 from kvrag.errors import StoreError
@@ -19,6 +20,8 @@ from kvrag.store import DiskStore
 from kvrag.testing.chunks import NAMESPACE
 
 KEYS = range(1, 13)
+KINDS = (PLAIN, TIERED, BEHIND, TIERED_BEHIND)
+"""What the processes open, in turn: the same directory with and without memory above it, written through and behind."""
 PATIENCE_S = 5
 """Longest time of an operation on a machine that has nothing else to do."""
 Event = tuple[str, int, int, int, str]
@@ -28,16 +31,17 @@ Event = tuple[str, int, int, int, str]
 def worker(root: Path, logs: Path, seconds: float, number: int) -> None:
     """Do random things and write down when each began and ended."""
     rng, events = random.Random(number), []
-    store = DiskStore(root, CONFIG)
+    kind = KINDS[number % len(KINDS)]
+    store = kind.open(root)
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:
         operation, chunk = rng.choices(("put", "get", "forget"), (3, 8, 1))[0], rng.choice(KEYS)
         begin = time.monotonic_ns()
         try:
             if operation == "put":
-                result = "new" if put(store, chunk) else "known"
+                result = "new" if kind.put(store, chunk) else "known"
             elif operation == "get":
-                result = state(store, chunk)
+                result = kind.state(store, chunk)
             else:
                 result = str(store.forget(NAMESPACE, f"doc {chunk}"))
         except StoreError as error:
@@ -45,7 +49,7 @@ def worker(root: Path, logs: Path, seconds: float, number: int) -> None:
         events.append((operation, chunk, begin, time.monotonic_ns(), result))
         if rng.random() < 0.01:
             store.close()
-            store = DiskStore(root, CONFIG)
+            store = kind.open(root)
     store.close()
     (logs / str(number)).write_text(json.dumps(events))
 
@@ -74,7 +78,10 @@ def run(folder: Path, *, processes: dict[str, int], seconds: float) -> Outcome:
 
 
 def check(events: list[Event], outcome: Outcome, *, patience_s: float) -> None:
-    """A miss is explained if no store was complete before it, or an erasure was not over before the latest such store began."""
+    """A miss is explained if no store was complete before it, or an erasure was not over before the latest such store began.
+
+    A hit is explained if some store was not over before the latest erasure that was complete before the read began.
+    """
     for operation, _, _, _, result in events:
         outcome.add(f"{operation}: {result if len(result) < 12 else 'error'}")
         outcome.check(not result.startswith("error"), result)
@@ -92,6 +99,9 @@ def check(events: list[Event], outcome: Outcome, *, patience_s: float) -> None:
             before = max((put for put in puts if put[1] < begin), default=None)
             is_explained = before is None or any(erasure[1] > before[0] and erasure[0] < end for erasure in erasures)
             outcome.check(result != "missing" or is_explained, f"chunk {number} was stored, and is missing")
+            erased = max((erasure[0] for erasure in erasures if erasure[1] < begin), default=-1)
+            is_stored = any(put[1] > erased and put[0] < end for put in puts)
+            outcome.check(result != "readable" or is_stored, f"chunk {number} was erased, and is read")
 
 
 def openings(folder: Path, *, processes: dict[str, int], rounds: int) -> Outcome:
