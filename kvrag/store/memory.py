@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -17,18 +16,12 @@ from kvrag.store.blob import check_kv
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
+from kvrag.store.shelf import Entry, Shelf
 from kvrag.store.usage import Usage
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
 
 PushedOut = Callable[[ChunkIdentity, ChunkKV, int], None]
 """Told chunk, KV and priority of what had to leave for want of room."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    identity: ChunkIdentity
-    kv: ChunkKV
-    usage: Usage
 
 
 class MemoryStore(ForkAware):
@@ -70,9 +63,7 @@ class MemoryStore(ForkAware):
         self.device = torch.device(device)
         self._events = events or Events()
         self._kv_dtype = kv_dtype
-        self._chunks: OrderedDict[ChunkKey, _Entry] = OrderedDict()
-        self._pins: Counter[ChunkKey] = Counter()
-        self._num_bytes = 0
+        self._shelf = Shelf(max_bytes)
         self._hits = 0
         self._misses = 0
         self._erasures = 0
@@ -81,13 +72,13 @@ class MemoryStore(ForkAware):
         """Return the chunk's KV, or ``None``; the tensors are shared and must not be written to."""
         key = chunk_key(identity)
         with self._lock:
-            entry = self._chunks.get(key)
-            if entry is None or entry.identity != identity:
+            kv = self._shelf.find(key, identity)
+            if kv is None:
                 self._misses += 1
                 return None
-            self._chunks.move_to_end(key)
+            self._shelf.use(key)
             self._hits += 1
-            return entry.kv
+            return kv
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Return several chunks; memory is never late."""
@@ -140,13 +131,13 @@ class MemoryStore(ForkAware):
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk is in memory."""
         with self._lock:
-            return key in self._chunks
+            return key in self._shelf.chunks
 
     def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
         """Return whose KV is stored for a text."""
         keys = self._rows.text_keys(namespace, digest)
         with self._lock:
-            return [self._chunks[key].identity for key in keys if key in self._chunks]
+            return [self._shelf.chunks[key].identity for key in keys if key in self._shelf.chunks]
 
     def knows(self, namespace: str, digest: str) -> bool:
         """Whether a text is registered now, with or without KV."""
@@ -155,13 +146,13 @@ class MemoryStore(ForkAware):
     def keys(self) -> list[ChunkKey]:
         """Return the keys of all chunks in memory."""
         with self._lock:
-            return list(self._chunks)
+            return list(self._shelf.chunks)
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks and return how many were there."""
         with self._lock:
             self._erasures += 1
-            gone = [key for key in keys if self._drop(key)]
+            gone = [key for key in keys if self._shelf.drop(key)]
         for key in keys:
             self.index.remove(key)
         for key in gone:
@@ -175,14 +166,13 @@ class MemoryStore(ForkAware):
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of this tier by its name."""
         with self._lock:
-            return {self.name: StoreStats(len(self._chunks), self._num_bytes, self._hits, self._misses, rejected=0)}
+            chunks, num_bytes = len(self._shelf.chunks), self._shelf.num_bytes
+            return {self.name: StoreStats(chunks, num_bytes, self._hits, self._misses, rejected=0)}
 
     def release(self) -> int:
         """Push everything out and return its bytes, as an upper tier; nothing is demoted, because memory is wanted now."""
         with self._lock:
-            freed, self._num_bytes = self._num_bytes, 0
-            gone = list(self._chunks)
-            self._chunks.clear()
+            freed, gone = self._shelf.num_bytes, self._shelf.clear()
         for key in gone:
             self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), "evicted"))
         return freed
@@ -190,20 +180,19 @@ class MemoryStore(ForkAware):
     def close(self) -> None:
         """Forget everything; idempotent."""
         with self._lock:
-            self._chunks.clear()
-            self._num_bytes = 0
+            self._shelf.clear()
 
     @contextmanager
     def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
         """Keep chunks, there or yet to come, from being pushed out, as long as a request needs them."""
         keys = list(keys)
         with self._lock:
-            self._pins.update(keys)
+            self._shelf.pins.update(keys)
         try:
             yield
         finally:
             with self._lock:
-                self._pins -= Counter(keys)
+                self._shelf.pins -= Counter(keys)
 
     def converted(self, kv: ChunkKV) -> ChunkKV:
         """Return a chunk as it is kept here; raises as :func:`kvrag.quantise.convert`. It may be the chunk itself."""
@@ -217,13 +206,12 @@ class MemoryStore(ForkAware):
     def peek(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the chunk's KV, or ``None``, and count nothing."""
         with self._lock:
-            entry = self._chunks.get(chunk_key(identity))
-        return entry.kv if entry is not None and entry.identity == identity else None
+            return self._shelf.find(chunk_key(identity), identity)
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return whose KV is kept under a key."""
         with self._lock:
-            entry = self._chunks.get(key)
+            entry = self._shelf.chunks.get(key)
         return None if entry is None else entry.identity
 
     def keep(
@@ -254,42 +242,15 @@ class MemoryStore(ForkAware):
         with self._lock:
             if erasures is not None and erasures != self._erasures:
                 return False
-            victims = self._victims(key, size, usage.priority_now())
+            victims = self._shelf.take(key, Entry(identity, kv, usage))
             if victims is None:
                 return False
-            for old in (key, *victims):
-                self._drop(old)
-            self._chunks[key] = _Entry(identity, kv, usage)
-            self._num_bytes += size
         self._events.emit(StoreEvent("BlockStored", self.name, (key,), reason, kv.num_tokens, size))
         for old, entry in victims.items():
             self._events.emit(StoreEvent("BlockRemoved", self.name, (old,), "evicted"))
             self.pushed_out(entry.identity, entry.kv, entry.usage.priority_now())
             if not self.contains(old):
                 self.index.remove(old)
-        return True
-
-    def _victims(self, key: ChunkKey, size: int, priority: int) -> dict[ChunkKey, _Entry] | None:
-        """Choose what leaves for ``size`` more bytes under ``key``; ``None`` if that is not enough."""
-        chosen: dict[ChunkKey, _Entry] = {}
-        old = self._chunks.get(key)
-        excess = self._num_bytes + size - self.max_bytes - (0 if old is None else old.kv.num_bytes)
-        if excess > 0 and size <= self.max_bytes:
-            # Sorting is stable: what was used last stays last among its equals.
-            ranked = sorted(((e.usage.priority_now(), k, e) for k, e in self._chunks.items()), key=lambda item: item[0])
-            for rank, other, entry in ranked:
-                if excess <= 0 or rank > priority:
-                    break
-                if other != key and not self._pins[other]:
-                    chosen[other] = entry
-                    excess -= entry.kv.num_bytes
-        return chosen if excess <= 0 else None
-
-    def _drop(self, key: ChunkKey) -> bool:
-        entry = self._chunks.pop(key, None)
-        if entry is None:
-            return False
-        self._num_bytes -= entry.kv.num_bytes
         return True
 
 
