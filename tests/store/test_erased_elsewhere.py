@@ -302,3 +302,27 @@ def test_what_was_erased_and_put_again_is_found(tiers):
     assert same_bits(one.store.get(ONE), make_kv(ONE))
     assert one.store.forget(NAMESPACE, "again") == 1
     assert one.store.get(ONE) is None
+
+
+def test_above_a_store_that_nobody_shares_erasures_are_its_own():
+    host, lower = MemoryStore(2**20), MemoryStore(2**20, name="disk")
+    store = TieredStore(host, lower, lower_min_priority=30)
+    for identity, name, priority in ((ONE, "one", 35), (TWO, "two", 1)):
+        store.put(identity, make_kv(identity), text=make_text(name), doc_id=name, retention=Retention(priority))
+        assert same_bits(store.get(identity), make_kv(identity))
+    assert store.link(TWO, text=make_text("two"), doc_id="again")
+    lower._shelf.drop(chunk_key(ONE))  # pushed out: what is above has nobody who could erase it
+    assert store.forget(NAMESPACE, "two") == 0
+    assert (host.contains(chunk_key(ONE)), host.contains(chunk_key(TWO))) == (False, True)
+    assert store.forget(NAMESPACE, "again") == 1
+    assert store.get(TWO) is None
+
+
+def test_keys_are_found_by_those_who_prefetch_them_until_they_are_erased(tiers):
+    one = tiers()
+    one.other.put(ONE, make_kv(ONE), text=make_text("one"), doc_id="one")
+    assert one.store.prefetch([chunk_key(ONE)]).found == 1
+    assert one.store.get(ONE) is not None
+    one.other.forget(NAMESPACE, "one")
+    assert one.store.get(ONE) is None
+    assert one.store.prefetch([chunk_key(ONE)]).found == 0
