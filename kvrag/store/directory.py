@@ -152,6 +152,12 @@ class Directory:
             return False
         return True
 
+    def sync(self, *folder: str) -> None:
+        """Bring the names in a folder to the disk, where the store is durable. Raises ``OSError``."""
+        if self.durable:
+            with self.folder(*folder) as fd:
+                os.fsync(fd)
+
     def move(self, source: tuple[str, ...], target: tuple[str, ...]) -> None:
         """Give a file, or whatever is there, another name, replacing a file of that name."""
         with self.folder(*source[:-1]) as old, self.folder(*target[:-1], make=True) as new:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from kvrag.errors import StoreError
 from kvrag.store import blob
 from kvrag.store.base import Record
 from kvrag.store.disk_reads import DiskReads
 from kvrag.store.events import StoreEvent
-from kvrag.store.objects import Confirm
+from kvrag.store.objects import Confirm, place_of
 from kvrag.store.references import ReferenceFile
+from kvrag.store.references import place_of as place_of_reference
 from kvrag.types import ChunkKey, ChunkKV
 
 ATTEMPTS = 3
@@ -87,15 +88,32 @@ class DiskWrites(DiskReads):
         """Publish what :meth:`hold` has announced, in one step with looking whether it was erased; return what ``name`` does.
 
         An erasure that has returned must not be undone, not even by a kill: so nothing has its name before the look, and no other
-        process erases between the look and the names.
+        process erases between the look and the names. Others wait for that step, so what takes long comes before it, and after it.
         """
         file = _reference(record, doc_id)
+        try:
+            with nullcontext(_nothing) if file is None else self.references.prepared(file) as refer:
+                return self._name(record, doc_id, file, refer, name)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise self._unwritable("a reference", error) from error
+
+    def _name(
+        self,
+        record: Record,
+        doc_id: str | None,
+        file: ReferenceFile | None,
+        refer: Callable[[], bool],
+        name: Callable[[], bool],
+    ) -> bool:
+        """Give file and reference their names; nothing of them is left if that can't be done."""
         is_referred = is_named = False
 
         def publish() -> bool:
             nonlocal is_referred, is_named
-            is_referred = file is not None and self._refer(file)
             try:
+                is_referred = refer()
                 is_named = name()
             except OSError as error:
                 raise self._unwritable(f"the chunk {record.key[:12]}", error) from error
@@ -103,10 +121,18 @@ class DiskWrites(DiskReads):
 
         try:
             published = self.rows.confirm(record, doc_id, publish)
-        except StoreError:
+            for is_made, place in (
+                (is_named, place_of(record.key)),
+                (is_referred, file and place_of_reference(file.reference)),
+            ):
+                if is_made and place:
+                    self.directory.sync(*place[:-1])
+        except OSError as error:
             self._undo(is_named, lambda: self.objects.erase(record.key))
             self._undo(is_referred, lambda: file is not None and self.references.remove(file.reference))
-            raise
+            if isinstance(error, StoreError):
+                raise
+            raise self._unwritable(f"the chunk {record.key[:12]}", error) from error
         if published is None:
             raise Withdrawn(
                 f"the chunk {record.key[:12]} was erased before it was written; put it again if it is wanted"
@@ -137,6 +163,10 @@ class DiskWrites(DiskReads):
             raise StoreError(f"the store {self._root} is closed; open it again")
         if self.read_only:
             raise StoreError(f"the store {self._root} is open for reading only; make it writable and open it again")
+
+
+def _nothing() -> bool:
+    return False
 
 
 def _reference(record: Record, doc_id: str | None) -> ReferenceFile | None:

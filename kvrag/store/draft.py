@@ -83,20 +83,23 @@ class Draft:
         if self._directory.durable:
             sync_data(self._fd)
 
-    def publish(self, *place: str) -> bool:
+    def publish(self, *place: str, is_synced: bool = True) -> bool:
         """Give the file its name, without replacing another one; ``False`` if the name is taken.
+
+        Without ``is_synced``, its bytes were synced before and the folder is to be afterwards, by who can't wait for that here.
 
         Raises
         ------
         OSError
             If it can't be done; then the name isn't there.
         """
-        self.sync()
+        if is_synced:
+            self.sync()
         with self._directory.folder("tmp") as tmp, self._directory.folder(*place[:-1], make=True) as parent:
             if not self._name_it(tmp, parent, place[-1]):
                 return False
             try:
-                if self._directory.durable:
+                if self._directory.durable and is_synced:
                     os.fsync(parent)
             except OSError:
                 # After a failed sync nobody knows what is on the disk.

@@ -119,7 +119,8 @@ class Objects:
     def publish(self, plan: blob.Plan, kv: ChunkKV, key: ChunkKey, confirm: Confirm | None = None) -> bool:
         """Write a blob; ``False`` if it is there already. Raises ``OSError``, and leaves nothing then.
 
-        ``confirm`` is given what names the blob, once all its bytes are on the disk, and calls that or not; its result is returned.
+        ``confirm`` is given what names the blob, once all its bytes are on the disk, and calls that or not, and has yet to sync the
+        blob's folder; its result is returned.
         """
         self._clear_way(key)
         with Draft(self._directory, plan.size) as draft:
@@ -129,7 +130,7 @@ class Objects:
             if confirm is None:
                 return draft.publish(*place_of(key))
             draft.sync()
-            return confirm(lambda: draft.publish(*place_of(key)))
+            return confirm(lambda: draft.publish(*place_of(key), is_synced=False))
 
     def erase(self, key: ChunkKey) -> bool:
         """Erase a chunk's file, in quarantine too, and return whether it was there. Raises ``OSError``."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import xxhash
 
 from kvrag.fingerprint import canonical
 from kvrag.store.directory import Directory
-from kvrag.store.draft import write_file
+from kvrag.store.draft import Draft, write_file
 from kvrag.store.header import parse_text
 from kvrag.store.row_seal import RowSeal
 from kvrag.store.rows import as_list
@@ -92,22 +94,36 @@ class References:
 
     def add(self, file: ReferenceFile) -> bool:
         """Write a reference; ``False`` if it is there. Raises ``OSError``."""
-        name = name_of(file.reference)
-        if self._directory.is_file(*_place(name)):
+        if self.contains(file.reference):
             return False
+        return write_file(self._directory, self._encoded(file), *place_of(file.reference))
+
+    @contextmanager
+    def prepared(self, file: ReferenceFile) -> Iterator[Callable[[], bool]]:
+        """Bring a reference to the disk without its name, and give what names it, as :meth:`add` would; its folder is to be synced then.
+
+        Raises ``OSError``.
+        """
+        content = self._encoded(file)
+        with Draft(self._directory, len(content)) as draft:
+            draft.write(memoryview(content), 0)
+            draft.sync()
+            yield lambda: draft.publish(*place_of(file.reference), is_synced=False)
+
+    def _encoded(self, file: ReferenceFile) -> bytes:
         content = file.encode()
-        if self._seal is not None:
-            fields = {"format": SEALED, "key": self._seal.id, "content": self._seal.seal(content, name)}
-            content = json.dumps(fields).encode("ascii")
-        return write_file(self._directory, content, *_place(name))
+        if self._seal is None:
+            return content
+        sealed = self._seal.seal(content, name_of(file.reference))
+        return json.dumps({"format": SEALED, "key": self._seal.id, "content": sealed}).encode("ascii")
 
     def contains(self, reference: Reference) -> bool:
         """Whether a reference has its file."""
-        return self._directory.is_file(*_place(name_of(reference)))
+        return self._directory.is_file(*place_of(reference))
 
     def remove(self, reference: Reference) -> bool:
         """Erase a reference; whether it was there. Raises ``OSError``."""
-        return self._directory.unlink(*_place(name_of(reference)))
+        return self._directory.unlink(*place_of(reference))
 
     def names(self) -> set[str]:
         """Names of all references."""
@@ -143,6 +159,11 @@ class References:
     def discard(self, name: str) -> bool:
         """Erase the file of this name, whatever it says."""
         return self._directory.unlink(*_place(name))
+
+
+def place_of(reference: Reference) -> tuple[str, str, str]:
+    """Place of a reference's file below the store's root."""
+    return _place(name_of(reference))
 
 
 def _place(name: str) -> tuple[str, str, str]:

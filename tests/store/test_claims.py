@@ -228,8 +228,8 @@ store = WriteBehind(DiskStore(sys.argv[1], StoreConfig(min_free_bytes=0)))
 identity, folder = make_identity(0), sys.argv[2]
 real, go_on, publish = blob.write, threading.Event(), Draft.publish
 
-def published(self, *place):
-    done = publish(self, *place)
+def published(self, *place, **options):
+    done = publish(self, *place, **options)
     if place[0] == folder:
         os.kill(os.getpid(), signal.SIGKILL)
     return done
@@ -294,20 +294,24 @@ def test_one_document_is_erased_and_another_still_wants_the_chunk(root):
     other.close()
 
 
-@pytest.mark.parametrize("what", ["reference", "name", "row"])
+@pytest.mark.parametrize("what", ["reference", "name", "row", "folder"])
 def test_what_can_not_be_named_is_told_and_leaves_nothing(store, root, held_up, monkeypatch, what):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     publish = Draft.publish
     if what == "reference":
-        monkeypatch.setattr(References, "add", full)
+        monkeypatch.setattr(References, "prepared", full)
     elif what == "name":
-        monkeypatch.setattr(Draft, "publish", lambda self, *p: full() if p[0] == "objects" else publish(self, *p))
+        monkeypatch.setattr(
+            Draft, "publish", lambda self, *p, **o: full() if p[0] == "objects" else publish(self, *p, **o)
+        )
     with held_up():
         put(store, 0, "doc")
         if what == "row":
             monkeypatch.setattr(DiskIndex, "_write", full)
+        if what == "folder":
+            monkeypatch.setattr(store._disk.directory, "sync", full)
     errors = store.flush()
     assert "No space left" in errors[KEYS[0]]
     assert store._disk.files() == set()
