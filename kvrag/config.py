@@ -166,13 +166,15 @@ class StoreConfig:
         Bytes of the file system that the store leaves to others; chunks leave, or are not stored, to keep them free. 0: no chunk
         leaves for the sake of others, and one that finds the disk full is not stored.
     high_watermark, low_watermark
-        Fractions in [0, 1] of ``disk_bytes``: eviction begins above the high one and ends at the low one.
+        Fractions in [0, 1] of ``disk_bytes``: eviction begins above the high one and ends at the low one. For ``min_free_bytes`` it
+        begins when they are not free, and ends with the difference of the two, as a fraction of what is stored, beyond that.
     durability
         ``"durable"``: a chunk that was stored is still there after a power cut. ``"cache"``: the latest ones may be lost then, which
         saves the waiting for the disk. Nothing false is ever read, either way.
     gpu_bytes, gpu_fraction
         Budget of the tier in the accelerator's memory, in bytes (``None``: no limit) and as a fraction in [0, 1] of that memory; the
-        lesser wins, and 0 means no such tier. A model on the CPU has none. The tier is emptied when memory runs out.
+        lesser wins, and 0 means no such tier. A model on the CPU has none. The tier is emptied when memory runs out. How much memory
+        there is, is known for CUDA (and ROCm); elsewhere only ``gpu_bytes`` counts.
     host_min_priority, disk_min_priority
         What is pushed out of the accelerator goes to the host, and what is stored goes to the disk, from this priority on; what has
         less is dropped, or kept in the host's memory alone. 0 to 100.
@@ -183,8 +185,8 @@ class StoreConfig:
         What a request does about reads that a prefetch has begun and not ended: ``"best_effort"`` computes instead, ``"wait"`` waits
         however long, ``"timeout"`` waits until ``load_timeout_s`` is over.
     index
-        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python. All processes on a directory must use
-        the same one; after a change it is rebuilt.
+        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python, and is used too where diskcache isn't
+        installed. All processes on a directory must use the same one; after a change it is rebuilt.
     read_only
         Change nothing in the directory, not even the index, which is then kept in memory.
     event_log
@@ -207,6 +209,9 @@ class StoreConfig:
     ram_dtype
         How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``"auto"``: read from its codes once, which saves time and not memory.
         A rounded type above ``kv_dtype="auto"``: exact KV stays on disk, and every read is rounded, from either tier.
+    gpu_dtype
+        How the tier in the accelerator's memory keeps KV; ``None``: like the one below it. Otherwise as ``ram_dtype``, above either; where
+        there is no such tier, it changes nothing.
     namespace_secret
         Key of the names: namespaces and digests of texts are HMACs with it, so that nobody without it can address, find or guess them.
     mac_key
@@ -243,6 +248,7 @@ class StoreConfig:
     prefetch: str = "timeout"
     kv_dtype: KVDtype = "auto"
     ram_dtype: KVDtype | None = None
+    gpu_dtype: KVDtype | None = None
     namespace_secret: KeySource | None = field(default=None, repr=False)
     mac_key: KeySource | None = field(default=None, repr=False)
     encryption_key: KeySource | None = field(default=None, repr=False)
@@ -270,6 +276,7 @@ class StoreConfig:
             ("prefetch", PREFETCHES),
             ("kv_dtype", KV_DTYPES),
             ("ram_dtype", (None, *KV_DTYPES)),
+            ("gpu_dtype", (None, *KV_DTYPES)),
         ):
             if getattr(self, name) not in choices:
                 known = ", ".join(map(str, choices))
@@ -291,11 +298,23 @@ class StoreConfig:
                 f"StoreConfig.ram_dtype is {self.ram_dtype!r} above kv_dtype={self.kv_dtype!r}; KV is rounded once: let ram_dtype be "
                 "the same or 'auto', or keep exact KV on disk with kv_dtype='auto'"
             )
+        self._check_gpu_dtype()
+
+    def _check_gpu_dtype(self) -> None:
+        """Raise if the accelerator's tier would round what has been rounded."""
+        is_read = self.kv_dtype != "auto" and self.ram_dtype == "auto"  # codes end in the host's memory then
+        below = self.kv_dtype if self.ram_dtype in (None, "auto") else self.ram_dtype
+        if self.gpu_dtype not in (None, "auto") and (is_read or below not in ("auto", self.gpu_dtype)):
+            raise ConfigError(
+                f"StoreConfig.gpu_dtype is {self.gpu_dtype!r} above kv_dtype={self.kv_dtype!r} and ram_dtype={self.ram_dtype!r}; "
+                "KV is rounded once: let gpu_dtype be 'auto' or what the tier below keeps, or keep exact KV below with 'auto'"
+            )
 
     @property
     def read_dtype(self) -> KVDtype:
         """What every KV that is read from the store has been rounded to."""
-        return self.ram_dtype or "auto" if self.kv_dtype == "auto" else self.kv_dtype
+        tiers: tuple[KVDtype | None, ...] = (self.kv_dtype, self.ram_dtype, self.gpu_dtype)
+        return next((each for each in tiers if each not in (None, "auto")), None) or "auto"
 
     def __getstate__(self) -> list[Any]:
         """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -45,7 +46,7 @@ from kvrag.types import (
     VerifyReport,
 )
 from kvrag.verify import verify_prompts
-from kvrag.write_back import WriteBack, erasures_of
+from kvrag.write_back import EVERYWHERE, WriteBack, erasures_of
 
 
 class KVRagEngine:
@@ -190,7 +191,10 @@ class KVRagEngine:
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self.source)
-                self.store = on_accelerator(self.store, self._loaded.lm.device, self.store_config)
+                below, self.store = self.store, on_accelerator(self.store, self._loaded.lm.device, self.store_config)
+                if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round
+                    self.store_config = replace(self.store_config, gpu_dtype=None)
+                    self._gate = Gate(self.store_config.read_dtype)
             return self._loaded
 
     @property
@@ -391,6 +395,19 @@ class KVRagEngine:
         ):  # what waits to be written back was seen before, and might hold what goes now
             return sum(self.store.forget(space, doc_id) for doc_id in dict.fromkeys(ids))
 
+    def clear(self) -> int:
+        """Erase everything that is stored, from every tier: all documents and KV of **every** namespace, model and prefix.
+
+        To erase one namespace's documents alone, :meth:`delete` its :meth:`document_ids`. What other keys protect is left alone.
+
+        Returns
+        -------
+        int
+            Number of chunks erased.
+        """
+        with self._erasures.erasing(EVERYWHERE):
+            return self.store.clear()
+
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""
         found = self.store.index.documents(self._namespace(namespace))
@@ -568,9 +585,10 @@ class KVRagEngine:
     def _answering(self) -> Answering:
         """The query-time half; loads the model."""
         with self._lock:
-            self._gate.admit(self.loaded)
+            loaded = self.loaded  # first: the gate depends on where the model is
+            self._gate.admit(loaded)
             if self._query_side is None:
-                loaded, config = self.loaded, self.store_config
+                config = self.store_config
                 wanted = config.on_miss == "store" and not isinstance(loaded.lm, PlainLM)
                 write_back = WriteBack(loaded, self.store, config, self._erasures, self.names) if wanted else None
                 self._query_side = Answering(loaded, self.store, config, write_back, self.names)

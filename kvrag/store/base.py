@@ -71,7 +71,8 @@ class Retention:
     duration_s
         After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never.
     cost_ms
-        Time that it took to compute, in milliseconds; ``None`` keeps what is known, or takes it from the number of tokens.
+        Time that it took to compute, in milliseconds; ``None``: what a precompute measures or is known already, else as much per token
+        as the store's other chunks took.
 
     Raises
     ------
@@ -200,6 +201,9 @@ class KVStore(Protocol):
 
     def forget(self, namespace: str, doc_id: str) -> int:
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
+
+    def clear(self) -> int:
+        """Erase all chunks, texts and documents, of every namespace and model, in every tier; return how many chunks there were."""
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``)."""

@@ -62,15 +62,18 @@ class DiskStore(DiskWrites):
         text: TextEntry | None,
         doc_id: str | None = None,
         retention: Retention | None = None,
+        reason: str = "put",
     ) -> int:
         """Store a chunk and return the bytes written; 0 if it was there already (then only the reference is added).
+
+        ``reason`` is that of the event.
 
         Raises
         ------
         StoreError
             If it can't be written, or there is no room for it. Nothing of it is left then.
         """
-        return self._put(identity, kv, text=text, doc_id=doc_id, retention=retention, is_reserved=False)
+        return self._put(identity, kv, text=text, doc_id=doc_id, retention=retention, is_reserved=False, reason=reason)
 
     def fulfil(
         self,
@@ -101,6 +104,7 @@ class DiskStore(DiskWrites):
         doc_id: str | None,
         retention: Retention | None,
         is_reserved: bool,
+        reason: str = "put",
     ) -> int:
         self._check_writable()
         for _ in range(ATTEMPTS):
@@ -109,7 +113,7 @@ class DiskStore(DiskWrites):
             plan = blob.plan(identity, kv, text=text, guard=self.objects.guard)
             if not is_reserved:
                 self.make_room(plan.header.num_bytes, retention=retention)
-            written = self._write(plan, kv, doc_id, is_reserved=is_reserved)
+            written = self._write(plan, kv, doc_id, is_reserved=is_reserved, reason=reason)
             if self.objects.contains(chunk_key(identity)):
                 if retention is not None:
                     self.rows.retain(chunk_key(identity), retention)
@@ -187,13 +191,16 @@ class DiskStore(DiskWrites):
         return erased
 
     def clear(self) -> int:
-        """Erase all chunks, texts and references, and return how many chunks there were."""
+        """Erase all chunks, texts and references but what other keys protect, and return how many chunks there were."""
         self._check_writable()
-        found = 0
-        for key in self.objects.keys() | set(self.rows.keys()):
-            found += self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True)
+        # Reading a header notes whether the file is of other keys, which may share the index.
+        keys = self.objects.keys() | set(self.rows.keys())
+        own = [key for key in keys if self.header(key) or key not in self.objects.foreign]
+        found = sum(self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True) for key in own)
+        self.objects.empty_quarantine()
         for namespace, digest, _ in self.rows.references():
-            self.rows.unlink_text(namespace, digest)
+            if not self.rows.text_keys(namespace, digest):
+                self.rows.unlink_text(namespace, digest)
         recovery.drop_references(self.rows, self.references)
         self.rows.scrub()
         self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))

@@ -41,7 +41,7 @@ class DiskWrites(DiskReads):
             raise self._unwritable("a claim", error) from error
         self.rows.hold(record, doc_id, holder)
 
-    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None, *, is_reserved: bool) -> int:
+    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None, *, is_reserved: bool, reason: str) -> int:
         """Write a blob, its reference and its row; return the bytes written, 0 if another writer was faster."""
         record = plan.header.record()
         if is_reserved:
@@ -55,7 +55,7 @@ class DiskWrites(DiskReads):
                 self._undo(is_new, lambda: self.objects.erase(record.key))
                 raise
         if is_new:
-            event = StoreEvent("BlockStored", "disk", (record.key,), "put", record.num_tokens, record.num_bytes)
+            event = StoreEvent("BlockStored", "disk", (record.key,), reason, record.num_tokens, record.num_bytes)
             self._events.emit(event)
         return record.num_bytes if is_new else 0
 

@@ -34,6 +34,8 @@ class TieredStore(TieredReads):
         Lower tier, the truth; its index is that of both.
     keeps_puts
         Whether a chunk that is put is kept above at once, and not only when it is read.
+    demotes
+        Whether what is pushed out is handed down; not if it is kept here in another way than below.
     min_priority
         What is demoted to this upper tier from one above it must have this priority.
     lower_min_priority
@@ -48,6 +50,7 @@ class TieredStore(TieredReads):
         disk: KVStore,
         *,
         keeps_puts: bool = True,
+        demotes: bool = True,
         min_priority: int = 0,
         lower_min_priority: int = 0,
         prefetch: str = "timeout",
@@ -57,7 +60,7 @@ class TieredStore(TieredReads):
         self._min_priority = min_priority
         self._lower_min_priority = lower_min_priority
         self._only_here: set[ChunkKey] = set()
-        memory.pushed_out = disk.demote if isinstance(disk, TieredStore) else self._lose
+        memory.pushed_out = disk.demote if demotes and isinstance(disk, TieredStore) else self._lose
 
     def put(
         self,
@@ -142,6 +145,15 @@ class TieredStore(TieredReads):
             self._memory.delete([key for key in keys if key not in held and not self._disk.contains(key)])
             self._drop_orphans()
         return erased + len(here) - len(held)
+
+    def clear(self) -> int:
+        """Erase everything in both tiers, and return how many chunks there were."""
+        here = sum(self._is_only_here(key) for key in list(self._only_here))
+        try:
+            return self._disk.clear() + here
+        finally:  # memory last, as in delete
+            self._only_here.clear()
+            self._memory.clear()
 
     def _drop_orphans(self) -> None:
         """Take out of memory what nothing below knows any more: it can't be told whose it is, so no erasure would find it."""
