@@ -166,7 +166,8 @@ class StoreConfig:
         Bytes of the file system that the store leaves to others; chunks leave, or are not stored, to keep them free. 0: no chunk
         leaves for the sake of others, and one that finds the disk full is not stored.
     high_watermark, low_watermark
-        Fractions in [0, 1] of ``disk_bytes``: eviction begins above the high one and ends at the low one.
+        Fractions in [0, 1] of ``disk_bytes``: eviction begins above the high one and ends at the low one. For ``min_free_bytes`` it
+        begins when they are not free, and ends with the difference of the two, as a fraction of what is stored, beyond that.
     durability
         ``"durable"``: a chunk that was stored is still there after a power cut. ``"cache"``: the latest ones may be lost then, which
         saves the waiting for the disk. Nothing false is ever read, either way.

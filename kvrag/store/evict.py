@@ -1,23 +1,44 @@
-"""Make room on the disk: what is worth least leaves first, until the store is below its low watermark."""
+"""Make room on the disk: what is worth least leaves first, until the store is below its low watermark; or nothing, where that won't do."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvrag.errors import StoreError
 from kvrag.store import files
 from kvrag.store.base import Record
 from kvrag.store.directory import Directory
 from kvrag.store.fork import ForkAware
+from kvrag.store.header import ALIGNMENT
 from kvrag.store.store_index import StoreIndex
-from kvrag.store.usage import Usage, order
+from kvrag.store.usage import order, token_ms
 from kvrag.types import ChunkKey
 
 LOCK_FILE = "evict.lock"
+
+PROBE = 4
+"""Chunks that leave for the sake of free space before it is looked whether any came of it: snapshots and open files keep theirs."""
+
+RETRY_S = 600.0
+"""Seconds for which nothing more leaves for the sake of free space after none came of it, unless it comes late."""
+
+
+class Bytes(NamedTuple):
+    """Bytes of KV, as ``disk_bytes`` counts, and of the file system, as ``min_free_bytes`` does: files have headers."""
+
+    kv: int
+    disk: int
+
+    @classmethod
+    def of(cls, chunks: int, num_bytes: int) -> Bytes:
+        """Return what chunks take."""
+        return cls(num_bytes, num_bytes + ALIGNMENT * chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +52,8 @@ class Budget:
     min_free_bytes
         Bytes of the file system that are left to others; 0: never evict for others.
     high, low
-        Eviction begins above ``high`` × ``disk_bytes`` and ends below ``low`` × ``disk_bytes``.
+        Eviction begins above ``high`` × ``disk_bytes`` and ends below ``low`` × ``disk_bytes``. Where free space is short, it begins at
+        once, and ends when ``high`` - ``low`` of what is stored left beyond that.
     """
 
     disk_bytes: int | None = None
@@ -39,17 +61,18 @@ class Budget:
     high: float = 0.95
     low: float = 0.85
 
-    def excess(self, stored: int, free: int, need: int) -> int:
-        """Return how many bytes must leave before ``need`` more are written; 0 or less: none."""
-        over = 0
-        if self.disk_bytes is not None and stored + need > self.high * self.disk_bytes:
-            over = stored + need - int(self.low * self.disk_bytes)
-        return max(over, self.min_free_bytes + need - free) if self.min_free_bytes else over
+    def short(self, stored: Bytes, free: int, need: int) -> Bytes:
+        """Return what must leave before ``need`` more bytes may be written."""
+        kv = 0 if self.disk_bytes is None else stored.kv + need - self.disk_bytes
+        disk = self.min_free_bytes + need - free if self.min_free_bytes else 0
+        return Bytes(max(0, kv), max(0, disk))
 
-    def fits(self, stored: int, free: int, need: int) -> bool:
-        """Whether ``need`` more bytes may be written."""
-        is_within = self.disk_bytes is None or stored + need <= self.disk_bytes
-        return is_within and (not self.min_free_bytes or free - need >= self.min_free_bytes)
+    def excess(self, stored: Bytes, free: int, need: int) -> Bytes:
+        """Return what had better leave then: more than what must, so that not every write has to look for it."""
+        kv, disk = 0, self.short(stored, free, need).disk
+        if self.disk_bytes is not None and stored.kv + need > self.high * self.disk_bytes:
+            kv = stored.kv + need - int(self.low * self.disk_bytes)
+        return Bytes(kv, disk and disk + int((self.high - self.low) * stored.disk))
 
 
 class Evictor(ForkAware):
@@ -79,6 +102,8 @@ class Evictor(ForkAware):
         self._directory, self._index, self._budget = directory, index, budget
         self._erase, self._removed = erase, removed
         self._pins: Counter[ChunkKey] = Counter()
+        # Until then, or until so much is free, nothing leaves for the sake of free space.
+        self._in_vain: tuple[float, int] = (0.0, 0)
 
     @contextmanager
     def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
@@ -93,54 +118,86 @@ class Evictor(ForkAware):
                 self._pins -= Counter(keys)
 
     def make_room(self, need: int, *, priority: int) -> None:
-        """Evict until ``need`` bytes fit; chunks of a higher priority than the new one stay.
+        """Evict until ``need`` bytes fit; chunks of a higher priority than the new one stay. Where that is not enough, all stay.
 
         Raises
         ------
         StoreError
             If they can't be made to fit.
         """
-        budget = self._budget
-        could_ever_fit = budget.disk_bytes is None or need <= budget.disk_bytes
-        while could_ever_fit:
-            if self._excess(need) <= 0:
-                return
+        budget, why = self._budget, ""
+        if budget.disk_bytes is not None and need > budget.disk_bytes:
+            why = "they are more than its whole budget"
+        while not why and any(budget.excess(*self._state(), need)):
             with files.locked(self._directory.root / LOCK_FILE):
-                excess = self._excess(need)
-                evicted = 0 if excess <= 0 else self.evict(excess, max_priority=priority)
-            if budget.fits(self._index.totals()[1], self._free(), need):
+                why = self._pass(need, priority)
+            if not any(budget.short(*self._state(), need)):
                 return
-            if not evicted and excess > 0:
-                break
-            # Another writer took the room that was made.
-        raise StoreError(
-            f"{need} bytes don't fit into the store {self._directory.root}, and nothing more may leave it; "
-            "raise StoreConfig.disk_bytes, lower StoreConfig.min_free_bytes, or free space on the disk"
-        )
+            # Without a reason, another writer took the room that was made.
+        if why:
+            raise StoreError(
+                f"{need} bytes don't fit into the store {self._directory.root}: {why}; "
+                "raise StoreConfig.disk_bytes, lower StoreConfig.min_free_bytes, or free space on the disk"
+            )
 
     def evict(self, num_bytes: int, *, max_priority: int = 100) -> int:
         """Evict at least ``num_bytes``, if there are, and return how many chunks left."""
-        now, chunks = self._index.usage()
-        evicted = freed = 0
-        for record, _ in self._victims(now, chunks, max_priority):
-            if freed >= num_bytes:
+        return self._evict(self._victims(max_priority), Bytes(num_bytes, 0))
+
+    def _pass(self, need: int, priority: int) -> str:
+        """Evict what must leave and a margin, or nothing where there is not enough; return why another pass is of no use, if so."""
+        stored, free = self._state()
+        short, excess = self._budget.short(stored, free, need), self._budget.excess(stored, free, need)
+        if not any(excess):
+            return ""
+        until, enough = self._in_vain
+        if short.disk and free < enough and time.monotonic() < until:
+            return "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+        victims = self._victims(priority)
+        held = Bytes.of(len(victims), sum(record.num_bytes for record in victims))
+        if held.kv < short.kv or held.disk < short.disk:
+            return "nothing more may leave it that would be enough"
+        # A watermark that can't be reached is no reason to take everything: half of it will do for a while.
+        wanted = zip(short, excess, held, strict=True)
+        goal = Bytes(*(better if better <= there else max(must, there // 2) for must, better, there in wanted))
+        evicted = self._evict(victims, goal, free if short.disk else None)
+        return "" if evicted else "nothing more may leave it"
+
+    def _evict(self, victims: list[Record], goal: Bytes, free: int | None = None) -> int:
+        """Evict chunks in their order until ``goal`` is reached, and return how many left.
+
+        With ``free``, what was free before, it is done for more of that, and ends where nothing comes of it.
+        """
+        gone, evicted = Bytes(0, 0), 0
+        for record in victims:
+            is_enough = gone.kv >= goal.kv and gone.disk >= goal.disk
+            if is_enough or (evicted == PROBE and self._is_in_vain(free, gone.disk)):
                 break
             with suppress(OSError):
                 if self._index.drop(record.key, partial(self._erase, record.key)):
                     self._removed(record.key)
                     evicted += 1
-                freed += record.num_bytes
+                gone = Bytes(gone.kv + record.num_bytes, gone.disk + record.num_bytes + ALIGNMENT)
+        if evicted < PROBE:
+            self._is_in_vain(free, gone.disk)
         return evicted
 
-    def _victims(
-        self, now: int, chunks: list[tuple[Record, Usage]], max_priority: int
-    ) -> Iterator[tuple[Record, Usage]]:
-        for record, usage in sorted(chunks, key=order(now)):
-            if self._pins[record.key] <= 0 and usage.priority_now() <= max_priority:
-                yield record, usage
+    def _is_in_vain(self, free: int | None, erased: int) -> bool:
+        """Whether next to none of what was erased is free now; that is remembered for a while."""
+        if free is None or not erased or self._free() > free + erased // 4:
+            return False
+        self._in_vain = (time.monotonic() + RETRY_S, free + erased // 2)
+        return True
 
-    def _excess(self, need: int) -> int:
-        return self._budget.excess(self._index.totals()[1], self._free(), need)
+    def _victims(self, max_priority: int) -> list[Record]:
+        """Return what may leave, what is worth least first."""
+        now, chunks = self._index.usage()
+        free_to_go = [(r, u) for r, u in chunks if self._pins[r.key] <= 0 and u.priority_now() <= max_priority]
+        return [record for record, _ in sorted(free_to_go, key=order(now, token_ms(chunks)))]
+
+    def _state(self) -> tuple[Bytes, int]:
+        """Return what is stored, and what is free."""
+        return Bytes.of(*self._index.totals()), self._free()
 
     def _free(self) -> int:
         try:

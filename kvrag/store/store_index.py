@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrag.store.base import Record, Retention
 from kvrag.store.row_index import RowIndex
-from kvrag.store.rows import first_names, names_of, record_of, row_of, strings_of, text_of, texts_of
+from kvrag.store.rows import first_names, names_of, row_of, sizes_of, strings_of, text_of, texts_of
 from kvrag.store.usage import Usage
 from kvrag.types import ChunkKey, TextEntry
 
@@ -115,9 +115,9 @@ class StoreIndex(RowIndex):
                     self._write(row_of("use", key), usage.touched(count, now).row())
 
     def usage(self) -> tuple[int, list[tuple[Record, Usage]]]:
-        """Return the logical time, and every chunk with what eviction must know of it."""
+        """Return the logical time, and every chunk with what eviction must know of it; the records come without their texts."""
         uses = {names[0]: Usage.of(value) for names, value in _named(self._list("use "), 1)}
-        records = [record_of(ChunkKey(names[0]), value) for names, value in _named(self._list("key "), 1)]
+        records = [sizes_of(ChunkKey(names[0]), value) for names, value in _named(self._list("key "), 1)]
         return self._clock(), [(record, uses.get(record.key, Usage())) for record in records if record]
 
     def _on_new(self, key: ChunkKey) -> None:

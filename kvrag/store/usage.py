@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ HALF_LIFE = 4096
 """Accesses of the store after which a hit counts half."""
 
 TOKEN_MS = 1.0
-"""Assumed cost of a token where none was measured. Only ratios matter, and only among chunks of one store."""
+"""Assumed cost of a token where none was measured in the whole store. Only ratios matter, and only among chunks of one store."""
 
 KINDS = (int, str, float, float, float, int, float)
 BOUNDS: tuple[tuple[int, int] | None, ...] = ((0, 100), None, *((-1, 2**63),) * 2, *((0, 2**63),) * 2, (-1, 2**63))
@@ -108,17 +108,24 @@ class Usage:
         deadline = self.deadline if self.boot == boot_id() else since_boot() + self.duration_s
         return self.priority if since_boot() < deadline else DEFAULT_PRIORITY
 
-    def worth(self, record: Record, now: int) -> float:
-        """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes."""
-        cost = self.cost_ms if self.cost_ms >= 0 else record.num_tokens * TOKEN_MS
+    def worth(self, record: Record, now: int, token_ms: float = TOKEN_MS) -> float:
+        """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes. ``token_ms`` stands in for an unknown cost."""
+        cost = self.cost_ms if self.cost_ms >= 0 else record.num_tokens * token_ms
         return cost * (1.0 + self.recent_hits(now)) / max(1, record.num_bytes)
 
 
-def order(now: int) -> Callable[[tuple[Record, Usage]], tuple[int, float, int]]:
+def token_ms(chunks: Sequence[tuple[Record, Usage]]) -> float:
+    """Mean cost of a token of those chunks whose cost is known: chunks of which it is not must not seem dearer or cheaper."""
+    known = [(usage.cost_ms, record.num_tokens) for record, usage in chunks if usage.cost_ms >= 0]
+    tokens = sum(count for _, count in known)
+    return sum(cost for cost, _ in known) / tokens if tokens else TOKEN_MS
+
+
+def order(now: int, token_ms: float = TOKEN_MS) -> Callable[[tuple[Record, Usage]], tuple[int, float, int]]:
     """Sort key: what is to be evicted first comes first."""
 
     def key(item: tuple[Record, Usage]) -> tuple[int, float, int]:
         record, usage = item
-        return usage.priority_now(), usage.worth(record, now), usage.last
+        return usage.priority_now(), usage.worth(record, now, token_ms), usage.last
 
     return key

@@ -186,9 +186,10 @@ def test_free_space_is_left_to_others(make, monkeypatch):
         put(store, number)
         assert len(present(store)) <= 3
         assert number in present(store)
-    free = 0
+    free, left = 0, present(store)
     with pytest.raises(StoreError, match="min_free_bytes"):
         put(store, 9)
+    assert present(store) == left, "nothing leaves in vain"
 
 
 def test_an_evicted_document_keeps_its_claim(make):
