@@ -173,7 +173,8 @@ class StoreConfig:
         saves the waiting for the disk. Nothing false is ever read, either way.
     gpu_bytes, gpu_fraction
         Budget of the tier in the accelerator's memory, in bytes (``None``: no limit) and as a fraction in [0, 1] of that memory; the
-        lesser wins, and 0 means no such tier. A model on the CPU has none. The tier is emptied when memory runs out.
+        lesser wins, and 0 means no such tier. A model on the CPU has none. The tier is emptied when memory runs out. How much memory
+        there is, is known for CUDA (and ROCm); elsewhere only ``gpu_bytes`` counts.
     host_min_priority, disk_min_priority
         What is pushed out of the accelerator goes to the host, and what is stored goes to the disk, from this priority on; what has
         less is dropped, or kept in the host's memory alone. 0 to 100.

@@ -15,7 +15,7 @@ from kvrag.store.index import DiskIndex
 from kvrag.store.memory import MemoryStore
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.prefetch import Prefetch
-from kvrag.store.sizes import device_memory, host_memory, lesser
+from kvrag.store.sizes import device_budget, host_memory, lesser
 from kvrag.store.tiered import TieredStore
 from kvrag.store.write_behind import WriteBehind
 
@@ -89,8 +89,7 @@ def on_accelerator(store: KVStore, device: torch.device, config: StoreConfig) ->
     """
     if device.type == "cpu":
         return store
-    budget = lesser(config.gpu_bytes, config.gpu_fraction, lambda: device_memory(device))
-    budget = device_memory(device) if budget is None else budget
+    budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
     if not budget:
         return store
     events = Events(config.on_event, config.event_log)

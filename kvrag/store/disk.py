@@ -72,15 +72,18 @@ class DiskStore(DiskReads):
         text: TextEntry | None,
         doc_id: str | None = None,
         retention: Retention | None = None,
+        reason: str = "put",
     ) -> int:
         """Store a chunk and return the bytes written; 0 if it was there already (then only the reference is added).
+
+        ``reason`` is that of the event.
 
         Raises
         ------
         StoreError
             If it can't be written, or there is no room for it. Nothing of it is left then.
         """
-        return self._put(identity, kv, text=text, doc_id=doc_id, retention=retention, is_reserved=False)
+        return self._put(identity, kv, text=text, doc_id=doc_id, retention=retention, is_reserved=False, reason=reason)
 
     def fulfil(
         self,
@@ -111,6 +114,7 @@ class DiskStore(DiskReads):
         doc_id: str | None,
         retention: Retention | None,
         is_reserved: bool,
+        reason: str = "put",
     ) -> int:
         self._check_writable()
         for _ in range(ATTEMPTS):
@@ -119,7 +123,7 @@ class DiskStore(DiskReads):
             plan = blob.plan(identity, kv, text=text, guard=self.objects.guard)
             if not is_reserved:
                 self.make_room(plan.header.num_bytes, retention=retention)
-            written = self._write(plan, kv, doc_id, is_reserved=is_reserved)
+            written = self._write(plan, kv, doc_id, is_reserved=is_reserved, reason=reason)
             if self.objects.contains(chunk_key(identity)):
                 if retention is not None:
                     self.rows.retain(chunk_key(identity), retention)
@@ -220,7 +224,7 @@ class DiskStore(DiskReads):
         self._flush_hits()
         self._evictor.make_room(need, priority=DEFAULT_PRIORITY if retention is None else retention.priority)
 
-    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None, *, is_reserved: bool) -> int:
+    def _write(self, plan: blob.Plan, kv: ChunkKV, doc_id: str | None, *, is_reserved: bool, reason: str) -> int:
         """Write a blob, its reference and its row; return the bytes written, 0 if another writer was faster."""
         record = plan.header.record()
         is_new = self._publish(record.key, plan, kv)
@@ -233,7 +237,7 @@ class DiskStore(DiskReads):
                     self.objects.erase(record.key)
             raise
         if is_new:
-            event = StoreEvent("BlockStored", "disk", (record.key,), "put", record.num_tokens, record.num_bytes)
+            event = StoreEvent("BlockStored", "disk", (record.key,), reason, record.num_tokens, record.num_bytes)
             self._events.emit(event)
         return record.num_bytes if is_new else 0
 

@@ -193,7 +193,9 @@ def _rejected_as(store: DiskStore, kind: type[BlobRejected]) -> Iterator[ChunkKe
 def copy(
     source: DiskStore, target: DiskStore, keys: Sequence[ChunkKey] | None = None, *, namespaces: Sequence[str] = ()
 ) -> tuple[int, int, int]:
-    """Copy chunks with their texts and references; every byte is proven on the way, whoever wrote the source.
+    """Copy chunks with their texts, references and retention; every byte is proven on the way, whoever wrote the source.
+
+    A chunk that is there already keeps the retention that it has. Hits are not copied: they are those of another store.
 
     Parameters
     ----------
@@ -226,7 +228,7 @@ def copy(
         if header is None or kv is None or identity is None:
             failed += 1
             continue
-        put = partial(target.put, identity, kv)
+        put = partial(target.put, identity, kv, retention=source.rows.retention(key), reason="import")
         written = put(text=header.text)
         for text in source.rows.key_texts(key):
             for doc_id in by_text.get((header.identity.namespace, text.digest), []):

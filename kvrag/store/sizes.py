@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger(__name__)
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -22,10 +25,13 @@ def lesser(limit: int | None, fraction: float, total: Callable[[], int]) -> int 
     fraction
         In [0, 1].
     total
-        Bytes that there are; asked only where the fraction needs it. Where it fails with ``OSError``, the fraction is no limit.
+        Bytes that there are; asked only where the fraction needs it. Where it fails with ``OSError``, the fraction is no limit; a
+        fraction of 0 still is nothing.
     """
     if fraction >= 1:
         return limit
+    if not fraction:
+        return 0
     try:
         part = int(fraction * total())
     except OSError:
@@ -62,5 +68,33 @@ def file_system(path: str | os.PathLike[str]) -> int:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of an accelerator's memory; 0 for one that doesn't say."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+    """Bytes of an accelerator's memory.
+
+    Raises
+    ------
+    OSError
+        If it is of a kind that isn't asked here.
+    """
+    if device.type != "cuda":
+        raise OSError(f"it is not known how much memory {device} has")
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def device_budget(limit: int | None, fraction: float, device: torch.device) -> int:
+    """Return the budget of a tier in an accelerator's memory, in bytes; 0: no tier.
+
+    Parameters
+    ----------
+    limit, fraction
+        As for :func:`lesser`. Without either, all of the memory; where nobody knows how much that is, only ``limit`` counts.
+    device
+        The accelerator.
+    """
+    budget = lesser(limit, fraction, lambda: device_memory(device))
+    if budget is not None:
+        return budget
+    try:
+        return device_memory(device)
+    except OSError as error:
+        log.warning("there is no tier in the memory of the accelerator: %s; set StoreConfig.gpu_bytes", error)
+        return 0

@@ -97,6 +97,11 @@ class StoreIndex(RowIndex):
         """Return a chunk's priority at present."""
         return Usage.of(self._peek(row_of("use", key))).priority_now()
 
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, as it is at present, for another store to go by; ``None`` if nothing was."""
+        retention = Usage.of(self._peek(row_of("use", key))).retention()
+        return None if retention == Retention() else retention
+
     def retain(self, key: ChunkKey, retention: Retention) -> None:
         """Give a chunk a priority for eviction; nothing for an unknown one."""
         with self._transaction():

@@ -93,6 +93,14 @@ class Usage:
             cost_ms=self.cost_ms if retention.cost_ms is None else float(retention.cost_ms),
         )
 
+    def retention(self) -> Retention:
+        """Return what :meth:`retained` would be told now: the priority with the time that is left of it."""
+        cost = None if self.cost_ms < 0 else self.cost_ms
+        if self.deadline < 0:
+            return Retention(self.priority, None, cost)
+        left = self._ends_at() - since_boot()
+        return Retention(self.priority, left, cost) if left > 0 else Retention(cost_ms=cost)
+
     def touched(self, hits: int, now: int) -> Usage:
         """With more hits, at access ``now``."""
         return replace(self, hits=self.recent_hits(now) + hits, last=now)
@@ -103,10 +111,11 @@ class Usage:
 
     def priority_now(self) -> int:
         """Priority at present; the default again when its duration is over."""
-        if self.deadline < 0:
-            return self.priority
-        deadline = self.deadline if self.boot == boot_id() else since_boot() + self.duration_s
-        return self.priority if since_boot() < deadline else DEFAULT_PRIORITY
+        return self.priority if self.deadline < 0 or since_boot() < self._ends_at() else DEFAULT_PRIORITY
+
+    def _ends_at(self) -> float:
+        """Seconds since the machine's start at which the priority ends, if it does; after a restart its duration begins anew."""
+        return self.deadline if self.boot == boot_id() else since_boot() + self.duration_s
 
     def worth(self, record: Record, now: int, token_ms: float = TOKEN_MS) -> float:
         """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes. ``token_ms`` stands in for an unknown cost."""

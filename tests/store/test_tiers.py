@@ -256,6 +256,20 @@ def test_there_is_no_tier_for_a_model_on_the_cpu_nor_without_a_budget(root):
         assert on_accelerator(below, torch.device("meta"), config) is below
 
 
+@pytest.mark.parametrize("kind", ["mps", "xpu", "meta"])
+def test_a_device_that_does_not_say_how_much_memory_it_has_takes_bytes(kind, caplog):
+    device = torch.device(kind)
+    store = on_accelerator(MemoryStore(2**20), device, StoreConfig(gpu_bytes=2**20))
+    assert isinstance(store, TieredStore)
+    assert store._memory.max_bytes == 2**20
+    assert store._memory.device == device
+    assert not caplog.records
+    below = MemoryStore(2**20)
+    for fraction in (0.1, 1.0):
+        assert on_accelerator(below, device, StoreConfig(gpu_bytes=None, gpu_fraction=fraction)) is below
+        assert f"how much memory {kind} has; set StoreConfig.gpu_bytes" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize(
     ("limit", "fraction", "expected"), [(None, 1, None), (50, 1, 50), (50, 0.2, 20), (10, 0.2, 10), (None, 0.5, 50)]
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import astuple
 
 import pytest
 from typer.testing import CliRunner
@@ -10,7 +11,7 @@ from kvrag.cli import app
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION, chunk_key
-from kvrag.store import DiskStore, fsck
+from kvrag.store import DiskStore, Retention, fsck, usage
 from kvrag.store.index import FILES
 from kvrag.store.objects import place_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
@@ -124,6 +125,37 @@ def test_copies_hold_the_same(filled, tmp_path, root, config):
     other.close()
 
 
+def test_copies_keep_priority_duration_and_cost(filled, tmp_path, config, monkeypatch):
+    now = usage.since_boot()
+    clock = [now]
+    monkeypatch.setattr(usage, "since_boot", lambda: clock[0])
+    keys = [chunk_key(chunk) for chunk in CHUNKS[:4]]
+    filled.retain(keys[:1], Retention(90, duration_s=1000, cost_ms=12.5))
+    filled.retain(keys[1:2], Retention(90, duration_s=10))
+    filled.retain(keys[2:3], Retention(20))
+    clock[0] = now + 400
+    other = DiskStore(tmp_path / "copy", config)
+    assert fsck.copy(filled, other, keys) == (4, 0, 0)
+    assert [other.priority(key) for key in keys] == [90, 35, 20, 35]
+    assert astuple(other.rows.retention(keys[0])) == (90, pytest.approx(600), 12.5)
+    assert other.rows.retention(keys[1]) is other.rows.retention(keys[3]) is None
+    clock[0] = now + 1001
+    assert [other.priority(key) for key in keys] == [35, 35, 20, 35]
+    other.retain(keys[2:3], Retention(70))
+    assert fsck.copy(filled, other, keys) == (0, 4, 0)
+    assert other.priority(keys[2]) == 70, "what is there keeps its own"
+    other.close()
+
+
+def test_a_copy_is_announced_as_an_import(filled, tmp_path):
+    events = []
+    other = DiskStore(tmp_path / "copy", StoreConfig(on_event=events.append, min_free_bytes=0))
+    fsck.copy(filled, other)
+    other.put(make_identity(77), make_kv(make_identity(77)), text=None)
+    other.close()
+    assert [event.reason for event in events] == ["import"] * 12 + ["put"]
+
+
 def test_the_command_line_checks_and_cleans(filled, root):
     filled.close()
     kind = [file for file in FILES.values() if (root / "index" / file).exists()]
@@ -157,7 +189,14 @@ def run_store(filled, root):
 def test_the_command_line_exports_and_imports(run_store, tmp_path, config):
     out = json.loads(run("export", tmp_path / "part", "--kv-dir", run_store, "--document", "doc 3", "--json"))
     assert out == {"copied": 1, "there_already": 0, "unreadable": 0}
+    kept = DiskStore(run_store, config)
+    kept.retain([chunk_key(CHUNKS[3])], Retention(90))
+    kept.close()
     run("export", tmp_path / "all", "--kv-dir", run_store)
+    run("import", tmp_path / "all", "--kv-dir", tmp_path / "taken over")
+    shipped = DiskStore(tmp_path / "taken over", StoreConfig(read_only=True))
+    assert (shipped.priority(chunk_key(CHUNKS[3])), shipped.priority(chunk_key(CHUNKS[4]))) == (90, 35)
+    shipped.close()
     shipped = DiskStore(tmp_path / "all", StoreConfig(read_only=True))
     assert all(same_bits(shipped.get(chunk), make_kv(chunk)) for chunk in CHUNKS)
     shipped.close()
