@@ -167,7 +167,8 @@ def precompute_texts(
     kv_dtype
         How the KV is kept.
     retention
-        How much the chunks are worth keeping; the prefix, which every prompt has, is worth :data:`PREFIX_PRIORITY` at least.
+        How much the chunks are worth keeping; the prefix, which every prompt has, is worth :data:`PREFIX_PRIORITY` at least. Where it
+        gives no cost, that is measured: each forward's time, split among its chunks by their tokens.
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
@@ -262,13 +263,14 @@ class _Run:
 
     def store_batch(self, jobs: list[Job]) -> None:
         """Encode and store some chunks; what fails is reported, and the rest goes on."""
-        kvs, reason = self._encode(jobs)
+        kvs, spent_ms, reason = self._encode(jobs)
         if self._loaded.fingerprint != self._model:  # after the forward: its KV may be of another adapter than its key
             for job in jobs:
                 self.fail(job, "the model's adapters or weights changed while it was computed; precompute again")
             return
+        tokens = sum(len(job.identity.token_ids) for job in jobs)
         for job, kv in zip(jobs, kvs, strict=False):
-            self._put(job, kv)
+            self._put(job, kv, cost_ms=spent_ms * len(job.identity.token_ids) / tokens)
         if kvs:
             return
         if len(jobs) == 1:
@@ -278,15 +280,17 @@ class _Run:
         self.store_batch(jobs[:half])
         self.store_batch(jobs[half:])
 
-    def _encode(self, jobs: list[Job]) -> tuple[list[ChunkKV], str]:
-        """Encode some chunks, or say that memory ran out; an exception that is kept would keep its tensors alive."""
+    def _encode(self, jobs: list[Job]) -> tuple[list[ChunkKV], float, str]:
+        """Encode some chunks, in so many ms, or say that memory ran out; an exception that is kept would keep its tensors alive."""
         try:
             prefix = self._encode_prefix()
-            return encode_chunks(self._loaded.reusable, prefix, [job.identity.token_ids for job in jobs]), ""
+            start = time.perf_counter()
+            kvs = encode_chunks(self._loaded.reusable, prefix, [job.identity.token_ids for job in jobs])
+            return kvs, _ms_since(start), ""  # they are on the host, so nothing is still being computed
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return [], str(error)
+            return [], 0.0, str(error)
 
     def recount(self) -> None:
         """Report what did not reach the disk, and what a store without one has pushed out again for want of room."""
@@ -300,12 +304,15 @@ class _Run:
                 self.stored -= 1
                 self.fail(job, reason)
 
-    def _put(self, job: Job, kv: ChunkKV) -> None:
+    def _put(self, job: Job, kv: ChunkKV, *, cost_ms: float) -> None:
+        retention = self._retention or Retention()
+        if retention.cost_ms is None:
+            retention = replace(retention, cost_ms=cost_ms)
         try:
             kv = pack(kv, self._kv_dtype)
             for doc_id in job.doc_ids:
                 self.stored_bytes += self._store.put(
-                    job.identity, kv, text=job.entry, doc_id=doc_id, retention=self._retention
+                    job.identity, kv, text=job.entry, doc_id=doc_id, retention=retention
                 )
             self.stored += 1
             self._done.append(job)
@@ -315,14 +322,20 @@ class _Run:
     def _encode_prefix(self) -> KVBuffer:
         """Run the prefix once per precompute, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix is None:
+            start = time.perf_counter()
             self._prefix, kv = encode_prefix(self._loaded.reusable, self._prefix_ids)
+            cost_ms = _ms_since(start)
             identity = ChunkIdentity(self._model, self._namespace, ids_digest(()), self._prefix_ids, self._kv_dtype)
             if kv is not None and self._loaded.fingerprint == self._model:
                 try:
                     priority = max(PREFIX_PRIORITY, self._retention.priority if self._retention else 0)
                     self.stored_bytes += self._store.put(
-                        identity, pack(kv, self._kv_dtype), text=None, retention=Retention(priority)
+                        identity, pack(kv, self._kv_dtype), text=None, retention=Retention(priority, None, cost_ms)
                     )
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)
         return self._prefix
+
+
+def _ms_since(start: float) -> float:
+    return 1e3 * (time.perf_counter() - start)

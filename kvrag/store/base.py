@@ -71,7 +71,8 @@ class Retention:
     duration_s
         After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never.
     cost_ms
-        Time that it took to compute, in milliseconds; ``None`` keeps what is known, or takes it from the number of tokens.
+        Time that it took to compute, in milliseconds; ``None``: what a precompute measures or is known already, else as much per token
+        as the store's other chunks took.
 
     Raises
     ------
