@@ -185,8 +185,8 @@ class StoreConfig:
         What a request does about reads that a prefetch has begun and not ended: ``"best_effort"`` computes instead, ``"wait"`` waits
         however long, ``"timeout"`` waits until ``load_timeout_s`` is over.
     index
-        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python. All processes on a directory must use
-        the same one; after a change it is rebuilt.
+        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python, and is used too where diskcache isn't
+        installed. All processes on a directory must use the same one; after a change it is rebuilt.
     read_only
         Change nothing in the directory, not even the index, which is then kept in memory.
     event_log

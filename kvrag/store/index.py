@@ -20,6 +20,7 @@ from kvrag.store import connect
 from kvrag.store.fork import ForkAware
 from kvrag.store.row_seal import RowSeal, load_rows, load_value
 from kvrag.store.rows import end_of
+from kvrag.store.sqlite import SqliteRows, warn_without_diskcache
 from kvrag.store.store_index import StoreIndex
 from kvrag.types import ChunkKey
 
@@ -80,7 +81,7 @@ class DiskIndex(StoreIndex, ForkAware):
     directory
         Where the database lives; made if absent.
     kind
-        ``"diskcache"`` or ``"sqlite"`` (the standard library alone).
+        ``"diskcache"``, or ``"sqlite"`` (the standard library alone), which also takes the place of the other where it isn't installed.
     seal
         Encrypts the rows; ``None``: they are plain.
 
@@ -97,7 +98,7 @@ class DiskIndex(StoreIndex, ForkAware):
         self._seal = seal
         self._directory = Path(directory)
         self._make: type[Rows]
-        self._make = _backend(kind)
+        kind, self._make = _backend(kind)
         self._errors = self._make.errors
         self._path = self._directory / FILES[kind]
         self._rows: Rows | None = None
@@ -267,15 +268,16 @@ class DiskIndex(StoreIndex, ForkAware):
             ) from error
 
 
-def _backend(kind: str) -> type[Rows]:
-    """Import the database of a kind only when it is asked for: diskcache may not be installed."""
-    if kind == "sqlite":
-        from kvrag.store.sqlite import SqliteRows
+def _backend(kind: str) -> tuple[str, type[Rows]]:
+    """Import the database of a kind, or of ``"sqlite"`` where diskcache isn't installed; returns which, too."""
+    if kind == "diskcache":
+        try:
+            from kvrag.store.cache import CacheRows
 
-        return SqliteRows
-    from kvrag.store.cache import CacheRows
-
-    return CacheRows
+            return kind, CacheRows
+        except ImportError:
+            warn_without_diskcache()
+    return "sqlite", SqliteRows
 
 
 def _inode(path: Path) -> tuple[int, int]:

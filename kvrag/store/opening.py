@@ -24,6 +24,7 @@ from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
 from kvrag.store.references import FOLDER as REFERENCES
 from kvrag.store.references import References
 from kvrag.store.row_seal import RowSeal, folder_of, load_rows
+from kvrag.store.sqlite import warn_without_diskcache
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,10 @@ def _read_rows(directory: Directory, kind: str, file: str, seal: RowSeal | None)
         return []
     try:
         return list(load_rows(_all_rows(directory.root / folder / file, kind), seal))
-    except (sqlite3.Error, OSError, ImportError):
+    except ImportError:
+        warn_without_diskcache()
+        return []
+    except (sqlite3.Error, OSError):
         return []
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvrag.store.connect import connect, examine, schema_of
+
+log = logging.getLogger(__name__)
 
 FILE = "rows.db"
 SCHEMA = "CREATE TABLE rows (name TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL) WITHOUT ROWID"
@@ -97,6 +101,15 @@ class SqliteRows:
     def examine(path: Path) -> str | None:
         """Say what is wrong with a database; ``None`` if nothing is. Raises as :func:`kvrag.store.connect.examine`."""
         return examine(path, fault_of)
+
+
+@functools.cache
+def warn_without_diskcache() -> None:
+    """Say, once, that this takes the place of diskcache."""
+    log.warning(
+        "diskcache is not installed, so indices are kept with sqlite3 alone, as by StoreConfig(index='sqlite'); "
+        "all processes on a directory must use the same kind"
+    )
 
 
 def fault_of(database: sqlite3.Connection) -> str | None:

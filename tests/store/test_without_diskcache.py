@@ -1,0 +1,65 @@
+"""Where diskcache must not be installed, everything works with the standard library's sqlite3, and one line says so."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvrag.config import StoreConfig
+from kvrag.fingerprint import chunk_key
+from kvrag.store import DiskStore
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+
+ONE = make_identity(1)
+
+ABSENT = """
+import logging, sys
+sys.modules["diskcache"] = None
+logging.basicConfig(level=logging.WARNING, format="LOG %(message)s", stream=sys.stdout)
+import kvrag, kvrag.cli, kvrag.engine
+from kvrag.config import StoreConfig
+from kvrag.store import open_store
+from kvrag.testing.chunks import *
+one, config = make_identity(1), StoreConfig(min_free_bytes=0, {options})
+for _ in range(2):
+    store = open_store(sys.argv[1], config)
+    if not config.read_only:
+        store.put(one, make_kv(one), text=make_text("a"), doc_id="doc")
+    assert same_bits(store.get(one), make_kv(one))
+    assert store.index.documents(NAMESPACE) == ["doc"]
+    store.close()
+sys.argv[1:] = ["stats", "--kv-dir", sys.argv[1], "--json"]
+kvrag.cli.main()
+"""
+
+
+def run(root, options=""):
+    script = ABSENT.replace("{options}", options)
+    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert '"chunks": 1' in done.stdout
+    return [line for line in done.stdout.splitlines() if line.startswith("LOG")]
+
+
+@pytest.mark.parametrize(("options", "lines"), [("", 1), ("index='sqlite'", 0)])
+def test_the_package_works_without_it(root, options, lines):
+    logged = run(root, options)
+    assert len(logged) == lines
+    assert all("diskcache is not installed" in line for line in logged)
+    assert os.listdir(root / "index") == ["rows.db"]
+    with_it = DiskStore(root, StoreConfig(min_free_bytes=0))
+    assert same_bits(with_it.get(ONE), make_kv(ONE))
+    assert with_it.forget(NAMESPACE, "doc") == 1
+    with_it.close()
+
+
+@pytest.mark.parametrize("options", ["", "read_only=True"])
+def test_a_store_that_was_made_with_it_is_read_without(root, options):
+    store = DiskStore(root, StoreConfig(min_free_bytes=0))
+    store.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="doc")
+    store.close()
+    assert len(run(root, options)) == 1
+    store = DiskStore(root, StoreConfig(min_free_bytes=0))
+    assert store.contains(chunk_key(ONE))
+    store.close()
