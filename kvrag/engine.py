@@ -45,7 +45,7 @@ from kvrag.types import (
     VerifyReport,
 )
 from kvrag.verify import verify_prompts
-from kvrag.write_back import WriteBack, erasures_of
+from kvrag.write_back import EVERYWHERE, WriteBack, erasures_of
 
 
 class KVRagEngine:
@@ -390,6 +390,19 @@ class KVRagEngine:
             space
         ):  # what waits to be written back was seen before, and might hold what goes now
             return sum(self.store.forget(space, doc_id) for doc_id in dict.fromkeys(ids))
+
+    def clear(self) -> int:
+        """Erase everything that is stored, from every tier: all documents and KV of **every** namespace, model and prefix.
+
+        To erase one namespace's documents alone, :meth:`delete` its :meth:`document_ids`. What other keys protect is left alone.
+
+        Returns
+        -------
+        int
+            Number of chunks erased.
+        """
+        with self._erasures.erasing(EVERYWHERE):
+            return self.store.clear()
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""

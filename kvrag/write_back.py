@@ -37,6 +37,10 @@ EXIT_S = 30.0
 """Seconds that the end of the process waits for a forward that has begun."""
 
 
+EVERYWHERE = "*"
+"""All namespaces; no digest is called so."""
+
+
 class _Stopped(Exception):
     """The engine was closed, or documents were erased, since the chunks were seen."""
 
@@ -50,11 +54,14 @@ class Erasures:
 
     def count(self, namespace: str) -> int:
         """Return how many there have been."""
-        return self._counts[namespace]
+        return self._counts[namespace] + self._counts[EVERYWHERE]
 
     @contextmanager
     def erasing(self, namespace: str) -> Iterator[None]:
-        """Count an erasure; what is being stored is finished first, for it to find, and nothing is stored before it is over."""
+        """Count an erasure; what is being stored is finished first, for it to find, and nothing is stored before it is over.
+
+        ``namespace`` is a digest, or :data:`EVERYWHERE`.
+        """
         with self._lock:
             self._counts[namespace] += 1
             yield
@@ -63,7 +70,7 @@ class Erasures:
     def unless_any_since(self, namespace: str, count: int) -> Iterator[None]:
         """Keep erasures from beginning; raise if there has been one."""
         with self._lock:
-            if self._counts[namespace] != count:
+            if self.count(namespace) != count:
                 raise _Stopped
             yield
 

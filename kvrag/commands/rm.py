@@ -1,7 +1,8 @@
-"""``kvrag rm``: erase documents and collections."""
+"""``kvrag rm``: erase documents and collections, or everything."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from kvrag.errors import InputError
 
 
 def rm(
+    context: typer.Context,
     document: Annotated[
         list[str] | None, typer.Option("--document", help="Id of a document; may be given several times.")
     ] = None,
@@ -20,13 +22,25 @@ def rm(
         list[str] | None,
         typer.Option("--collection", help="All documents whose ids begin with NAME/; several times too."),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Everything in the store: every document, namespace, model and prefix.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask whether --all is meant.")] = False,
     kv_dir: KVDir = DEFAULT_KV_DIR,
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
     """Erase documents with the KV that only they hold on to, for every model and prefix. Exit status 1 if none was known."""
+    if everything:
+        source = context.get_parameter_source("namespace")
+        if document or collection or (source is not None and source.name == "COMMANDLINE"):
+            raise InputError(
+                "--all erases every document of every namespace; pass it without the options that name some"
+            )
+        _rm_all(kv_dir, yes=yes, as_json=as_json)
+        return
     if not document and not collection:
-        raise InputError("nothing is named to erase; pass --document ID or --collection NAME")
+        raise InputError("nothing is named to erase; pass --document ID, --collection NAME or --all")
     with existing_store(kv_dir) as store:
         from kvrag.store.base import members
 
@@ -43,3 +57,15 @@ def rm(
             console().print(f"{name}: {state}", markup=False, highlight=False)
     if len(unknown) == len(erased):
         raise typer.Exit(1)
+
+
+def _rm_all(kv_dir: Path, *, yes: bool, as_json: bool) -> None:
+    with existing_store(kv_dir) as store:
+        if not yes:
+            chunks = store.stats()["disk"].chunks
+            typer.confirm(f"Erase everything in {kv_dir}, {chunks} chunk(s) of every namespace?", abort=True, err=True)
+        erased = store.clear()
+    if as_json:
+        print_json({"erased_chunks": erased})
+    else:
+        console().print(f"everything: erased, with {erased} chunk(s)", markup=False, highlight=False)

@@ -202,6 +202,9 @@ class KVStore(Protocol):
     def forget(self, namespace: str, doc_id: str) -> int:
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
 
+    def clear(self) -> int:
+        """Erase all chunks, texts and documents, of every namespace and model, in every tier; return how many chunks there were."""
+
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``)."""
 

@@ -32,7 +32,6 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 ATTEMPTS = 3
 """How often a put begins anew when another process erases the chunk in its midst."""
 
-
 KEEP = Retention(100)
 
 
@@ -200,13 +199,16 @@ class DiskStore(DiskReads):
         return erased
 
     def clear(self) -> int:
-        """Erase all chunks, texts and references, and return how many chunks there were."""
+        """Erase all chunks, texts and references but what other keys protect, and return how many chunks there were."""
         self._check_writable()
-        found = 0
-        for key in self.objects.keys() | set(self.rows.keys()):
-            found += self.rows.drop(key, partial(self.objects.erase, key))
+        # Reading a header notes whether the file is of other keys, which may share the index.
+        keys = self.objects.keys() | set(self.rows.keys())
+        own = [key for key in keys if self.header(key) or key not in self.objects.foreign]
+        found = sum(self.rows.drop(key, partial(self.objects.erase, key)) for key in own)
+        self.objects.empty_quarantine()
         for namespace, digest, _ in self.rows.references():
-            self.rows.unlink_text(namespace, digest)
+            if not self.rows.text_keys(namespace, digest):
+                self.rows.unlink_text(namespace, digest)
         recovery.drop_references(self.rows, self.references)
         self.rows.scrub()
         self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))

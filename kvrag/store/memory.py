@@ -172,6 +172,19 @@ class MemoryStore(ForkAware):
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
         return self.delete(self.index.unlink(namespace, doc_id))
 
+    def clear(self) -> int:
+        """Erase all chunks, texts and documents, and return how many chunks there were."""
+        with self._lock:
+            self._erasures += 1
+            found, self._num_bytes = len(self._chunks), 0
+            self._chunks.clear()
+        for key in self._rows.keys():  # noqa: SIM118 - an index is no dict
+            self._rows.remove(key)
+        for namespace, digest, _ in self._rows.references():
+            self._rows.unlink_text(namespace, digest)
+        self._events.emit(StoreEvent("AllBlocksCleared", self.name, reason="cleared"))
+        return found
+
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of this tier by its name."""
         with self._lock:
@@ -211,7 +224,7 @@ class MemoryStore(ForkAware):
 
     @property
     def erasures(self) -> int:
-        """Calls of :meth:`delete` so far, for :meth:`keep`."""
+        """Calls of :meth:`delete` and :meth:`clear` so far, for :meth:`keep`."""
         return self._erasures
 
     def peek(self, identity: ChunkIdentity) -> ChunkKV | None:

@@ -131,6 +131,12 @@ class Objects:
             self._directory.unlink(QUARANTINE, key + SUFFIX)
         return found
 
+    def empty_quarantine(self) -> None:
+        """Erase the files that were put away. Raises ``OSError``."""
+        for name in self._directory.names(QUARANTINE):
+            if self._directory.is_file(QUARANTINE, name):
+                self._directory.unlink(QUARANTINE, name)
+
     def put_away(self, key: ChunkKey, seen: tuple[int, int] | None, reason: str) -> None:
         """Move a file that is not what its name says to quarantine, and tell."""
         with suppress(OSError):

@@ -195,6 +195,15 @@ class TieredStore:
             self._drop_orphans()
         return erased + len(here) - len(held)
 
+    def clear(self) -> int:
+        """Erase everything in both tiers, and return how many chunks there were."""
+        here = sum(self._is_only_here(key) for key in list(self._only_here))
+        try:
+            return self._disk.clear() + here
+        finally:  # memory last, as in delete
+            self._only_here.clear()
+            self._memory.clear()
+
     def _drop_orphans(self) -> None:
         """Take out of memory what is not below any more: the index no longer says whose it is, so no erasure would find it."""
         self._memory.delete([key for key in self._memory.keys() if not self.contains(key)])  # noqa: SIM118

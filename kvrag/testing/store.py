@@ -251,6 +251,25 @@ class StoreContract:
         assert same_bits(store.get(make_identity()), self.kv(make_identity()))
         assert store.index.unlink(NAMESPACE, doc_id) == [key]
 
+    def test_nothing_is_left_of_a_store_that_was_cleared(self, store: KVStore) -> None:
+        other = make_identity(2, namespace=namespace_digest("other"))
+        self.put(store, make_identity(1), "a", "one")
+        store.put(other, self.kv(other), text=make_text("b"), doc_id="two")
+        self.put(store, make_identity(3))
+        store.get(make_identity(1))
+        assert store.clear() == 3
+        for identity in (make_identity(1), other, make_identity(3)):
+            assert store.get(identity) is None
+            assert not store.contains(chunk_key(identity))
+        for space in (NAMESPACE, other.namespace):
+            assert store.index.documents(space) == []
+            assert store.index.texts(space, 0)[0] == []
+        assert store.index.keys() == []
+        assert store.clear() == 0
+        key = self.put(store, make_identity(1), "a", "one")
+        assert same_bits(store.get(make_identity(1)), self.kv(make_identity(1)))
+        assert store.index.unlink(NAMESPACE, "one") == [key]
+
     def test_deleted_chunks_are_gone(self, store: KVStore) -> None:
         keys = [self.put(store, make_identity(number), f"text {number}") for number in range(3)]
         store.get_many([make_identity(number) for number in range(3)], timeout_s=PATIENT_S)
