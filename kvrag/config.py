@@ -209,6 +209,9 @@ class StoreConfig:
     ram_dtype
         How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``"auto"``: read from its codes once, which saves time and not memory.
         A rounded type above ``kv_dtype="auto"``: exact KV stays on disk, and every read is rounded, from either tier.
+    gpu_dtype
+        How the tier in the accelerator's memory keeps KV; ``None``: like the one below it. Otherwise as ``ram_dtype``, above either; where
+        there is no such tier, it changes nothing.
     namespace_secret
         Key of the names: namespaces and digests of texts are HMACs with it, so that nobody without it can address, find or guess them.
     mac_key
@@ -245,6 +248,7 @@ class StoreConfig:
     prefetch: str = "timeout"
     kv_dtype: KVDtype = "auto"
     ram_dtype: KVDtype | None = None
+    gpu_dtype: KVDtype | None = None
     namespace_secret: KeySource | None = field(default=None, repr=False)
     mac_key: KeySource | None = field(default=None, repr=False)
     encryption_key: KeySource | None = field(default=None, repr=False)
@@ -272,6 +276,7 @@ class StoreConfig:
             ("prefetch", PREFETCHES),
             ("kv_dtype", KV_DTYPES),
             ("ram_dtype", (None, *KV_DTYPES)),
+            ("gpu_dtype", (None, *KV_DTYPES)),
         ):
             if getattr(self, name) not in choices:
                 known = ", ".join(map(str, choices))
@@ -293,11 +298,23 @@ class StoreConfig:
                 f"StoreConfig.ram_dtype is {self.ram_dtype!r} above kv_dtype={self.kv_dtype!r}; KV is rounded once: let ram_dtype be "
                 "the same or 'auto', or keep exact KV on disk with kv_dtype='auto'"
             )
+        self._check_gpu_dtype()
+
+    def _check_gpu_dtype(self) -> None:
+        """Raise if the accelerator's tier would round what has been rounded."""
+        is_read = self.kv_dtype != "auto" and self.ram_dtype == "auto"  # codes end in the host's memory then
+        below = self.kv_dtype if self.ram_dtype in (None, "auto") else self.ram_dtype
+        if self.gpu_dtype not in (None, "auto") and (is_read or below not in ("auto", self.gpu_dtype)):
+            raise ConfigError(
+                f"StoreConfig.gpu_dtype is {self.gpu_dtype!r} above kv_dtype={self.kv_dtype!r} and ram_dtype={self.ram_dtype!r}; "
+                "KV is rounded once: let gpu_dtype be 'auto' or what the tier below keeps, or keep exact KV below with 'auto'"
+            )
 
     @property
     def read_dtype(self) -> KVDtype:
         """What every KV that is read from the store has been rounded to."""
-        return self.ram_dtype or "auto" if self.kv_dtype == "auto" else self.kv_dtype
+        tiers: tuple[KVDtype | None, ...] = (self.kv_dtype, self.ram_dtype, self.gpu_dtype)
+        return next((each for each in tiers if each not in (None, "auto")), None) or "auto"
 
     def __getstate__(self) -> list[Any]:
         """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -190,7 +191,10 @@ class KVRagEngine:
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self.source)
-                self.store = on_accelerator(self.store, self._loaded.lm.device, self.store_config)
+                below, self.store = self.store, on_accelerator(self.store, self._loaded.lm.device, self.store_config)
+                if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round
+                    self.store_config = replace(self.store_config, gpu_dtype=None)
+                    self._gate = Gate(self.store_config.read_dtype)
             return self._loaded
 
     @property
@@ -581,9 +585,10 @@ class KVRagEngine:
     def _answering(self) -> Answering:
         """The query-time half; loads the model."""
         with self._lock:
-            self._gate.admit(self.loaded)
+            loaded = self.loaded  # first: the gate depends on where the model is
+            self._gate.admit(loaded)
             if self._query_side is None:
-                loaded, config = self.loaded, self.store_config
+                config = self.store_config
                 wanted = config.on_miss == "store" and not isinstance(loaded.lm, PlainLM)
                 write_back = WriteBack(loaded, self.store, config, self._erasures, self.names) if wanted else None
                 self._query_side = Answering(loaded, self.store, config, write_back, self.names)

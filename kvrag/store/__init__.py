@@ -35,6 +35,7 @@ __all__ = [
     "Tier",
     "TieredStore",
     "WriteBehind",
+    "accelerator_tier",
     "on_accelerator",
     "open_store",
 ]
@@ -90,8 +91,15 @@ def on_accelerator(store: KVStore, device: torch.device, config: StoreConfig) ->
     if device.type == "cpu":
         return store
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
-    if not budget:
-        return store
+    return accelerator_tier(store, device, config, budget) if budget else store
+
+
+def accelerator_tier(store: KVStore, device: torch.device, config: StoreConfig, budget: int) -> TieredStore:
+    """Put a tier of ``budget`` bytes in a device's memory above a store."""
+    below = config.ram_dtype or config.kv_dtype
+    is_alike = config.gpu_dtype in (None, below)
+    kv_dtype = None if is_alike else config.gpu_dtype
     events = Events(config.on_event, config.event_log)
-    memory = MemoryStore(budget, name="gpu", device=device, events=events)
-    return TieredStore(memory, store, keeps_puts=False, prefetch=config.prefetch)
+    memory = MemoryStore(budget, name="gpu", device=device, events=events, kv_dtype=kv_dtype)
+    # What is kept in another way here must not take the place of what is below.
+    return TieredStore(memory, store, keeps_puts=False, demotes=is_alike, prefetch=config.prefetch)

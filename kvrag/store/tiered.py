@@ -40,6 +40,8 @@ class TieredStore:
         Lower tier, the truth; its index is that of both.
     keeps_puts
         Whether a chunk that is put is kept above at once, and not only when it is read.
+    demotes
+        Whether what is pushed out is handed down; not if it is kept here in another way than below.
     min_priority
         What is demoted to this upper tier from one above it must have this priority.
     lower_min_priority
@@ -54,6 +56,7 @@ class TieredStore:
         disk: KVStore,
         *,
         keeps_puts: bool = True,
+        demotes: bool = True,
         min_priority: int = 0,
         lower_min_priority: int = 0,
         prefetch: str = "timeout",
@@ -68,7 +71,7 @@ class TieredStore:
         self._loader = Loader(self._load)
         self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
         self.index: Index = disk.index
-        memory.pushed_out = disk.demote if isinstance(disk, TieredStore) else self._lose
+        memory.pushed_out = disk.demote if demotes and isinstance(disk, TieredStore) else self._lose
 
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the chunk's KV from the nearest tier that has it, or ``None``."""

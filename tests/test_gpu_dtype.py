@@ -1,0 +1,169 @@
+"""Rounding in the accelerator's memory alone: the same gate, the same labels, the same bits at every read. The host's memory stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from texts import make_chunks
+
+from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag.gate import Gate
+from kvrag.quantise import convert, pack
+from kvrag.store import KVStore, TieredStore, accelerator_tier, on_accelerator, open_store
+from kvrag.testing.chunks import make_identity, make_kv, same_bits
+
+CHUNKS = make_chunks(3, words=30, seed=17)
+PROMPT = ["Read this.\n", Chunk(CHUNKS[0]), "\nWho?"]
+HERE = RepairConfig(strategy="none")
+PATIENT_S = 30.0
+MakeEngine = Callable[..., KVRagEngine]
+
+
+def pretend(store: KVStore, device: torch.device, config: StoreConfig, budget: int = 2**20) -> TieredStore:
+    """Put the accelerator's tier in the host's memory."""
+    return accelerator_tier(store, torch.device("cpu"), config, budget)
+
+
+def make(engine_of: MakeEngine, **options: Any) -> KVRagEngine:
+    return engine_of(prefix="Read this.\n", store_config=StoreConfig(**options))
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.engine.on_accelerator", pretend)
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+@pytest.mark.parametrize("gpu_dtype", ["int8", "fp8", "int4"])
+def test_every_read_is_rounded_and_what_is_below_stays_exact(tmp_path: Any, gpu_dtype: Any, budget: int) -> None:
+    config = StoreConfig(gpu_dtype=gpu_dtype, min_free_bytes=0)
+    below = open_store(tmp_path / "kv", config)
+    store = pretend(below, torch.device("cpu"), config, budget)
+    identity = make_identity()
+    exact = make_kv(identity)
+    store.put(identity, exact, text=None)
+    for _ in range(3):
+        assert same_bits(store.get(identity), pack(exact, gpu_dtype))
+        assert same_bits(store.get_many([identity], timeout_s=PATIENT_S)[0], pack(exact, gpu_dtype))
+    assert store.stats()["gpu"].num_bytes == (pack(exact, gpu_dtype).num_bytes if budget else 0)
+    assert same_bits(below.get(identity), exact)
+    store.close()
+
+
+def test_what_is_kept_otherwise_here_is_not_handed_down(tmp_path: Any) -> None:
+    """Not even where the host has lost its exact copy: it would stand there in place of that."""
+    for gpu_dtype, is_demoted in (("int8", False), (None, True)):
+        config = StoreConfig(gpu_dtype=gpu_dtype, min_free_bytes=0)  # type: ignore[arg-type]
+        below = open_store(tmp_path / str(gpu_dtype), config)
+        assert isinstance(below, TieredStore)
+        one, two = make_identity(1), make_identity(2)
+        exact = make_kv(one)
+        store = pretend(
+            below, torch.device("cpu"), config, exact.num_bytes if is_demoted else pack(exact, "int8").num_bytes
+        )
+        for identity in (one, two):
+            store.put(identity, make_kv(identity), text=None)
+        store.get(one)
+        below.release()
+        store.get(two)  # pushes the other one out
+        assert below.stats()["host"].chunks == 1 + is_demoted
+        assert same_bits(below.get(one), exact)
+        store.close()
+
+
+def test_codes_from_below_may_be_read_once(tmp_path: Any) -> None:
+    config = StoreConfig(kv_dtype="int8", gpu_dtype="auto", min_free_bytes=0)
+    store = pretend(open_store(tmp_path / "kv", config), torch.device("cpu"), config)
+    identity = make_identity()
+    codes = pack(make_kv(identity), "int8")
+    identity = type(identity)(**{**{f: getattr(identity, f) for f in identity.__slots__}, "kv_dtype": "int8"})
+    store.put(identity, codes, text=None)
+    for _ in range(2):
+        found = store.get(identity)
+        assert same_bits(found, convert(codes, "auto"))
+        assert found is not None
+        assert found.kv_dtype == "int8"
+    store.close()
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_answers_are_labelled_as_rounded(engine_of: MakeEngine) -> None:
+    engine = make(engine_of, gpu_dtype="int8")
+    engine.precompute(CHUNKS)
+    first, second = (engine.prefill(PROMPT, mode="stitch", repair=HERE) for _ in range(2))
+    assert torch.equal(first.logits, second.logits), "the first read comes from below, where the KV is exact"
+    assert (first.exactness, first.kv_dtype, second.kv_dtype) == ("repaired", "int8", "int8")
+    assert engine.prefill(PROMPT, mode="prefix").exactness == "full"
+    assert engine.store.stats()["gpu"].chunks > 0
+
+
+def test_without_an_accelerator_nothing_is_rounded_nor_refused(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.gate.judge", lambda *_: pytest.fail("there is nothing to judge"))
+    engine = make(engine_of, gpu_dtype="int4", gpu_bytes=2**20)
+    engine.precompute(CHUNKS)
+    assert engine.prefill(PROMPT, mode="stitch", repair=HERE).exactness == "exact"
+    assert engine.store_config.gpu_dtype is None
+    answering = make(engine_of, gpu_dtype="int4")  # whose first call is an answer
+    assert answering.prefill(PROMPT, mode="stitch", repair=HERE).kv_dtype == "auto"
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_it_passes_the_same_gate(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def refuse(gate: Gate, loaded: object) -> None:
+        asked.append(gate._kv_dtype)
+        raise ConfigError("this model does not bear it")
+
+    monkeypatch.setattr(Gate, "admit", refuse)
+    engine = make(engine_of, gpu_dtype="int4")
+    with pytest.raises(ConfigError, match="does not bear"):
+        engine.precompute(CHUNKS)
+    with pytest.raises(ConfigError, match="does not bear"):
+        engine.prefill(PROMPT)
+    assert asked == ["int4", "int4"]
+    assert engine.store.index.keys() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        ({"gpu_dtype": "int8"}, "int8"),
+        ({"gpu_dtype": "auto"}, "auto"),
+        ({"kv_dtype": "int8", "gpu_dtype": "auto"}, "int8"),
+        ({"kv_dtype": "int8", "gpu_dtype": "int8"}, "int8"),
+        ({"ram_dtype": "fp8", "gpu_dtype": "fp8"}, "fp8"),
+        ({"ram_dtype": "auto", "gpu_dtype": "int4"}, "int4"),
+        ({"kv_dtype": "int8", "ram_dtype": "int8", "gpu_dtype": "int8"}, "int8"),
+        ({"kv_dtype": "int8", "ram_dtype": "auto", "gpu_dtype": "auto"}, "int8"),
+    ],
+)
+def test_what_is_read_follows_from_all_tiers(options: dict[str, Any], read: str) -> None:
+    assert StoreConfig(**options).read_dtype == read
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpu_dtype": "int2"}, "gpu_dtype is 'int2'; it must be one of None, auto, int8, int4, fp8"),
+        ({"kv_dtype": "int8", "gpu_dtype": "int4"}, "gpu_dtype is 'int4' above kv_dtype='int8'.*rounded once"),
+        ({"ram_dtype": "int8", "gpu_dtype": "fp8"}, "gpu_dtype is 'fp8' above .*ram_dtype='int8'"),
+        ({"kv_dtype": "int8", "ram_dtype": "auto", "gpu_dtype": "int8"}, "above kv_dtype='int8' and ram_dtype='auto'"),
+    ],
+)
+def test_nothing_is_rounded_twice(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StoreConfig(**options)
+
+
+def test_the_tier_is_built_with_its_type() -> None:
+    below = open_store(None, StoreConfig())
+    config = StoreConfig(gpu_bytes=2**20, gpu_fraction=1.0, gpu_dtype="int8")
+    store = on_accelerator(below, torch.device("meta"), config)
+    assert isinstance(store, TieredStore)
+    assert store._memory._kv_dtype == "int8"
