@@ -14,6 +14,7 @@ the digests are known, so a file that was cut short has none.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,17 @@ from kvrag.errors import StoreError
 from kvrag.quantise import Part, layer_of, parts
 from kvrag.store.directory import Directory, NotRegular
 from kvrag.store.guard import Guard, Opening
-from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, Shape, decode, shape_of
+from kvrag.store.header import (
+    MAX_HEADER_BYTES,
+    MAX_LAYERS,
+    NAMES,
+    NO_DIGEST,
+    BlobRejected,
+    Header,
+    Shape,
+    decode,
+    shape_of,
+)
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
 
@@ -54,6 +65,10 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, guard:
     tokens = len(identity.token_ids)
     if not kv.layers or not tokens:
         raise StoreError("the chunk has no layers or no tokens and can't be stored; pass the KV of at least one token")
+    if len(kv.layers) > MAX_LAYERS:
+        raise StoreError(
+            f"the chunk has {len(kv.layers)} layers and can't be stored; a file holds at most {MAX_LAYERS}"
+        )
     if kv.kv_dtype != identity.kv_dtype:
         raise StoreError(
             f"the chunk is kept as {identity.kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it through kvrag.quantise.pack"
@@ -219,7 +234,10 @@ class Blob:
         """Memory for what is stored of a part: its own, or other one for what has yet to be decrypted."""
         if self._opening is None or not self._opening.guard.encrypts:
             return view
-        return _view(torch.empty(len(view), dtype=torch.uint8))
+        try:
+            return _view(torch.empty(len(view), dtype=torch.uint8))
+        except (MemoryError, RuntimeError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
 
     def _prove(self, index: int, stored: memoryview, out: memoryview) -> None:
         if self._opening is not None:
