@@ -25,7 +25,17 @@ from kvrag.errors import StoreError
 from kvrag.quantise import Part, layer_of, parts
 from kvrag.store.directory import Directory, NotRegular
 from kvrag.store.guard import Guard, Opening
-from kvrag.store.header import MAX_HEADER_BYTES, NAMES, NO_DIGEST, BlobRejected, Header, Shape, decode, shape_of
+from kvrag.store.header import (
+    MAX_HEADER_BYTES,
+    MAX_LAYERS,
+    NAMES,
+    NO_DIGEST,
+    BlobRejected,
+    Header,
+    Shape,
+    decode,
+    shape_of,
+)
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
 
@@ -54,6 +64,10 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, guard:
     tokens = len(identity.token_ids)
     if not kv.layers or not tokens:
         raise StoreError("the chunk has no layers or no tokens and can't be stored; pass the KV of at least one token")
+    if len(kv.layers) > MAX_LAYERS:
+        raise StoreError(
+            f"the chunk has {len(kv.layers)} layers and can't be stored; a file holds at most {MAX_LAYERS}"
+        )
     if kv.kv_dtype != identity.kv_dtype:
         raise StoreError(
             f"the chunk is kept as {identity.kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it through kvrag.quantise.pack"

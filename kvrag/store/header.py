@@ -31,6 +31,12 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 4 * 2**20
 """Longer headers are neither written nor read: enough for half a million token ids."""
 
+MAX_LAYERS = 512
+"""More layers are neither written nor read: a hostile header must not take long, nor leave much in memory."""
+
+MAX_CHARS = 2**48
+"""Longer texts there are none; the scanner counts in 64 bits."""
+
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CODE_NAMES = {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
@@ -239,15 +245,16 @@ def key_ids(metadata: dict[str, Any]) -> tuple[str | None, str | None]:
 def parse(metadata: dict[str, Any], tensors: bytes) -> Header:
     """Read what a header says; raises one of :data:`FAULTS`."""
     digests = tuple(metadata["layer_digests"].split(","))
-    if not all(map(DIGEST.fullmatch, digests)):
-        raise ValueError("not a digest")
+    if len(digests) > MAX_LAYERS or not all(map(DIGEST.fullmatch, digests)):
+        raise ValueError("not the digests of layers")
+    metadata["prefix"].encode()  # as the chunk's key does; writing the header again asks for all else
     ids = base64.b64decode(metadata["token_ids"], validate=True)
     kv_dtype = metadata.get("kv_dtype", "auto")
     if kv_dtype not in KV_DTYPES:
         raise ValueError("not a type of KV")
     # What one file says is kept for the next one, unless it could be much.
     read = _shapes_in if len(tensors) <= MAX_KEPT_BYTES else _shapes_in.__wrapped__
-    dtype, shapes = read(tensors, len(digests), kv_dtype)
+    dtype, shapes = read(tensors, len(digests), len(ids) // 4, kv_dtype)
     return Header(
         identity=ChunkIdentity(
             model=metadata["model"],
@@ -264,7 +271,9 @@ def parse(metadata: dict[str, Any], tensors: bytes) -> Header:
 
 
 @functools.lru_cache(maxsize=256)
-def _shapes_in(tensors: bytes, num_layers: int, kv_dtype: KVDtype) -> tuple[str, tuple[tuple[Shape, Shape], ...]]:
+def _shapes_in(
+    tensors: bytes, num_layers: int, num_tokens: int, kv_dtype: KVDtype
+) -> tuple[str, tuple[tuple[Shape, Shape], ...]]:
     """Return the dtype of a header's first tensor, and the shapes of keys and values of each layer; raises one of :data:`FAULTS`."""
     fields: dict[str, Any] = json.loads(tensors)
     shapes = [
@@ -272,14 +281,17 @@ def _shapes_in(tensors: bytes, num_layers: int, kv_dtype: KVDtype) -> tuple[str,
         for i in range(num_layers)
         for name in ("keys", "values")
     ]
+    if any(tokens != num_tokens for _, tokens, _ in shapes):
+        raise ValueError("not one row per token")
     return fields["layer.000.keys"]["dtype"], tuple(zip(shapes[::2], shapes[1::2], strict=True))
 
 
 def parse_text(value: object) -> TextEntry:
     """Build a text entry from its JSON form ``[digest, head, tail, num_chars]``; ``ValueError`` if it is not one."""
     match value:
-        case [str(digest), int(head), int(tail), int(chars)] if 0 <= head < 2**64 and 0 <= tail < 2**64 and chars >= 0:
-            return TextEntry(digest, head, tail, chars)
+        case [str(digest), int(head), int(tail), int(chars)] if digest.isascii():
+            if 0 <= head < 2**64 and 0 <= tail < 2**64 and 0 <= chars < MAX_CHARS:
+                return TextEntry(digest, head, tail, chars)
     raise ValueError("not a text entry")
 
 

@@ -33,6 +33,16 @@ WORDS = (
     "version",
     "BF16",
     "text",
+    "kv_dtype",
+    "int8",
+    "key_scales",
+    "layer_sums",
+    "header_mac",
+    "mac_key",
+    "cipher_key",
+    "sealed",
+    "salt",
+    "content",
 )
 
 
@@ -41,7 +51,7 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
     import atheris
 
     sys.path.insert(0, str(HERE.parent / "store"))
-    with atheris.instrument_imports(include=["kvrag.store", "kvrag.fingerprint"]):
+    with atheris.instrument_imports(include=["kvrag.store", "kvrag.fingerprint", "kvrag.keys", "kvrag.quantise"]):
         import reader_target
     counts: dict[str, Any] = {"inputs": 0, "by_target": Counter(), "accepted": Counter(), "slowest_cpu_ms": 0.0}
 
@@ -89,6 +99,7 @@ def main() -> None:
         result = json.loads((folder / "report.json").read_text())
         covered = re.findall(r"DONE +cov: (\d+)", done.stderr)
         corpus = len(list((folder / "corpus").iterdir()))
+    result["by_target"] = dict(sorted(result["by_target"].items(), key=lambda each: -each[1]))
     result |= {"failures": 0, "covered_edges": int(covered[-1]) if covered else None, "corpus": corpus}
     result |= {"seconds": round(time.monotonic() - start), "fuzzer": f"atheris {importlib.metadata.version('atheris')}"}
     print(result)

@@ -18,6 +18,7 @@ from reader_seeds import (
     DIRECTORY,
     ENCRYPTED,
     FOLDER,
+    MAC,
     ME,
     PLAIN,
     RECORD,
@@ -32,7 +33,8 @@ from reader_seeds import (
     Sound,
 )
 
-from kvrag.keys import Keys
+from kvrag.keys import Keys, Naming
+from kvrag.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.store import blob, gcm, guard, references, rows
 from kvrag.store.guard import Guard
 from kvrag.store.header import ALIGNMENT, FAULTS, BlobRejected, OtherVersion, decode, dump, frame, split
@@ -141,6 +143,7 @@ def header_in_order(data: bytes) -> bool:
     assert again == head
     assert {shape[1] for layer in found.shapes for shape in layer} == {len(found.identity.token_ids)}
     assert found.record().num_bytes == found.num_bytes > 0
+    assert _is_usable(found.text)
     return True
 
 
@@ -161,6 +164,7 @@ def reference(data: bytes) -> bool:
     """Parse the file of a reference."""
     found = references.decode(data)
     assert found is None or found.encode() == data
+    assert found is None or (references.name_of(found.reference) and _is_usable(found.text))
     return found is not None
 
 
@@ -203,14 +207,23 @@ def _is_row(name: str, parsed: Any) -> bool:
     record = rows.record_of(RECORD.key, parsed)
     assert record is None or (type(record.num_bytes) is int and type(record.content) is str)
     text = rows.text_of(parsed)
-    assert text is None or isinstance(text, TextEntry)
-    assert all(isinstance(each, TextEntry) for each in rows.texts_of(parsed))
+    assert _is_usable(text)
+    assert all(map(_is_usable, rows.texts_of(parsed)))
     assert all(isinstance(each, str) for each in rows.strings_of(parsed))
     assert len(rows.totals_of(parsed)) == 2
     usage = Usage.of(parsed)
     assert 0 <= usage.recent_hits(10**6) < 2**64
     assert 0 <= usage.priority_now() <= 100
     return record is not None or text is not None or usage != Usage()
+
+
+def _is_usable(text: TextEntry | None) -> bool:
+    """Whether the scanner takes what is said of a text, with a namespace secret or without: it scans every prompt for all texts."""
+    if text is not None:
+        spans = SpanIndex()
+        spans.add([text, Naming(text=MAC).reveal(text)])
+        spans.scan("a" * ANCHOR_CHARS)
+    return True
 
 
 TARGETS: dict[str, Callable[[bytes], bool]] = {
