@@ -275,7 +275,8 @@ def fuzz_reader(result: dict[str, Any]) -> str:
     rows = [[name, f"{count:,}", f"{result['accepted'].get(name, 0):,}"] for name, count in result["by_target"].items()]
     rows.append(["all", f"{result['inputs']:,}", f"{sum(result['accepted'].values()):,}"])
     text = table(["what is read", "inputs", "accepted and proven"], rows)
-    said = f"{result['fuzzer']}, {result['covered_edges']} edges; slowest input {result['slowest_cpu_ms']:.0f} ms of the processor; failures: {result['failures']}. "
+    said = f"{result['fuzzer']}, {result['covered_edges']} edges; failures: {result['failures']}; "
+    said += f"slowest input: {result['slowest_cpu_ms']:.0f} ms of a processor. "
     return text + "\n" + said + machine_of(result, "fuzz_reader.json").lstrip()
 
 
