@@ -14,6 +14,7 @@ the digests are known, so a file that was cut short has none.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -233,7 +234,10 @@ class Blob:
         """Memory for what is stored of a part: its own, or other one for what has yet to be decrypted."""
         if self._opening is None or not self._opening.guard.encrypts:
             return view
-        return _view(torch.empty(len(view), dtype=torch.uint8))
+        try:
+            return _view(torch.empty(len(view), dtype=torch.uint8))
+        except (MemoryError, RuntimeError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
 
     def _prove(self, index: int, stored: memoryview, out: memoryview) -> None:
         if self._opening is not None:

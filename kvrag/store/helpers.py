@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 MOST = 3
 """Most threads: with one more they would wait for memory and not for each other."""
 
+MOST_WAITING = 64
+"""Most jobs that wait for a thread: where so many do, reads hang, and those that come next would wait for ever."""
+
 HELPED_BYTES = 2**20
 """Shorter blobs are written and read by the caller alone: a helper would come when all is done."""
 
@@ -37,7 +40,8 @@ class Help:
     """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job: Job | None = job
+        self._pid = os.getpid()
         self._claim, self._over = threading.Lock(), threading.Lock()
         self._over.acquire()
 
@@ -45,6 +49,7 @@ class Help:
         """Do the job, unless it is over."""
         if self._claim.acquire(blocking=False):
             try:
+                assert self._job is not None, "it is there until the job is claimed"
                 self._job()
             except Exception:  # the thread has to stay
                 log.exception("a helper failed")
@@ -55,8 +60,10 @@ class Help:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._claim.acquire(blocking=False):
+        # A forked child has not got the thread that its parent had waited for.
+        if not self._claim.acquire(blocking=False) and self._pid == os.getpid():
             self._over.acquire()
+        self._job = None  # this may stay in the queue behind a read that hangs, and must not keep a chunk there
 
 
 class Helpers:
@@ -87,7 +94,7 @@ class Helpers:
             self._lock = threading.Lock()
             self._reset()
         help_ = Help(job)
-        if self._start():
+        if self._start() and self._jobs.qsize() < MOST_WAITING:
             self._jobs.put(help_)
         return help_
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
@@ -138,16 +140,18 @@ class _Job:
     """One blob: which of its steps nobody has begun, and what became of the others."""
 
     def __init__(self, blob: Blob, place: Place) -> None:
-        self._blob, self._place = blob, place
+        self._blob, self._place, self._pid = blob, place, os.getpid()
         self.steps = steps_of(blob.header.tensors.offsets, STEP_BYTES)
         self._left = deque(range(len(self.steps)))
         self._done: dict[int, Exception | None] = {}
         self._helped: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
 
     def wait_for(self, number: int) -> Exception | None:
-        """Take steps as long as this one is not done; returns its fault."""
+        """Take steps as long as this one is not done; returns its fault. Raises ``OSError`` in a child that was forked meanwhile."""
         while number not in self._done:
             done = self._step() if self._helped.empty() else None
+            if done is None and self._pid != os.getpid():
+                raise OSError(errno.ESRCH, "the thread that reads it is in another process")
             other, fault = done or self._helped.get()
             self._done[other] = fault
         return self._done.pop(number)

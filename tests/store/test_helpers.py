@@ -2,8 +2,10 @@
 
 import os
 import threading
+import weakref
 
 import pytest
+from processes import ended_in_time
 
 from kvrag.store import helpers
 from kvrag.store.helpers import Helpers
@@ -56,6 +58,54 @@ def test_a_job_that_nobody_has_begun_never_runs():
     with pool.help(done.set):
         assert done.wait(30)
     assert ran == []
+
+
+class Chunk:
+    """Something large that a job uses."""
+
+    def work(self):
+        raise AssertionError("nobody has time for it")
+
+
+def test_what_waits_behind_a_read_that_hangs_keeps_no_memory():
+    pool, go_on, began = Helpers(1), threading.Event(), threading.Event()
+
+    def hang():
+        began.set()
+        go_on.wait(30)
+
+    with pool.help(hang):
+        assert began.wait(30)
+        chunks = []
+        for _ in range(3 * helpers.MOST_WAITING):
+            chunk = Chunk()
+            chunks.append(weakref.ref(chunk))
+            with pool.help(chunk.work):
+                del chunk
+        assert [chunk() for chunk in chunks if chunk() is not None] == []
+        assert pool._jobs.qsize() <= helpers.MOST_WAITING
+        go_on.set()
+    done = threading.Event()
+    with pool.help(done.set):
+        assert done.wait(30)
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_helper():
+    pool, go_on, began = Helpers(1), threading.Event(), threading.Event()
+
+    def hang():
+        began.set()
+        go_on.wait(30)
+
+    help_ = pool.help(hang)
+    assert began.wait(30)
+    child = os.fork()
+    if not child:
+        help_.__exit__()
+        os._exit(0)
+    assert ended_in_time(child) == 0
+    go_on.set()
+    help_.__exit__()
 
 
 def test_with_no_helper_nothing_is_awaited():

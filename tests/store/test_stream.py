@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from processes import ended_in_time
 
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, reader
@@ -105,6 +106,35 @@ def test_a_stream_that_is_left_early_leaves_nothing_open(filled):
     stream.close()
     assert list(stream) == []
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_stream_that_a_fork_cuts_ends_in_the_child_and_goes_on_in_the_parent(disk, monkeypatch):
+    """The thread that had begun a layer is not there."""
+    monkeypatch.setattr(reader, "HELPED_BYTES", 0)
+    monkeypatch.setattr(reader, "STEP_BYTES", 1)
+    monkeypatch.setattr(reader, "HELPERS", Helpers(1))
+    disk.put(ME, make_kv(ME, layers=LAYERS), text=None)
+    real, began, go_on = blob.Blob.load, threading.Event(), threading.Event()
+
+    def load(self, layers, place):
+        if threading.current_thread().name == "kvrag-helper" and layers[0]:
+            began.set()
+            assert go_on.wait(30)
+        return real(self, layers, place)
+
+    monkeypatch.setattr(blob.Blob, "load", load)
+    stream = disk.stream(ME)
+    first = next(stream)
+    assert began.wait(30)
+    child = os.fork()
+    if not child:
+        rest = list(stream)
+        kv = make_kv(ME, layers=LAYERS)
+        is_right = same_bits(ChunkKV((first, *rest)), ChunkKV(kv.layers[: 1 + len(rest)]))
+        os._exit(0 if is_right and len(rest) < LAYERS - 1 else 1)
+    assert ended_in_time(child) == 0
+    go_on.set()
+    assert same_bits(ChunkKV((first, *stream)), make_kv(ME, layers=LAYERS))
 
 
 def test_a_stream_of_what_is_absent_is_none(filled):
