@@ -5,13 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import pairwise
+from importlib.util import find_spec
+from itertools import pairwise, permutations
 from pathlib import Path
+from unittest.mock import patch
 
 from world import CONFIG, Outcome
 
-from kvrag.fingerprint import ModelIdentity, chunk_key, ids_digest, namespace_digest
+from kvrag import fingerprint
+from kvrag.config import KEY_OPTIONS, KV_DTYPES, StoreConfig
+from kvrag.fingerprint import FORMAT_VERSION, ModelIdentity, chunk_key, ids_digest, namespace_digest
+from kvrag.keys import Keys
 from kvrag.store import DiskStore
+from kvrag.store.header import frame, split
 from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity
@@ -33,6 +39,14 @@ def identity(
 
 def mutations() -> Iterator[tuple[str, ChunkIdentity]]:
     """Name each field, and give the identity that differs in it alone; neighbours that swap their values, too."""
+    known = {"model": _models, "namespace": _namespaces, "prefix": _prefixes, "token_ids": _ids, "kv_dtype": _kv_dtypes}
+    for each in fields(ChunkIdentity):
+        # A field that is new, and for which nothing stands above, ends this: it must be told apart, and so must its values.
+        yield from known.pop(each.name)()
+    assert not known, f"identities have no field {list(known)}"
+
+
+def _models() -> Iterator[tuple[str, ChunkIdentity]]:
     names = [f.name for f in fields(ModelIdentity) if f.name != "extra_keys"]
     for name in names:
         yield name, identity(replace(MODEL, **{name: "other"}))
@@ -43,9 +57,23 @@ def mutations() -> Iterator[tuple[str, ChunkIdentity]]:
         yield f"{one} moved into {other}", identity(replace(MODEL, **{one: "", other: one + other}))
     for extra in ({}, {"a": "c"}, {"b": "b"}, {"a": "b", "c": ""}, {"ab": ""}):
         yield f"extra keys {extra}", identity(replace(MODEL, extra_keys=extra))
+
+
+def _namespaces() -> Iterator[tuple[str, ChunkIdentity]]:
     yield "namespace", identity(namespace="other")
+    # With other keys, the same namespace has another name; each kind of key alone makes one, and so does each key of a kind.
+    for option in KEY_OPTIONS:
+        for number in (1, 2):
+            names = Keys.of(replace(CONFIG, **{option: lambda number=number: bytes([number]) * 32})).names
+            yield f"{option} {number}", replace(identity(), namespace=names.namespace("mine"))
+
+
+def _prefixes() -> Iterator[tuple[str, ChunkIdentity]]:
     for prefix in ((), (1, 2), (1, 2, 4), (1, 2, 3, 3), (3, 2, 1)):
         yield f"prefix {prefix}", identity(prefix=prefix)
+
+
+def _ids() -> Iterator[tuple[str, ChunkIdentity]]:
     for ids in (
         (10,),
         (10, 11),
@@ -56,6 +84,12 @@ def mutations() -> Iterator[tuple[str, ChunkIdentity]]:
         (10, 11, 12 + 2**31),
     ):
         yield f"token ids {ids}", identity(ids=ids)
+
+
+def _kv_dtypes() -> Iterator[tuple[str, ChunkIdentity]]:
+    for kv_dtype in KV_DTYPES:
+        if kv_dtype != identity().kv_dtype:
+            yield f"kv_dtype {kv_dtype}", replace(identity(), kv_dtype=kv_dtype)
 
 
 def run(folder: Path) -> Outcome:
@@ -78,4 +112,71 @@ def run(folder: Path) -> Outcome:
     outcome.check(len(keys) == outcome.counts["mutations"] + 1, "two identities share a key")
     outcome.check(same_bits(store.get(me), make_kv(me)), "the chunk itself is gone")
     store.close()
+    _other_keys(folder / "keys", outcome)
+    _other_version(folder / "store", outcome)
     return outcome
+
+
+def _protections() -> dict[str, StoreConfig]:
+    """Configs of stores whose files none of the others may read."""
+    options = [option for option in KEY_OPTIONS if option != "encryption_key" or find_spec("cryptography")]
+    configs = {"no key": CONFIG}
+    for option in options:
+        for number in (1, 2):
+            key = {option: lambda number=number: bytes([number]) * 32}
+            configs[f"{option} {number}"] = replace(CONFIG, **key)
+    configs["all keys"] = replace(CONFIG, **{option: lambda: bytes([3]) * 32 for option in options})
+    return configs
+
+
+def _other_keys(root: Path, outcome: Outcome) -> None:
+    """Write with each protection and read with each other: under its own name, and under the one that the reader asks for."""
+    configs = _protections()
+    names = {kind: Keys.of(config).names.namespace("mine") for kind, config in configs.items()}
+    for writer, reader in permutations(configs, 2):
+        store = DiskStore(root / writer / reader, configs[writer])
+        mine, asked = (replace(identity(), namespace=names[kind]) for kind in (writer, reader))
+        store.put(mine, make_kv(mine), text=make_text("a"), doc_id="doc")
+        path, wanted = (store.directory.root.joinpath(*place_of(chunk_key(me))) for me in (mine, asked))
+        store.close()
+        wanted.parent.mkdir(mode=0o700, exist_ok=True)
+        shutil.copyfile(path, wanted)
+        other = DiskStore(root / writer / reader, configs[reader])
+        guarded = {kind for kind in (writer, reader) if kind.split()[0] in ("mac_key", "encryption_key", "all")}
+        outcome.check(other.get(asked) is None, f"what was written with {writer} is read with {reader}")
+        # A secret alone hides names and protects no file: who knows the name may read it.
+        outcome.check(not guarded or other.get(mine) is None, f"{writer}: read under its own name with {reader}")
+        other.close()
+        again = DiskStore(root / writer / reader, configs[writer])
+        outcome.check(
+            same_bits(again.get(mine), make_kv(mine)), f"what was written with {writer} is gone after {reader}"
+        )
+        again.close()
+        outcome.add("pairs_of_keys")
+
+
+def _other_version(root: Path, outcome: Outcome) -> None:
+    """Say another version, in a header that is in order: it is a miss, and another key."""
+    me = identity()
+    path = root.joinpath(*place_of(chunk_key(me)))
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for version in (
+        FORMAT_VERSION - 1,
+        FORMAT_VERSION + 1,
+        10 * FORMAT_VERSION,
+        f"0{FORMAT_VERSION}",
+        f"{FORMAT_VERSION}.0",
+    ):
+        metadata, tensors = split(bytearray(raw[:start]))
+        del metadata["header_digest"]
+        path.write_bytes(frame(metadata | {"version": str(version)}, tensors) + raw[start:])
+        store = DiskStore(root, CONFIG)
+        outcome.check(store.get(me) is None and store.stream(me) is None, f"a file of version {version} was read")
+        store.close()
+        outcome.add("versions")
+    path.write_bytes(raw)
+    before = chunk_key(me)
+    with patch.object(fingerprint, "FORMAT_VERSION", FORMAT_VERSION + 1):
+        outcome.check(chunk_key(me) != before, "the next version has the same keys")
+        outcome.check(MODEL.fingerprint != me.model, "the next version has the same models")
