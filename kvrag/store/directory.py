@@ -155,7 +155,12 @@ class Directory:
     def move(self, source: tuple[str, ...], target: tuple[str, ...]) -> None:
         """Give a file, or whatever is there, another name, replacing a file of that name."""
         with self.folder(*source[:-1]) as old, self.folder(*target[:-1], make=True) as new:
-            os.replace(source[-1], target[-1], src_dir_fd=old, dst_dir_fd=new)
+            if (inode := self.inode(*source)) is not None and inode == self.inode(*target):
+                os.unlink(
+                    source[-1], dir_fd=old
+                )  # both are names of one file: renaming would do nothing, and say nothing
+            else:
+                os.replace(source[-1], target[-1], src_dir_fd=old, dst_dir_fd=new)
 
     def free_bytes(self) -> int:
         """Bytes that this user may still write on the file system."""

@@ -17,13 +17,18 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import DiskStore, blob, writer
 from kvrag.store.directory import Directory
-from kvrag.store.header import BlobRejected
+from kvrag.store.header import MAX_LAYERS, BlobRejected, Header
 from kvrag.store.objects import place_of
 from kvrag.store.reader import read_all
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 from kvrag.types import ChunkKV, LayerKV
 
 REJECTED_WITHIN_S = 0.05
+"""From the request to the miss, by the clock on the wall; quarantine is part of it."""
+
+TRIES = 5
+"""The best one counts: others may use processor and disk meanwhile."""
+
 TOKENS = 40
 
 
@@ -94,6 +99,13 @@ def _tensors(count: int) -> bytes:
     return b"{" + b",".join(b'"%d":{%s}' % (n, place) for n in range(count)) + b"}"
 
 
+def _layers(count: int) -> bytes:
+    """A file that is in order but for its last digest, with so many layers: the most that a reader can be made to work."""
+    shape = (1, 3, 2)
+    head = Header(identity(1), torch.float32, ((shape, shape),) * count, ("0" * 32,) * count, None)
+    return head.encode() + bytes(head.num_bytes)
+
+
 class Bomb:
     """Unpickling it leaves a file."""
 
@@ -126,6 +138,8 @@ def hostile(folder: Path) -> Outcome:
         "header of 2^63": lambda p: p.write_bytes((2**63).to_bytes(8, "little") * 1000),
         "as many tensors as fit": lambda p: p.write_bytes(_padded(_tensors(60_000))),
         "a million tensors": lambda p: p.write_bytes(_padded(million)),
+        "as many layers as fit": lambda p: p.write_bytes(_layers(MAX_LAYERS)),
+        "thousands of layers": lambda p: p.write_bytes(_layers(2600)),
         "deep JSON": lambda p: p.write_bytes(_padded(b"[" * 400_000)),
         "long number": lambda p: p.write_bytes(_padded(b'{"a":' + b"9" * 400_000 + b"}")),
         "link": lambda p: p.symlink_to(secret),
@@ -138,26 +152,29 @@ def hostile(folder: Path) -> Outcome:
         "empty": lambda p: p.touch(),
     }
     secret.write_bytes(b"secret" * 1000)
-    slowest = 0.0
+    slowest = slowest_cpu = 0.0
     for name, plant in plants.items():
         store = DiskStore(root, CONFIG)
-        put(store, 1)
         path = root.joinpath(*place_of(key(1)))
-        path.unlink()
-        plant(path)
-        start, cpu = time.monotonic(), time.process_time()
-        found = state(store, 1)
-        # Its own time, because others may use the processor meanwhile; waiting for a FIFO's writer would take for ever.
-        slowest = max(slowest, time.process_time() - cpu)
-        outcome.check(time.monotonic() - start < 10, f"{name}: it was waited for")
-        outcome.check(found == "missing", f"{name}: {found}")
+        walls, cpus = [], []
+        for _ in range(TRIES):
+            put(store, 1)
+            path.unlink()
+            plant(path)
+            start, cpu = time.monotonic(), time.process_time()
+            found = state(store, 1)
+            cpus.append(time.process_time() - cpu)
+            walls.append(time.monotonic() - start)
+            outcome.check(found == "missing", f"{name}: {found}")
+            outcome.check(not os.path.lexists(path), f"{name}: it was not put away")
+        slowest, slowest_cpu = max(slowest, min(walls)), max(slowest_cpu, min(cpus))
+        outcome.check(min(walls) <= REJECTED_WITHIN_S, f"{name}: the rejection took {min(walls) * 1e3:.0f} ms")
         outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", f"{name}: does not heal")
         store.close()
         outcome.add("plants")
     outcome.check(not ran.exists(), "a pickle was run")
     outcome.check(secret.read_bytes() == b"secret" * 1000, "a file outside was written to")
-    outcome.counts["slowest_rejection_ms"] = round(slowest * 1e3, 2)
-    outcome.check(slowest < REJECTED_WITHIN_S, f"a rejection took {slowest * 1e3:.0f} ms")
+    outcome.counts |= {"slowest_rejection_ms": round(slowest * 1e3, 2), "slowest_cpu_ms": round(slowest_cpu * 1e3, 2)}
     _hostile_names(folder, outcome)
     return outcome
 

@@ -224,6 +224,18 @@ def test_erasing_reaches_the_quarantine(filled, root):
     assert os.listdir(root / "quarantine") == []
 
 
+def test_a_file_that_is_planted_twice_under_two_names_makes_way_twice(filled, root, tmp_path):
+    """Renaming one name of a file to another one of it does nothing: the chunk could never be stored again."""
+    (tmp_path / "planted").write_bytes(b"no chunk")
+    for _ in range(2):
+        path_of(root, ME).unlink()
+        os.link(tmp_path / "planted", path_of(root, ME))
+        assert filled.get(ME) is None
+        assert filled.put(ME, make_kv(ME), text=None) > 0
+        assert same_bits(filled.get(ME), make_kv(ME))
+    assert (tmp_path / "planted").read_bytes() == b"no chunk"
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_rebuild_leaves_damaged_headers_out(filled, root, damage, no_pickle):
     damage(path_of(root, ME), root)
