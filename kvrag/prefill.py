@@ -6,22 +6,25 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvrag.cache import KVBuffer
+from kvrag.cache import KVBuffer, LayerShape
 from kvrag.config import RepairConfig
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key
 from kvrag.layout import Layout
 from kvrag.models import CausalLM
 from kvrag.plain import Extend, PlainLM
 from kvrag.plan import Plan, decide, lay_out, why_inexact
+from kvrag.quantise import parts
 from kvrag.repair import deviation, probe, repair
 from kvrag.selection import select_rows, strategy_of
 from kvrag.stitch import stitch
 from kvrag.store.base import KVStore
 from kvrag.store.holes import holes_of
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,33 @@ def load(identities: list[ChunkIdentity], store: KVStore, *, timeout_s: float) -
         return dict.fromkeys(identities)
 
 
+def _drop_misfits(loaded: dict[ChunkIdentity, ChunkKV | None], shapes: list[LayerShape]) -> set[ChunkKey]:
+    """Drop chunks that have not the model's layers, and return their keys: without a MAC, anyone who can write to a store can lie."""
+    misfits = {identity for identity, kv in loaded.items() if kv is not None and not _fits(kv, identity, shapes)}
+    for identity in misfits:
+        loaded[identity] = None
+        logger.warning(
+            "a stored chunk has not the layers of the model, and is computed; delete it: %s", chunk_key(identity)
+        )
+    return set(map(chunk_key, misfits))
+
+
+def _fits(kv: ChunkKV, identity: ChunkIdentity, shapes: list[LayerShape]) -> bool:
+    if len(kv.layers) != len(shapes):
+        return False
+    for layer, shape in zip(kv.layers, shapes, strict=True):
+        rows = shape.num_heads, len(identity.token_ids)
+        wanted = [(*rows, shape.key_dim), (*rows, shape.value_dim)]
+        if layer.scales is not None:
+            try:
+                wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, wanted[0], wanted[1])]
+            except StoreError:
+                return False
+        if [tuple(tensor.shape) for tensor in layer.tensors] != wanted:
+            return False
+    return True
+
+
 def prefill(
     model: CausalLM,
     store: KVStore,
@@ -108,13 +138,15 @@ def prefill(
     mode = "full" if refused else mode
     wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
     loaded: dict[ChunkIdentity, ChunkKV | None] = {}
+    misfits: set[ChunkKey] = set()
     if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
         with clock.stage("load"):
             needed = [plan.identities[segment.source] for segment in wanted.reused]
             loaded = load(list(dict.fromkeys(needed)), store, timeout_s=load_timeout_s)
+            misfits = _drop_misfits(loaded, model.shapes)
     possible, kvs = lay_out(plan, loaded if wanted.reused else _present(plan))
     layout, reason = decide(possible, mode, config, num_layers=model.num_layers)
-    holes = holes_of(store, loaded)
+    holes = tuple(replace(h, reason="damaged") if h.key in misfits else h for h in holes_of(store, loaded))
     if holes:
         what = "; ".join(map(str, holes))
         reason = (

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvrag import (
     StoreFormatError,
 )
 from kvrag.prompt import PromptEncoder
+from kvrag.quantise import convert, pack
 from kvrag.testing.models import save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(5, words=30, seed=3)
@@ -385,6 +387,28 @@ def test_one_lost_chunk_is_a_hole_and_said(engine_of: MakeEngine) -> None:
     assert "could not be loaded" in str(result.fallback_reason)
     assert result.computed_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
     assert torch.allclose(result.logits, full.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("lie", ["layers", "width", "heads"])
+def test_kv_that_is_not_the_models_is_computed(engine_of: MakeEngine, kv_dtype: Any, lie: str) -> None:
+    """A planted file may be in order, say that it is this model's, and hold something else."""
+    engine = engine_of(store_config=StoreConfig(ram_bytes=0, kv_dtype=kv_dtype))
+    engine.precompute(CHUNKS, ids=list("abcde"))
+    full = engine.prefill(ask(0, 1, 2), mode="full")
+    real = engine.store.get_many
+
+    def other(kv: Any) -> Any:
+        if lie == "layers":
+            return replace(kv, layers=kv.layers[:-1])
+        exact = convert(kv, "auto").map(lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1))
+        return pack(replace(exact, kv_dtype="auto"), kv_dtype)
+
+    engine.store.get_many = lambda ids, **kw: [other(kv) for kv in real(ids, **kw)]  # type: ignore[method-assign]
+    result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(strategy="all"))
+    assert (result.exactness, result.cached_tokens) == ("full", 0)
+    assert {hole.reason for hole in result.holes} == {"damaged"}
+    assert torch.allclose(result.logits, full.logits, atol=1e-4)
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------------
