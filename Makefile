@@ -81,7 +81,7 @@ support: setup ## Measure what is supported, on tiny models of every architectur
 fuzz: setup ## 5,000 random models, prompts and repairs against transformers' own forward
 	KVRAG_FUZZ_CASES=5000 KVRAG_FUZZ_JSON=1 $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
 
-fuzz-reader: setup ## A million made-up inputs to all that reads stored bytes (about ten minutes; Linux): ARGS="--runs 10000000"
+fuzz-reader: setup ## A million made-up inputs to all that reads stored bytes (some minutes; Linux): ARGS="--runs 10000000"
 	$(PIP) install --quiet atheris
 	$(BIN)/python tests/reliability/fuzz_reader.py $(ARGS)
 
