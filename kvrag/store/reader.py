@@ -120,6 +120,9 @@ class LayerStream:
         except OSError as error:
             self.close()
             self._failed(error)
+        except BaseException:
+            self.close()  # no other layer will come
+            raise
         raise StopIteration
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import shutil
 import struct
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ from safetensors import safe_open
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, MissingDependencyError
 from kvrag.fingerprint import chunk_key, ids_bytes
-from kvrag.store import DiskStore
+from kvrag.store import DiskStore, foreign
 from kvrag.store.guard import Guard
+from kvrag.store.header import BlobRejected
 from kvrag.store.helpers import Helpers
+from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import StoreContract
 from kvrag.types import TextEntry
@@ -123,6 +126,37 @@ def test_a_stream_ends_before_the_first_layer_that_is_not_proven(opened, root, k
     with store.stream(me) as layers:
         assert len(list(layers)) == 1
     assert [p.name for p in (root / "quarantine").iterdir()] == [path_of(root, me).name]
+
+
+@needs_cryptography
+def test_memory_that_is_short_while_a_chunk_is_decrypted_is_a_miss_and_not_the_files_fault(opened, monkeypatch):
+    store = opened("cipher")
+    me = put(store, "cipher")
+
+    def refuse(*args, **options):
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrag.store.blob.torch", SimpleNamespace(empty=refuse, uint8=torch.uint8))
+        assert store.get(me) is None
+        assert list(store.stream(me)) == []
+    assert same_bits(store.get(me), make_kv(me))
+    assert store.stats()["disk"].rejected == 0
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 10**6])
+@pytest.mark.parametrize("kind", PROVING)
+def test_every_byte_of_what_other_keys_protect_is_checked(opened, root, kind, piece_bytes, monkeypatch):
+    monkeypatch.setattr(foreign, "PIECE_BYTES", piece_bytes)
+    store = opened(kind)
+    place = place_of(chunk_key(put(store, kind)))
+    foreign.check(store.directory, *place, data=True)
+    good = root.joinpath(*place).read_bytes()
+    start = 8 + struct.unpack("<Q", good[:8])[0]
+    for at in range(start, len(good)):
+        root.joinpath(*place).write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(BlobRejected):
+            foreign.check(store.directory, *place, data=True)
 
 
 @pytest.mark.parametrize("kind", PROVING)

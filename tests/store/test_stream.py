@@ -108,6 +108,20 @@ def test_a_stream_that_is_left_early_leaves_nothing_open(filled):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_stream_that_is_interrupted_leaves_nothing_open(filled, monkeypatch):
+    def interrupt(self, layers, place):
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(reader, "HELPERS", Helpers(0))
+    monkeypatch.setattr(blob.Blob, "load", interrupt)
+    stream = filled.stream(ME)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(stream) == []
+
+
 def test_a_stream_that_a_fork_cuts_ends_in_the_child_and_goes_on_in_the_parent(disk, monkeypatch):
     """The thread that had begun a layer is not there."""
     monkeypatch.setattr(reader, "HELPED_BYTES", 0)
