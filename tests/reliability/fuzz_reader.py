@@ -43,6 +43,8 @@ WORDS = (
     "sealed",
     "salt",
     "content",
+    "9223372036854775808",
+    "null",
 )
 
 

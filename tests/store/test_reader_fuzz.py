@@ -84,6 +84,22 @@ def test_whatever_is_read_is_right_or_refused(name, data):
     reader_target.TARGETS[name](seed[:place] + data.draw(st.binary(max_size=40)) + seed[place + drop :])
 
 
+SAID = [json.loads(seed[1:]) for seed in reader_target.SEEDS["header in order"]]
+texts = st.tuples(st.text(max_size=3), *[st.integers(-(2**65), 2**65)] * 3).map(json.dumps)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.integers(0, len(SAID) - 1), st.data())
+def test_headers_in_order_that_say_something_else_are_usable_or_refused(number, data):
+    """Digest, MAC and encryption are those of the one who says it."""
+    fields = {key: dict(each) for key, each in SAID[number].items()}
+    place = fields[data.draw(st.sampled_from([*fields, *["__metadata__"] * 9]))]
+    name = data.draw(st.sampled_from([*place]))
+    place[name] = data.draw(texts if name == "text" else values)
+    said = json.dumps(fields, separators=(",", ":")).encode()
+    reader_target.TARGETS["header in order"](bytes([number]) + said)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_targets_accept_what_is_sound(name):
     """A target that refuses everything would prove nothing."""
