@@ -1,11 +1,17 @@
-"""The stitch op in torch, and its checks: stored KV to its rows of the buffer, dequantised, corrected and rotated."""
+"""The stitch op in torch: stored KV to its rows of the buffer, dequantised, corrected and rotated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
+from typing import overload
 
+import numpy as np
 import torch
+
+from kvrag_kernels.stitch_layers import Kind, alike
 
 FP8 = torch.float8_e4m3fn
 CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
@@ -80,7 +86,71 @@ class Stored:
         return shared.float().repeat_interleave(self.tokens, dim=1)[:, : max(1, self.data.shape[1])]
 
 
-@dataclass(frozen=True, slots=True)
+class Parts(Sequence[Stored]):
+    """Parts as the op is given them, a list of tensors for each field of :class:`Stored`; one is put together where it is looked at.
+
+    Parameters
+    ----------
+    data, scales, residual, zeros
+        One tensor per part, or ``None`` where no part has one.
+
+    Raises
+    ------
+    ValueError
+        If lists differ in length.
+    """
+
+    def __init__(
+        self,
+        data: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] | None = None,
+        residual: Sequence[torch.Tensor] | None = None,
+        zeros: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        for name, given in (("scales", scales), ("residuals", residual), ("zeros", zeros)):
+            if given is not None and len(given) != len(data):
+                raise ValueError(f"{len(given)} {name} were given for {len(data)} parts; each part needs its own")
+        self.columns = (data, scales, residual, zeros)
+
+    @classmethod
+    def of(cls, parts: Sequence[Stored]) -> Parts:
+        """Return the same parts as columns."""
+        if isinstance(parts, cls):
+            return parts
+        columns = ([getattr(p, name) for p in parts] for name in ("data", "scales", "residual", "zeros"))
+        given = ([x for x in column if x is not None] for column in columns)
+        data, *others = given
+        return cls(data, *(column or None for column in others))
+
+    @cached_property
+    def pointers(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]] | None, ...]:
+        """Addresses, by column."""
+        return tuple(None if column is None else addresses(column) for column in self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __iter__(self) -> Iterator[Stored]:
+        data, *others = self.columns
+        return map(Stored, data, *(repeat(None) if column is None else column for column in others))
+
+    @overload
+    def __getitem__(self, index: int) -> Stored: ...
+    @overload
+    def __getitem__(self, index: slice) -> Parts: ...
+    def __getitem__(self, index: int | slice) -> Stored | Parts:
+        data, *others = self.columns
+        if isinstance(index, slice):
+            return Parts(data[index], *(None if column is None else column[index] for column in others))
+        return Stored(data[index], *(None if column is None else column[index] for column in others))
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return where tensors begin."""
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+
+
+@dataclass(frozen=True)
 class Stitching:
     """One call of the op: parts layer by layer, buffers ``(H_kv, capacity, D)``, and rotations; see :func:`kvrag_kernels.stitch`."""
 
@@ -100,10 +170,23 @@ class Stitching:
         """Channels that are rotated."""
         return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
 
-    def rows_in(self, layer: int) -> int:
-        """Return the first row beyond all parts of a layer."""
-        keys = self.keys[layer * len(self.starts) :]
-        return max((s + k.data.shape[1] for s, k in zip(self.starts, keys, strict=False)), default=0)
+    @cached_property
+    def sides(self) -> tuple[Parts, Parts]:
+        """Keys and values as columns."""
+        return Parts.of(self.keys), Parts.of(self.values)
+
+    @cached_property
+    def alike(self) -> dict[Kind, Sequence[int]]:
+        """Layers of which one stands for all, by what their checks and strides follow from: starts, and forms of parts and buffers."""
+        count = len(self.starts)
+        columns = [(column, count) for side in self.sides for column in side.columns]
+        return alike(len(self.out_keys), [*columns, (self.out_keys, 1), (self.out_values, 1)], *self.starts)
+
+    def in_layer(self, layer: int) -> tuple[list[Stored], list[Stored]]:
+        """Return a layer's keys and values."""
+        count = len(self.starts)
+        keys, values = (list(side[layer * count : (layer + 1) * count]) for side in self.sides)
+        return keys, values
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -147,83 +230,3 @@ def _keys(k: Stored, call: Stitching, table: int, rows: slice, dtype: torch.dtyp
         return k.data if k.is_plain else k.read()
     cos, sin = call.cos[table, rows], call.sin[table, rows]
     return rotate(k.read(), cos, sin, interleaved=call.interleaved).to(dtype)
-
-
-def check(call: Stitching) -> None:
-    """Refuse parts that don't fit their places.
-
-    Raises
-    ------
-    ValueError
-        Naming what does not fit.
-    """
-    keys, values, starts, tables, cos, sin = call.keys, call.values, call.starts, call.tables, call.cos, call.sin
-    layers = len(call.out_keys)
-    if not (len(keys) == len(values) == layers * len(starts) and len(call.out_values) == len(tables) == layers):
-        raise ValueError(
-            f"{len(keys)} keys and {len(values)} values, {len(tables)} tables and {len(call.out_values)} value buffers were given for "
-            f"{layers} key buffers and {len(starts)} starts; each layer needs one part per start, one table and one buffer"
-        )
-    if cos.shape != sin.shape or cos.dim() != 3 or cos.dtype != torch.float32 or sin.dtype != torch.float32:
-        raise ValueError(
-            f"cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both need float32 (tables, rows, R / 2)"
-        )
-    for name, parts, outs in (("keys", keys, call.out_keys), ("values", values, call.out_values)):
-        for index, part in enumerate(parts):
-            layer, segment = divmod(index, len(starts))
-            _check_part(f"{name} of layer {layer}, segment {segment}", part, outs[layer], starts[segment])
-    for layer, table in enumerate(tables):
-        needed = call.rows_in(layer)
-        has_rows = cos.shape[1] >= needed and 2 * cos.shape[2] <= call.out_keys[layer].shape[2]
-        if table >= cos.shape[0] or (table >= 0 and not has_rows):
-            raise ValueError(
-                f"layer {layer} asks for {needed} rows of table {table}, and cos has the shape {tuple(cos.shape)}; pass more rows or tables"
-            )
-    skip, rows = call.skip, max(map(call.rows_in, range(layers)), default=0)
-    if skip is not None and (skip.dtype != torch.bool or skip.dim() != 1 or len(skip) < rows):
-        raise ValueError(
-            f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it needs one bool per row of the buffer, {rows} at least"
-        )
-
-
-def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:
-    data, scales = part.data, part.scales
-    if data.dtype not in CODECS and data.dtype != out.dtype:
-        raise ValueError(
-            f"{name} are {data.dtype}; stored KV is one of {', '.join(map(str, CODECS))}, or of the buffer's dtype"
-        )
-    if data.dim() != 3 or out.dim() != 3 or data.shape[0] != out.shape[0] or part.dim != out.shape[2]:
-        raise ValueError(
-            f"{name} have the shape {tuple(data.shape)} and their buffer {tuple(out.shape)}: heads or head dims differ"
-        )
-    if start < 0 or start + data.shape[1] > out.shape[1]:
-        raise ValueError(
-            f"{name} need rows {start} to {start + data.shape[1]} of a buffer of {out.shape[1]} rows; make it larger"
-        )
-    is_quantised = CODECS.get(data.dtype, "same") != "same"
-    if is_quantised != (scales is not None):
-        raise ValueError(
-            f"{name} are {data.dtype} {'without' if is_quantised else 'with'} scales; quantised data alone needs them"
-        )
-    if scales is not None:
-        num_rows = data.shape[1]
-        counts = (1, num_rows, -(-num_rows // TOKEN_GROUP))
-        fits = scales.dim() == 3 and scales.shape[0] == data.shape[0] and scales.shape[1] in counts
-        if scales.dtype != torch.float16 or not fits or part.dim % max(1, scales.shape[2]):
-            raise ValueError(
-                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (H_kv, G, a divisor of D), where G is 1, T, "
-                f"or the number of groups of {TOKEN_GROUP} tokens"
-            )
-    zeros = part.zeros
-    if zeros is not None and (
-        scales is None or zeros.dtype != torch.float16 or zeros.shape != (*scales.shape[:2], part.dim)
-    ):
-        raise ValueError(
-            f"{name} have zeros {zeros.dtype} {tuple(zeros.shape)}; they need scales (H_kv, G, C) beside them, and float16 (H_kv, G, D)"
-        )
-    if part.residual is not None and (
-        part.residual.dtype != torch.float32 or part.residual.shape != (data.shape[0], part.dim)
-    ):
-        raise ValueError(
-            f"{name} have a residual {part.residual.dtype} {tuple(part.residual.shape)}; it needs float32 (H_kv, D)"
-        )
