@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -204,10 +205,15 @@ def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) 
 
 
 def stitch(call: Stitching) -> bool:
-    """Run the stitch kernel; returns whether it could be."""
+    """Run the stitch kernel; returns whether it could be.
+
+    Not while a CUDA graph is captured: each replay would read the table of parts from where it was staged, which by then holds other things.
+    """
     out = call.out_keys[0]
     device = out.device
-    options = stitch_launch.defines(call) if has_stitch(out.shape[2], call.rotary, out.dtype, device) else None
+    if not has_stitch(out.shape[2], call.rotary, out.dtype, device) or _is_capturing(device):
+        return False
+    options = stitch_launch.defines(call)
     if options is None:
         return False
     variant = Variant(_STITCH, options, arch_of(torch.cuda.get_device_capability(device)))
@@ -216,11 +222,18 @@ def stitch(call: Stitching) -> bool:
         return False
     try:
         with torch.cuda.device(device):
-            stitch_launch.run(module, call, lambda x: x.pin_memory().to(device, non_blocking=True))
+            # The caching host allocator gives pinned memory out again once the copies from it are done, in their stream's order.
+            staged = functools.partial(torch.empty, pin_memory=True)
+            stitch_launch.run(module, call, lambda x: x.to(device, non_blocking=True), staged)
     except DriverError as error:
         modules.give_up(variant, device.index, error)
         return False
     return True
+
+
+def _is_capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def variants(arch: str) -> list[Variant]:

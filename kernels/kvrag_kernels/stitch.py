@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
 
+import numpy as np
 import torch
+
+from kvrag_kernels.stitch_layers import Remembered, alike
 
 FP8 = torch.float8_e4m3fn
 CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
@@ -80,7 +85,67 @@ class Stored:
         return shared.float().repeat_interleave(self.tokens, dim=1)[:, : max(1, self.data.shape[1])]
 
 
-@dataclass(frozen=True, slots=True)
+class Parts(Sequence[Stored]):
+    """Parts as the op is given them, a list of tensors for each field of :class:`Stored`; one is put together where it is looked at.
+
+    Parameters
+    ----------
+    data, scales, residual, zeros
+        One tensor per part, or ``None`` where no part has one.
+
+    Raises
+    ------
+    ValueError
+        If lists differ in length.
+    """
+
+    def __init__(
+        self,
+        data: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] | None = None,
+        residual: Sequence[torch.Tensor] | None = None,
+        zeros: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        for name, given in (("scales", scales), ("residuals", residual), ("zeros", zeros)):
+            if given is not None and len(given) != len(data):
+                raise ValueError(f"{len(given)} {name} were given for {len(data)} parts; each part needs its own")
+        self.columns = (data, scales, residual, zeros)
+
+    @classmethod
+    def of(cls, parts: Sequence[Stored]) -> Parts:
+        """Return the same parts as columns."""
+        if isinstance(parts, cls):
+            return parts
+        columns = ([getattr(p, name) for p in parts] for name in ("data", "scales", "residual", "zeros"))
+        given = ([x for x in column if x is not None] for column in columns)
+        data, *others = given
+        return cls(data, *(column or None for column in others))
+
+    @cached_property
+    def pointers(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]] | None, ...]:
+        """Addresses, by column."""
+        return tuple(None if column is None else addresses(column) for column in self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> Stored: ...
+    @overload
+    def __getitem__(self, index: slice) -> Parts: ...
+    def __getitem__(self, index: int | slice) -> Stored | Parts:
+        data, *others = self.columns
+        if isinstance(index, slice):
+            return Parts(data[index], *(None if column is None else column[index] for column in others))
+        return Stored(data[index], *(None if column is None else column[index] for column in others))
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return where tensors begin."""
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+
+
+@dataclass(frozen=True)
 class Stitching:
     """One call of the op: parts layer by layer, buffers ``(H_kv, capacity, D)``, and rotations; see :func:`kvrag_kernels.stitch`."""
 
@@ -100,10 +165,29 @@ class Stitching:
         """Channels that are rotated."""
         return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
 
+    @cached_property
+    def sides(self) -> tuple[Parts, Parts]:
+        """Keys and values as columns."""
+        return Parts.of(self.keys), Parts.of(self.values)
+
+    @cached_property
+    def alike(self) -> dict[Hashable, Sequence[int]]:
+        """Layers of which one stands for all, by what their checks and strides follow from: starts, and forms of parts and buffers."""
+        count = len(self.starts)
+        columns = [(column, count) for side in self.sides for column in side.columns]
+        found = alike(len(self.out_keys), [*columns, (self.out_keys, 1), (self.out_values, 1)])
+        return {(tuple(self.starts), key): layers for key, layers in found.items()}
+
+    def in_layer(self, layer: int) -> tuple[Parts, Parts]:
+        """Return a layer's keys and values."""
+        count = len(self.starts)
+        keys, values = (side[layer * count : (layer + 1) * count] for side in self.sides)
+        return keys, values
+
     def rows_in(self, layer: int) -> int:
         """Return the first row beyond all parts of a layer."""
-        keys = self.keys[layer * len(self.starts) :]
-        return max((s + k.data.shape[1] for s, k in zip(self.starts, keys, strict=False)), default=0)
+        keys, _ = self.in_layer(layer)
+        return max((s + k.data.shape[1] for s, k in zip(self.starts, keys, strict=True)), default=0)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -168,22 +252,41 @@ def check(call: Stitching) -> None:
         raise ValueError(
             f"cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both need float32 (tables, rows, R / 2)"
         )
-    for name, parts, outs in (("keys", keys, call.out_keys), ("values", values, call.out_values)):
-        for index, part in enumerate(parts):
-            layer, segment = divmod(index, len(starts))
-            _check_part(f"{name} of layer {layer}, segment {segment}", part, outs[layer], starts[segment])
-    for layer, table in enumerate(tables):
-        needed = call.rows_in(layer)
+    rows = [0] * layers
+    for key, same in call.alike.items():
+        first = same[0]
+        needed = _ROWS.get(key, lambda first=first: _check_layer(call, first))  # type: ignore[misc]
+        for layer in same:
+            rows[layer] = needed
+    for layer, (table, needed) in enumerate(zip(tables, rows, strict=True)):
         has_rows = cos.shape[1] >= needed and 2 * cos.shape[2] <= call.out_keys[layer].shape[2]
         if table >= cos.shape[0] or (table >= 0 and not has_rows):
             raise ValueError(
                 f"layer {layer} asks for {needed} rows of table {table}, and cos has the shape {tuple(cos.shape)}; pass more rows or tables"
             )
-    skip, rows = call.skip, max(map(call.rows_in, range(layers)), default=0)
-    if skip is not None and (skip.dtype != torch.bool or skip.dim() != 1 or len(skip) < rows):
+    skip, most = call.skip, max(rows, default=0)
+    if skip is not None and (skip.dtype != torch.bool or skip.dim() != 1 or len(skip) < most):
         raise ValueError(
-            f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it needs one bool per row of the buffer, {rows} at least"
+            f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it needs one bool per row of the buffer, {most} at least"
         )
+
+
+_ROWS = Remembered[int]()
+"""First row beyond all parts of a layer that has been checked."""
+
+
+def _check_layer(call: Stitching, layer: int) -> int:
+    """Refuse parts of a layer that don't fit; returns the first row beyond all of them."""
+    outs = call.out_keys[layer], call.out_values[layer]
+    for name, parts, out in zip(("keys", "values"), call.in_layer(layer), outs, strict=True):
+        for segment, (part, start) in enumerate(zip(parts, call.starts, strict=True)):
+            _check_part(f"{name} of layer {layer}, segment {segment}", part, out, start)
+    for segment, (k, v) in enumerate(zip(*call.in_layer(layer), strict=True)):
+        if k.data.shape[1] != v.data.shape[1]:
+            raise ValueError(
+                f"keys of layer {layer}, segment {segment} have {k.data.shape[1]} rows and its values {v.data.shape[1]}; they go to the same rows"
+            )
+    return call.rows_in(layer)
 
 
 def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:

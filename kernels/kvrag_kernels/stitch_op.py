@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvrag_kernels import runtime
-from kvrag_kernels.stitch import Stitching, Stored, check, stitch_in_torch
+from kvrag_kernels.stitch import Parts, Stitching, check, stitch_in_torch
 
 _LIBRARY: Any = torch.library.Library("kvrag", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -80,17 +80,6 @@ def stitch(
     )  # fmt: skip
 
 
-def _stored(data: Tensors, **beside: Tensors | None) -> list[Stored]:
-    for name, given in beside.items():
-        if given is not None and len(given) != len(data):
-            raise ValueError(f"{len(given)} {name} were given for {len(data)} parts; each part needs its own")
-    scales, zeros, residuals = (beside.get(name) for name in ("scales", "zeros", "residuals"))
-    return [
-        Stored(x, scales[i] if scales else None, residuals[i] if residuals else None, zeros[i] if zeros else None)
-        for i, x in enumerate(data)
-    ]
-
-
 def _compute(
     keys: Tensors,
     values: Tensors,
@@ -104,8 +93,8 @@ def _compute(
     **options: Any,
 ) -> None:
     call = Stitching(
-        _stored(keys, scales=key_scales, zeros=key_zeros, residuals=key_residuals),
-        _stored(values, scales=value_scales, residuals=value_residuals),
+        Parts(keys, key_scales, key_residuals, key_zeros),
+        Parts(values, value_scales, value_residuals),
         out_keys,
         *places,
         **options,
