@@ -207,7 +207,7 @@ def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) 
 def stitch(call: Stitching) -> bool:
     """Run the stitch kernel; returns whether it could be.
 
-    Not while a CUDA graph is captured: each replay would read the table of parts from where it was staged, which by then holds other things.
+    Not while a CUDA graph is captured: a replay would read the table of parts from where it was staged, which by then holds other things.
     """
     out = call.out_keys[0]
     device = out.device

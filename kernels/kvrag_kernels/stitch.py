@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
 from typing import overload
 
 import numpy as np
 import torch
 
-from kvrag_kernels.stitch_layers import Remembered, alike
+from kvrag_kernels.stitch_layers import Kind, Remembered, alike
 
 FP8 = torch.float8_e4m3fn
 CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
@@ -129,6 +130,10 @@ class Parts(Sequence[Stored]):
     def __len__(self) -> int:
         return len(self.columns[0])
 
+    def __iter__(self) -> Iterator[Stored]:
+        data, *others = self.columns
+        return map(Stored, data, *(repeat(None) if column is None else column for column in others))
+
     @overload
     def __getitem__(self, index: int) -> Stored: ...
     @overload
@@ -171,23 +176,17 @@ class Stitching:
         return Parts.of(self.keys), Parts.of(self.values)
 
     @cached_property
-    def alike(self) -> dict[Hashable, Sequence[int]]:
+    def alike(self) -> dict[Kind, Sequence[int]]:
         """Layers of which one stands for all, by what their checks and strides follow from: starts, and forms of parts and buffers."""
         count = len(self.starts)
         columns = [(column, count) for side in self.sides for column in side.columns]
-        found = alike(len(self.out_keys), [*columns, (self.out_keys, 1), (self.out_values, 1)])
-        return {(tuple(self.starts), key): layers for key, layers in found.items()}
+        return alike(len(self.out_keys), [*columns, (self.out_keys, 1), (self.out_values, 1)], *self.starts)
 
-    def in_layer(self, layer: int) -> tuple[Parts, Parts]:
+    def in_layer(self, layer: int) -> tuple[list[Stored], list[Stored]]:
         """Return a layer's keys and values."""
         count = len(self.starts)
-        keys, values = (side[layer * count : (layer + 1) * count] for side in self.sides)
+        keys, values = (list(side[layer * count : (layer + 1) * count]) for side in self.sides)
         return keys, values
-
-    def rows_in(self, layer: int) -> int:
-        """Return the first row beyond all parts of a layer."""
-        keys, _ = self.in_layer(layer)
-        return max((s + k.data.shape[1] for s, k in zip(self.starts, keys, strict=True)), default=0)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -253,9 +252,8 @@ def check(call: Stitching) -> None:
             f"cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both need float32 (tables, rows, R / 2)"
         )
     rows = [0] * layers
-    for key, same in call.alike.items():
-        first = same[0]
-        needed = _ROWS.get(key, lambda first=first: _check_layer(call, first))  # type: ignore[misc]
+    for kind, same in call.alike.items():
+        needed = _ROWS.get(kind, partial(_check_layer, call, same[0]))
         for layer in same:
             rows[layer] = needed
     for layer, (table, needed) in enumerate(zip(tables, rows, strict=True)):
@@ -277,16 +275,17 @@ _ROWS = Remembered[int]()
 
 def _check_layer(call: Stitching, layer: int) -> int:
     """Refuse parts of a layer that don't fit; returns the first row beyond all of them."""
-    outs = call.out_keys[layer], call.out_values[layer]
-    for name, parts, out in zip(("keys", "values"), call.in_layer(layer), outs, strict=True):
+    keys, values = call.in_layer(layer)
+    for name, parts, out in (("keys", keys, call.out_keys[layer]), ("values", values, call.out_values[layer])):
         for segment, (part, start) in enumerate(zip(parts, call.starts, strict=True)):
             _check_part(f"{name} of layer {layer}, segment {segment}", part, out, start)
-    for segment, (k, v) in enumerate(zip(*call.in_layer(layer), strict=True)):
-        if k.data.shape[1] != v.data.shape[1]:
+    for segment, (k, v) in enumerate(zip(keys, values, strict=True)):
+        rows = k.data.shape[1], v.data.shape[1]
+        if rows[0] != rows[1]:
             raise ValueError(
-                f"keys of layer {layer}, segment {segment} have {k.data.shape[1]} rows and its values {v.data.shape[1]}; they go to the same rows"
+                f"keys of layer {layer}, segment {segment} have {rows[0]} rows and its values {rows[1]}; they go to the same rows"
             )
-    return call.rows_in(layer)
+    return max((start + k.data.shape[1] for start, k in zip(call.starts, keys, strict=True)), default=0)
 
 
 def _check_part(name: str, part: Stored, out: torch.Tensor, start: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from kvrag_kernels.launch import Empty, Module
-from kvrag_kernels.stitch import CODECS, Parts, Stitching, Stored, addresses
+from kvrag_kernels.stitch import CODECS, Stitching, Stored, addresses
 from kvrag_kernels.stitch_layers import Remembered
 
 SIDE, ADDRESSES = 15, 5
@@ -62,10 +63,7 @@ _PLANS = Remembered[LayerPlan]()
 
 def _plans(call: Stitching) -> list[tuple[LayerPlan, Sequence[int]]]:
     """Return the plan of each kind of layer, and its layers."""
-    return [
-        (_PLANS.get(key, lambda first=layers[0]: _plan_of(call, first)), layers)  # type: ignore[misc]
-        for key, layers in call.alike.items()
-    ]
+    return [(_PLANS.get(kind, partial(_plan_of, call, layers[0])), layers) for kind, layers in call.alike.items()]
 
 
 def _plan_of(call: Stitching, layer: int) -> LayerPlan:
@@ -78,12 +76,13 @@ def _plan_of(call: Stitching, layer: int) -> LayerPlan:
     return LayerPlan(_form_of(keys, values, outs), np.array(jobs, np.int64).reshape(-1, JOB), longest)
 
 
-def _form_of(keys: Parts, values: Parts, outs: tuple[torch.Tensor, torch.Tensor]) -> LayerForm | None:
+def _form_of(keys: list[Stored], values: list[Stored], outs: tuple[torch.Tensor, torch.Tensor]) -> LayerForm | None:
     parts = [*keys, *values]
     used = [x for p in parts for x in (p.data, p.scales, p.zeros, p.residual) if x is not None]
     kinds = {(p.data.dtype, p.dim, p.data.shape[0]) for p in parts}
     groups = [{p.group for p in side} for side in (keys, values)]
-    if any(len(found) != 1 for found in (kinds, {x.device for x in [*used, *outs]}, {o.dtype for o in outs}, *groups)):
+    on, into = {x.device for x in [*used, *outs]}, {o.dtype for o in outs}
+    if not len(kinds) == len(on) == len(into) == len(groups[0]) == len(groups[1]) == 1:
         return None
     ((dtype, dim, heads),), ((key_group,), (value_group,)) = kinds, groups
     is_fit = dtype in CODECS and outs[0].dtype in (torch.bfloat16, torch.float16) and dim % 16 == 0

@@ -1,8 +1,8 @@
 """Host time of planning a stitch: the op's dispatch, its checks, and the kernel's options and table of parts, beside another commit's.
 
-Nothing is launched: what a GPU would be given is made in ordinary memory and thrown away, so neither the copy of the table nor the launch is in
-the times. Each commit has a process of its own, and they take turns call by call. ``first`` times have starts that no call before has had, as a
-prompt's first launch has; ``again`` times are the same call once more, as the launches for its other layers are.
+Nothing is launched: what a GPU would be given is made in ordinary memory and thrown away, so neither the copy of the table nor the launch
+is in the times. Each commit has a process of its own, and they take turns call by call. ``first`` times have starts that no call before has
+had, as a prompt's first launch has; ``again`` times are the same call once more, as the launches for its other layers are.
 
     python tests/benchmarks/bench_stitch_host.py --base COMMIT
 """
@@ -115,7 +115,10 @@ def work() -> None:
 
 def worker(tree: Path) -> subprocess.Popen[str]:
     """Start a process that measures the packages of a tree."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), str(tree / "kernels"))), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tree), str(tree / "kernels"))),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, __file__, "--work"]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -163,7 +166,8 @@ def main() -> None:
     base = commit_of(args.base)
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", base, "kernels"], capture_output=True, check=True, cwd=ROOT).stdout
-        tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
+            tree.extractall(folder, filter="data")
         workers = {"base": worker(Path(folder)), "here": worker(ROOT)}
         times = measure(workers, args.repeats)
         for process in workers.values():
