@@ -147,10 +147,7 @@ class Stitcher:
         """
         if not all((layer, chunk.start) in self._kept for chunk in chunks):
             return False
-        residuals = {
-            f"{name}_residuals": [x[:, i] for i in range(len(chunks))]
-            for name, x in (("key", key_residuals), ("value", value_residuals))
-        }
+        residuals = {"key_residuals": list(key_residuals.unbind(1)), "value_residuals": list(value_residuals.unbind(1))}
         self._launch([layer], chunks, self._kept, computed, **residuals)
         return True
 
@@ -197,6 +194,8 @@ class Stitcher:
 
 
 def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
+    if num_rows == kv.keys.shape[1]:  # as a rule; views of hundreds of parts take longer than planning their launch
+        return kv
     s, rows = kv.scales, slice(0, num_rows)
     if s is not None:
         groups = slice(0, -(-num_rows // GROUP) if s.keys.shape[1] > 1 else 1)
