@@ -109,7 +109,7 @@ def work() -> None:
         for _ in range(2):
             start = time.perf_counter()
             calls[name](int(moved))
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append(round((time.perf_counter() - start) * 1e3, 4))
         print(*times, flush=True)
 
 

@@ -202,6 +202,15 @@ def test_the_newest_kinds_are_remembered() -> None:
     assert remembered.get(Kind("other"), lambda: 7) == 7
 
 
+def test_which_columns_there_are_is_part_of_a_kind() -> None:
+    """Zeros without residuals are not residuals without zeros, of whatever shapes."""
+    x = [torch.zeros(2, 3)]
+    kinds = [
+        next(iter(alike(1, columns))) for columns in ([(x, 1), (None, 1)], [(None, 1), (x, 1)], [(x, 1), (None, 1)])
+    ]
+    assert kinds[0] == kinds[2] != kinds[1]
+
+
 def test_kinds_of_one_hash_are_still_two() -> None:
     one, other = Kind(-1), Kind(-2)  # Python gives both the same hash
     assert hash(-1) == hash(-2)
