@@ -58,7 +58,8 @@ def alike(num_layers: int, columns: Iterable[Column], *beside: Hashable) -> dict
         rows = ((tensors[n * layer : n * (layer + 1)], read) for tensors, n, read in readings)
         return Kind(beside, present, *(tuple(map(read, tensors)) for tensors, read in rows))
 
-    if num_layers and all(_repeats(*reading) for reading in readings):  # as a rule; no other layer is read by itself
+    # As a rule all look alike, and no other layer is read by itself.
+    if num_layers == 1 or (num_layers and all(_repeats(*reading) for reading in readings)):
         return {kind_of(0): range(num_layers)}
     found: dict[Kind, list[int]] = {}
     for layer in range(num_layers):
