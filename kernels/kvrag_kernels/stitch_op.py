@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kvrag_kernels import runtime
-from kvrag_kernels.stitch import Parts, Stitching, check, stitch_in_torch
+from kvrag_kernels.stitch import Parts, Stitching, stitch_in_torch
+from kvrag_kernels.stitch_check import check
 
 _LIBRARY: Any = torch.library.Library("kvrag", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(

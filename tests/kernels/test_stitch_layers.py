@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,10 +14,10 @@ from stitch_cases import CAPACITY, CASES, StitchCase, as_options, assert_stitche
 from test_stitch import run_emulated
 
 from kvrag_kernels import runtime, stitch, stitch_launch
+from kvrag_kernels import stitch_check as checks
 from kvrag_kernels.stitch import Parts, Stitching, Stored
 from kvrag_kernels.stitch_layers import Kind, Remembered, alike
 
-checks = sys.modules["kvrag_kernels.stitch"]  # the name in the package is the op
 BY_NAME = {c.name: c for c in CASES}
 
 
