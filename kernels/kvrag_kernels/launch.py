@@ -87,12 +87,21 @@ def shape_of(module: Module, geometry: Geometry, call: Call) -> PlanShape:
 
 
 def make_plan(module: Module, geometry: Geometry, call: Call, empty: Empty = torch.empty) -> torch.Tensor:
-    """Launch the planning kernel: an int32 tensor on the device, good for every layer with the same shapes and limits."""
+    """Launch the planning kernel: an int32 tensor on the device, good for every layer with the same shapes and limits.
+
+    Where :func:`attend` has nothing to launch there is nothing to plan either, and nobody reads what is returned.
+    """
     shape = shape_of(module, geometry, call)
     plan = empty(shape.ints, dtype=torch.int32, device=call.q.device)
-    arguments = pack(call, shape, {"plan": plan})
-    module.launch("ragged_plan", 1, PLAN_THREADS, 4 * PLAN_THREADS, arguments)
+    if _has_work(call):
+        arguments = pack(call, shape, {"plan": plan})
+        module.launch("ragged_plan", 1, PLAN_THREADS, 4 * PLAN_THREADS, arguments)
     return plan
+
+
+def _has_work(call: Call) -> bool:
+    """Whether there are rows (in a batch of at least one) and keys for them."""
+    return call.q.numel() > 0 and call.k.shape[2] > 0
 
 
 def attend(
@@ -103,10 +112,8 @@ def attend(
     kv_heads, device = call.k.shape[1], call.q.device
     out = empty((batch, rows, heads, dim), dtype=call.q.dtype, device=device)
     lse = empty((batch, heads, rows), dtype=torch.float32, device=device)
-    if call.k.shape[2] == 0:
-        out.zero_(), lse.fill_(float("-inf"))
-    if out.numel() == 0 or call.k.shape[2] == 0:
-        return out.transpose(1, 2), lse
+    if not _has_work(call):
+        return out.zero_().transpose(1, 2), lse.fill_(float("-inf"))
     shape = shape_of(module, geometry, call)
     if plan is None or plan.numel() != shape.ints:
         plan = make_plan(module, geometry, call, empty)

@@ -41,7 +41,7 @@ def ragged_attention(
     Parameters
     ----------
     q
-        ``(B, H, R, D)``, floating point, any strides.
+        ``(B, H, R, D)``, floating point, any strides. Neither a batch nor rows need be there: nothing is computed then.
     k, v
         ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)`` in the dtype of ``q``, any strides; ``H`` is a multiple of ``H_kv``. Keys and
         values up to the last one that some row sees must be finite: one that no row sees weighs 0, and 0 times a NaN is a NaN.

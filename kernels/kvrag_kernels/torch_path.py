@@ -79,6 +79,8 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse
     is_shared = hi.dim() == 1 and (lo is None or lo.dim() == 1)
     for b in [slice(0, batch)] if is_shared else [slice(i, i + 1) for i in range(batch)]:
         limits = Limits.of(_row_of(hi, b), None if lo is None else _row_of(lo, b), call.prefix, k.shape[2])

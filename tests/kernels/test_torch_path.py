@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import BASE, CASES, Case, inputs_of
 
-from kvrag_kernels import ragged_attention, ragged_plan, reference, torch_path
+from kvrag_kernels import probe_mass, ragged_attention, ragged_plan, reference, torch_path
 
 
 def run(case: Case, dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[torch.Tensor, ...]:
@@ -143,3 +143,20 @@ def test_blocks_stay_small_and_cut_their_keys() -> None:
 def test_refusals_name_what_is_wrong(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ragged_attention(**({**inputs_of(BASE, torch.float32), "scale": 0.1} | changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changed", [{}, {"softcap": 20.0}, {"sinks": True}, {"per_batch": True}], ids=str)
+def test_a_batch_of_none_gives_none(changed: dict[str, Any], dtype: torch.dtype) -> None:
+    """As no rows and no keys do; what comes before it may have left nothing to compute."""
+    q, k, v = (torch.empty(0, *shape, dtype=dtype) for shape in ((4, 3, 64), (2, 5, 64), (2, 5, 32)))
+    hi = torch.zeros((0, 3) if changed.get("per_batch") else 3, dtype=torch.int64)
+    options = {
+        "scale": 0.1,
+        "softcap": changed.get("softcap", 0.0),
+        "sinks": torch.ones(4) if changed.get("sinks") else None,
+    }
+    out, lse = ragged_attention(q, k, v, hi, hi, 1, **options)
+    assert (out.shape, out.dtype) == ((0, 4, 3, 32), dtype)
+    assert (lse.shape, lse.dtype) == ((0, 4, 3), torch.float32)
+    assert probe_mass(q, k, lse, hi, hi, 1, **options).shape == (0, 5)
