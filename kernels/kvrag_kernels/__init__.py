@@ -5,9 +5,11 @@ Nothing here imports kvrag: the package can be used alone. The reference of ever
 
 from __future__ import annotations
 
+from kvrag_kernels.ahead import build
 from kvrag_kernels.ops import ragged_attention, ragged_plan
 from kvrag_kernels.probe import probe_mass
-from kvrag_kernels.runtime import build, has_kernel, has_stitch, info, tier
+from kvrag_kernels.report import info
+from kvrag_kernels.runtime import has_kernel, has_stitch, tier
 from kvrag_kernels.stitch_op import stitch
 
 __all__ = [

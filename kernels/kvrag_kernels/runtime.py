@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from kvrag_kernels import cubin_cache, launch, nvrtc, selftest, sources, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
-from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, HOPPER, Geometry, geometry_of, hopper_geometry, supports
+from kvrag_kernels.geometry import DTYPES, HEAD_DIMS, HOPPER, Geometry, geometry_of, hopper_geometry, supports
 from kvrag_kernels.stitch import Stitching
 
 T = TypeVar("T")
@@ -57,6 +57,11 @@ class Variant:
 def arch_of(capability: tuple[int, int]) -> str:
     """Return the architecture's name, as ``sm_90``."""
     return f"sm_{capability[0]}{capability[1]}"
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """Return the compute capability of an architecture's name: (9, 0) of ``sm_90``."""
+    return int(arch[3:-1]), int(arch[-1])
 
 
 class Modules:
@@ -233,12 +238,12 @@ def stitch(call: Stitching) -> bool:
     return True
 
 
-def variants(arch: str) -> list[Variant]:
-    """Return every variant of the attention kernels and of the probe's for an architecture."""
-    capability = (int(arch[3:-1]), int(arch[-1]))
+def variants(arch: str, dims: Sequence[int] = HEAD_DIMS) -> list[Variant]:
+    """Return every variant of the attention kernels and of the probe's for an architecture, and for head dims."""
+    capability = capability_of(arch)
     return [
         _variant(source or f"{geometry.kernel}.cu", geometry, dtype, capped, capability)
-        for dim in HEAD_DIMS
+        for dim in dims
         for dtype in DTYPES
         if supports(dim, dtype, capability)
         for capped in (False, True)
@@ -248,44 +253,3 @@ def variants(arch: str) -> list[Variant]:
             *([("", hopper_geometry(dim))] if capability == HOPPER else []),
         )
     ]
-
-
-def build(archs: tuple[str, ...] = ARCHS) -> dict[str, int]:
-    """Compile every variant for architectures into the cache, as an image build does; no device is needed.
-
-    Returns
-    -------
-    dict[str, int]
-        Variants in the cache per architecture.
-
-    Raises
-    ------
-    CompileError
-        If NVRTC is missing, or refuses a variant.
-    """
-    compiler = nvrtc.find()
-    return {arch: sum(1 for v in variants(arch) if v.cubin(compiler)) for arch in archs}
-
-
-def info() -> dict[str, Any]:
-    """Return which path computes here and why: for ``kvrag kernels info`` and bug reports."""
-    try:
-        compiler = nvrtc.find()
-        found: str = f"{compiler.version[0]}.{compiler.version[1]} ({compiler.path})"
-    except nvrtc.CompileError as error:
-        found = str(error)
-    devices = []
-    for i in range(torch.cuda.device_count() if torch.version.cuda else 0):
-        capability = torch.cuda.get_device_capability(i)
-        kinds = [str(d).removeprefix("torch.") for d in DTYPES if supports(64, d, capability)]
-        kernel = "ragged_sm90" if capability == HOPPER and mode() != "mma" else "ragged_mma"
-        path = "torch" if mode() == "torch" or not kinds else f"{kernel} ({', '.join(kinds)})"
-        devices.append({"name": torch.cuda.get_device_name(i), "arch": arch_of(capability), "attention": path})
-    return {
-        "mode": mode(),
-        "devices": devices,
-        "attention_elsewhere": "torch",
-        "nvrtc": found,
-        "cache": str(cubin_cache.folder()),
-        "failures": list(modules.failures),
-    }

@@ -38,19 +38,29 @@ def build(
     arch: Annotated[
         list[str] | None, typer.Option("--arch", help="As sm_90; may be repeated. Default: every supported one.")
     ] = None,
+    head_dim: Annotated[
+        list[int] | None,
+        typer.Option("--head-dim", help="The model's, as 128; may be repeated. Default: every supported one."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile the attention kernels into the cache, as for an image; no GPU is needed."""
+    """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed; about a core minute each.
+
+    Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels turn. Others compile when first used.
+    """
     from kvrag_kernels import build as build_kernels
-    from kvrag_kernels.geometry import ARCHS
+    from kvrag_kernels.geometry import ARCHS, HEAD_DIMS
     from kvrag_kernels.nvrtc import CompileError
 
     for name in arch or []:
         if name not in ARCHS:
             raise ConfigError(f"--arch is {name!r}; it must be one of {', '.join(ARCHS)}")
+    for dim in head_dim or []:
+        if dim not in HEAD_DIMS:
+            raise ConfigError(f"--head-dim is {dim}; it must be one of {', '.join(map(str, HEAD_DIMS))}")
     try:
         with progress("compiling kernels"):
-            made = build_kernels(tuple(arch or ARCHS))
+            made = build_kernels(arch or ARCHS, head_dim or HEAD_DIMS)
     except CompileError as error:
         raise KVRagError(f"the kernels can't be built: {error}") from error
     if as_json:

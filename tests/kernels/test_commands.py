@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrag.cli import app
-from kvrag_kernels import nvrtc, runtime
+from kvrag_kernels import ahead, nvrtc
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +39,27 @@ def test_build_compiles_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         nvrtc.find()
     except nvrtc.CompileError as error:
         pytest.skip(f"no kernel can be compiled here: {error}")
-    monkeypatch.setattr(runtime, "HEAD_DIMS", (96,))
-    done = CliRunner().invoke(app, ["kernels", "build", "--arch", "sm_80", "--json"])
-    assert json.loads(done.stdout) == {"sm_80": 8}
-    assert "sm_80" in CliRunner().invoke(app, ["kernels", "build", "--arch", "sm_80"]).stdout
+    command = ["kernels", "build", "--arch", "sm_75", "--head-dim", "96"]
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert json.loads(done.stdout) == {"sm_75": 28}  # attention and probe: 4; stitch: 24
+    assert "sm_75" in CliRunner().invoke(app, command).stdout
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", None)
+    assert all(variant.cubin(nvrtc.find()) for variant in ahead.stitch_variants("sm_75", (96,)))
+
+
+def test_build_says_what_it_compiles() -> None:
+    shown = CliRunner().invoke(app, ["kernels", "build", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "attention, probe, stitch" in shown
+    assert "--head-dim" in shown
 
 
 def test_build_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["kernels", "build", "--arch", "sm_70"])
     assert done.exit_code == 2
     assert "--arch is 'sm_70'" in done.stderr
+    done = CliRunner().invoke(app, ["kernels", "build", "--head-dim", "72"])
+    assert done.exit_code == 2
+    assert "--head-dim is 72; it must be one of 64, 96, 128, 256" in done.stderr
 
     def refuse() -> None:
         raise nvrtc.CompileError("no NVRTC at all")

@@ -1,0 +1,103 @@
+"""What an image build compiles is what the engine asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stitch_cases import StitchCase, stitching_of
+
+import kvrag.stitch as stitching
+import kvrag_kernels
+from kvrag.cache import KVBuffer
+from kvrag.layout import place
+from kvrag.models import CausalLM
+from kvrag.precompute import encode_padded, encode_prefix
+from kvrag.quantise import pack
+from kvrag.testing.models import tiny_model
+from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch, stitch_op
+from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, supports
+from kvrag_kernels.stitch import Stitching, stitch_in_torch
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kept", ["auto", "int8", "int4", "fp8"])
+def test_every_way_of_keeping_kv_is_built_for_every_kind_of_rotation(kept: Any, arch: str) -> None:
+    """Repairs too, whose launches add residuals and skip rows."""
+    built = {v.options for v in ahead.stitch_variants(arch) if v.source == "stitch.cu" and v.arch == arch}
+    sizes = [(dim, dim // n) for dim in HEAD_DIMS for n in (1, 2, 4) if dim // n % 16 == 0]
+    for dtype in (d for d in DTYPES if supports(64, d, runtime.capability_of(arch))):
+        for dim, rotary in sizes:
+            for interleaved in (False, True):
+                case = StitchCase("", kept=kept, dim=dim, rotary=rotary, interleaved=interleaved, dtype=dtype, heads=1)
+                case = replace(case, lengths=(33,), starts=(0,))
+                assert stitch_launch.defines(stitching_of(case)) in built
+                shifted = replace(case, layers=1, tables=(-1,), has_residual=True, has_skip=True)
+                assert stitch_launch.defines(stitching_of(shifted)) in built
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["smollm3", "cohere2"])
+def test_what_the_engine_launches_was_built(name: str, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own calls, with layers that don't turn, at a head dim of the kernels."""
+    asked: list[tuple[str, ...] | None] = []
+
+    def note(call: Stitching) -> None:
+        asked.append(stitch_launch.defines(call))
+        stitch_in_torch(call)
+
+    monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(stitch_op, "stitch_in_torch", note)
+    model = CausalLM(wide(name))
+    prefix, _ = encode_prefix(model, [1, 2, 3])
+    kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, [list(range(30, 76))])]
+    layout = place([(3, "live", False, -1, False), (46, "chunk", False, 0, False), (2, "live", False, -1, False)])  # type: ignore[list-item]
+    buffer = KVBuffer(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+    stitcher = stitching.stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True)
+    assert stitcher is not None
+    residuals = [torch.ones(model.shapes[0].num_heads, 1, 64) for _ in range(2)]
+    assert all(stitcher.place_again(i, layout.stale, *residuals, None) for i in range(1, model.num_layers))
+    built = {v.options for v in ahead.stitch_variants("sm_90", (64,))}
+    assert len(asked) == model.num_layers
+    assert len(set(asked)) == 2  # with and without a rotation
+    assert set(asked) <= built
+
+
+def wide(name: str) -> Any:
+    """A tiny model with heads of 64 channels."""
+    config = tiny_model(name).config
+    config.head_dim = 64
+    config.hidden_size = 64 * config.num_attention_heads
+    return type(tiny_model(name))(config).eval()
+
+
+def test_forms_are_counted_once_and_turing_has_no_bfloat16() -> None:
+    for arch, count in (("sm_75", 120), ("sm_90", 240)):
+        forms = ahead.stitch_variants(arch)
+        assert len(forms) == len(set(forms)) == count
+    assert not any("-DBF16=1" in v.options for v in ahead.stitch_variants("sm_75"))
+
+
+def test_building_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one head dim, all that there is; a second time, nothing is compiled."""
+    monkeypatch.setenv("KVRAG_CACHE", str(tmp_path))
+    compiled: list[str] = []
+
+    def compile_(_: nvrtc.Nvrtc, source: str, options: tuple[str, ...], arch: str) -> nvrtc.Compiled:
+        compiled.append(arch)
+        return nvrtc.Compiled(b"cubin", {})
+
+    compiler = nvrtc.Nvrtc.__new__(nvrtc.Nvrtc)
+    compiler.version = (13, 0)
+    monkeypatch.setattr(nvrtc, "find", lambda: compiler)
+    monkeypatch.setattr(nvrtc.Nvrtc, "archs", lambda _: (80, 90))
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile_)
+    expected = {"sm_80": 8 + 48, "sm_90": 12 + 48}
+    assert kvrag_kernels.build(("sm_80", "sm_90"), (96,)) == expected
+    assert len(list((tmp_path / "kernels").iterdir())) == len(compiled) == sum(expected.values())
+    assert {a: compiled.count(a) for a in ("sm_80", "sm_90", "sm_90a")} == {"sm_80": 56, "sm_90": 56, "sm_90a": 4}
+    assert kvrag_kernels.build(("sm_80",), (96,)) == {"sm_80": 56}
+    assert len(compiled) == sum(expected.values())
