@@ -114,4 +114,11 @@ def test_a_dry_run_of_the_kernels_benchmark_has_every_part(tmp_path: Path) -> No
     assert len(result["attention"]) == 2
     assert all(row["rms_error"]["kvrag torch"] < 1e-5 for row in result["attention"])
     assert {"packed_ms", "one_at_a_time_ms", "causal_prefill_ms"} <= set(result["precompute"])
-    assert len(result["stitch"]) == 4
+    codecs = ("16-bit", "int8", "int8 with zeros", "int4 with zeros")
+    assert set(result["stitch"]) == {f"{c}, {mode}" for c in codecs for mode in ("auto", "torch")}
+    kept = ("auto", "int8", "int4")
+    assert set(result["shift"]) == {"by torch", *(f"{c}, {way}" for c in kept for way in ("launch", "by launch"))}
+    rows = [*result["stitch"].values(), *result["shift"].values()]
+    assert all(row["device_ms"] > 0 and row["wall_ms"] > 0 for row in rows)
+    moved = {c: result["stitch"][f"{c}, auto"]["moved_bytes"] for c in codecs}
+    assert moved["16-bit"] > moved["int8 with zeros"] > moved["int8"] > moved["int4 with zeros"]

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
 from kernel_shapes import SHORT
-from kernel_targets import verdicts
+from kernel_targets import STITCHED, verdicts
 
 
 def made_up(speed: float) -> dict[str, Any]:
@@ -29,8 +29,9 @@ def made_up(speed: float) -> dict[str, Any]:
         error = {"kvrag sm90": 1e-3 / speed, "kvrag mma": 1e-3 / speed, "sdpa": 1e-3}
         row = {"shape": shape.name, "dim": shape.dim, "keys": shape.keys, "ratio": shape.ratio}
         rows.append(row | {"ms": times, "useful_tflops": rates, "rms_error": error})
-    stitched = {f"{c}, auto": {"ms": 1 / speed, "gb_s": 3000 * speed} for c in ("16-bit", "int8")}
-    chain = {f"{c}, torch": {"ms": 1.0, "gb_s": 3000} for c in ("16-bit", "int8")}
+    ours = {"device_ms": 1 / speed, "wall_ms": 2 / speed, "moved_bytes": 3e9, "gb_s": 3000 * speed}
+    stitched = {f"{c}, auto": ours for c in STITCHED}
+    chain = {f"{c}, torch": {"device_ms": 1.0, "wall_ms": 4.0, "gb_s": 3000} for c in STITCHED}
     precompute = {"packed_ms": 1 / speed, "one_at_a_time_ms": 1.0, "causal_prefill_ms": 1.0}
     return {
         "matmul_tflops": 800.0,
@@ -64,6 +65,16 @@ def test_the_kernels_have_targets_of_their_own() -> None:
     shape = "16/2 hd128 N=32768 15% uniform: share of the matmul's TFLOP/s"
     assert between[f"mma, {shape}"] == "met"
     assert between[f"sm90, {shape}"] == "missed"
+
+
+def test_the_stitch_is_judged_by_device_time_and_wall_time_stands_beside() -> None:
+    """The host's part makes the wall's share half as large: told, and no reason to call the target missed."""
+    found = {v["target"]: v for v in verdicts(made_up(1.0))}
+    for codec in STITCHED:
+        share = found[f"stitch, {codec}, all layers: share of the device copy's GB/s"]
+        assert (share["got"], share["by_wall_time"], share["verdict"]) == (1.0, 0.5, "met")
+        times = found[f"stitch, {codec}, all layers: × the eager chain"]
+        assert (times["got"], times["by_wall_time"], times["verdict"]) == (1.0, 2.0, "missed")
 
 
 @pytest.mark.parametrize("absent", ["matmul_tflops", "copy_gb_s", "stitch", "precompute"])

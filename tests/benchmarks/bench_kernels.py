@@ -14,20 +14,20 @@ import argparse
 import functools
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_attention import add_flex, attention_row, kernel_mode, milliseconds
+from kernel_attention import add_flex, attention_row, milliseconds
 from kernel_precompute import precompute_row
 from kernel_shapes import DRY, FULL, SHORT, Shape
+from kernel_stitch import shift_row, stitch_row
 from kernel_targets import verdicts
 
 import kvrag_kernels
-from kvrag_kernels import runtime, stitch
+from kvrag_kernels import runtime
 
 
 def yardsticks(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, float]:
@@ -40,42 +40,6 @@ def yardsticks(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[s
         "matmul_tflops": 2 * n**3 / milliseconds(lambda _: torch.mm(a, b), device) / 1e9,
         "copy_gb_s": 2 * x.nbytes / milliseconds(lambda _: y.copy_(x), device) / 1e6,
     }
-
-
-def stitch_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, Any]:
-    """Stitch 16 chunks of int8 and of 16-bit KV into all layers of an 8B shape, launch included, beside the chain of torch operations."""
-    layers, heads, dim, chunk, count = (2, 2, 64, 40, 2) if is_dry else (32, 8, 128, 512, 16)
-    angles = torch.rand(1, chunk * count, dim // 2, device=device) * 6
-    places = [
-        [torch.empty(heads, chunk * count, dim, device=device, dtype=dtype) for _ in range(layers)] for _ in range(2)
-    ]
-    starts, tables = [i * chunk for i in range(count)], [0] * layers
-    found: dict[str, Any] = {}
-    for codec in ("16-bit", "int8"):
-        scales = [torch.rand(heads, 1, dim, device=device).half()] * (layers * count) if codec == "int8" else None
-        random = (torch.randn(heads, chunk, dim, device=device) * 40 for _ in range(2 * layers * count))
-        stored = [x.clamp(-127, 127).to(torch.int8 if scales else dtype) for x in random]
-        parts = stored[: layers * count], stored[layers * count :]
-        options = {"key_scales": scales, "value_scales": scales}
-        moved = sum(x.nbytes for x in stored) + sum(x.nbytes for side in places for x in side)
-        for mode in ("auto", "torch"):
-            run = functools.partial(stitch, *parts, *places, starts, angles.cos(), angles.sin(), tables, **options)
-            with kernel_mode(mode):
-                ms = wall_milliseconds(run)
-            found[f"{codec}, {mode}"] = {"ms": ms, "moved_bytes": moved, "gb_s": moved / ms / 1e6}
-    return found
-
-
-def wall_milliseconds(run: Callable[[], object]) -> float:
-    """Median time of one call from start to the device's rest; the first one compiles, and does not count."""
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[1:])
 
 
 class Report:
@@ -110,6 +74,7 @@ def measure(report: Report, shapes: list[Shape], device: torch.device, dtype: to
         report.run(shape.name, lambda shape=shape: result["attention"].append(attention_row(shape, device, dtype)))  # type: ignore[misc]
         print(json.dumps(result["attention"][-1:]), flush=True)
     report.run("stitch", lambda: result.update(stitch=stitch_row(device, dtype, is_dry)))
+    report.run("shift", lambda: result.update(shift=shift_row(device, dtype, is_dry)))
     report.run("precompute", lambda: result.update(precompute=precompute_row(device, dtype, is_dry=is_dry)))
     # It compiles anew for most shapes: those that have a target first.
     for shape in sorted(shapes, key=lambda s: (s.keys < 8192, s.ratio == 1.0, -s.dim)) if has_flex else []:

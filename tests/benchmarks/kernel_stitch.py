@@ -1,0 +1,201 @@
+"""The stitch of all layers and the shift's launches: time on the device, and apart from it the time from the call to the device's rest.
+
+Codes are laid out as ``kvrag/quantise.py`` keeps them. Bytes moved are what is read of the store and written to the buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from kernel_attention import kernel_mode
+from kernel_targets import STITCHED
+
+from kvrag_kernels import stitch
+
+TOKEN_GROUP = 32
+RUNS = 5
+CYCLES_PER_MS = 2_000_000
+"""Of a device's clock: few are faster."""
+
+Tensors = list[torch.Tensor]
+
+
+def times_of(run: Callable[[], object], device: torch.device, calls: int = 1) -> dict[str, float]:
+    """Median times of one of the ``calls`` that ``run`` makes.
+
+    ``wall_ms`` is from the call to the device's rest, what the host does before a launch included. ``device_ms`` is between two events
+    while the device is kept busy until the host has launched; of a chain with more launches than the device's queue takes, some of
+    the host's time remains in it. On a CPU both are one.
+    """
+    wall = statistics.median([_wall(run, device) for _ in range(RUNS + 1)][1:])  # the first call compiles
+    on_device = wall if device.type != "cuda" else statistics.median(_on_device(run, wall) for _ in range(RUNS))
+    return {"device_ms": on_device / calls, "wall_ms": wall / calls}
+
+
+def _wall(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _on_device(run: Callable[[], object], wall: float) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2 * wall * CYCLES_PER_MS))
+    start.record()
+    run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def with_rate(times: dict[str, float], moved: int) -> dict[str, float]:
+    """Add the bytes moved, and GB/s by device time."""
+    return times | {"moved_bytes": moved, "gb_s": moved / times["device_ms"] / 1e6}
+
+
+def stitch_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, Any]:
+    """Stitch 16 chunks, 16-bit or as codes, into all layers of an 8B shape in one call, beside the chain of torch operations."""
+    layers, heads, dim, chunk, count = (2, 2, 64, 40, 2) if is_dry else (32, 8, 128, 512, 16)
+    angles = torch.rand(1, chunk * count, dim // 2, device=device) * 6
+    places = [
+        [torch.empty(heads, chunk * count, dim, device=device, dtype=dtype) for _ in range(layers)] for _ in range(2)
+    ]
+    starts, tables = [i * chunk for i in range(count)], [0] * layers
+    found: dict[str, Any] = {}
+    for codec in STITCHED:
+        keys, values, options = stored_parts(codec, layers * count, (heads, chunk, dim), device, dtype)
+        read = [*keys, *values, *(x for side in options.values() for x in side)]
+        moved = sum(x.nbytes for x in [*read, *(x for side in places for x in side)])
+        for mode in ("auto", "torch"):
+            run = functools.partial(
+                stitch, keys, values, *places, starts, angles.cos(), angles.sin(), tables, **options
+            )
+            with kernel_mode(mode):
+                found[f"{codec}, {mode}"] = with_rate(times_of(run, device), moved)
+    return found
+
+
+def stored_parts(
+    codec: str, count: int, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensors, Tensors, dict[str, Tensors]]:
+    """Return keys, values, and the scales and zeros of a codec, each part with its own."""
+    heads, rows, dim = shape
+
+    def made(*size: int) -> Tensors:
+        return [torch.rand(heads, *size, device=device).half() for _ in range(count)]
+
+    if codec == "16-bit":
+        keys, values = ([torch.randn(shape, device=device, dtype=dtype) for _ in range(count)] for _ in range(2))
+        return keys, values, {}
+    if codec.startswith("int4"):
+        kind, low, high, width, groups, channels = torch.uint8, 0, 256, dim // 2, -(-rows // TOKEN_GROUP), dim // 32
+    else:
+        kind, low, high, width, groups, channels = torch.int8, -127, 128, dim, 1, 1
+    size = (heads, rows, width)
+    codes = [torch.randint(low, high, size, dtype=kind, device=device) for _ in range(2 * count)]
+    beside = {"key_scales": made(groups, dim), "value_scales": made(rows, channels)}
+    if codec.endswith("zeros"):
+        beside["key_zeros"] = made(groups, dim)
+    return codes[:count], codes[count:], beside
+
+
+def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, Any]:
+    """Time a layer's residual shift: by one launch that places stored rows anew, 15% skipped, and by the chain of torch operations.
+
+    ``launch`` is that launch alone; the others begin with the mean change of the repaired rows, as the repair does.
+    """
+    from kvrag.layout import mask_of, place, rows_of
+    from kvrag.repair import residual_shift
+
+    layers, heads, dim, chunk, count = (3, 2, 64, 40, 2) if is_dry else (8, 8, 128, 512, 16)
+    model = _model_of(layers, heads, dim, chunk * (count + 1), device, dtype)
+    live = (32, "live", False, -1, False)
+    layout = place([live, *((chunk, "chunk", False, i, False) for i in range(count)), live])  # type: ignore[list-item]
+    picked = torch.rand(layout.num_tokens, generator=torch.Generator().manual_seed(0)) < 0.15
+    picked[rows_of(layout.live)] = True
+    rows = picked.nonzero()[:, 0].to(device)
+    computed, rotary = mask_of(rows, layout.num_tokens), model.rotary(layout.num_tokens)
+    fresh = torch.randn(2, 1, heads, len(rows), dim, device=device, dtype=dtype)
+    means = torch.randn(2, heads, count, dim, device=device)
+    found: dict[str, Any] = {}
+    for codec in ("auto", "int8", "int4"):
+        buffer, stitcher, read = _kept(model, layout, codec, (layers, heads, chunk, dim, count), device, dtype)
+        left = int((~computed).sum())
+        moved = read * left // (chunk * count) + left * 2 * heads * dim * dtype.itemsize
+
+        def launch(stitcher: Any = stitcher) -> None:
+            assert all(stitcher.place_again(i, layout.stale, *means, computed) for i in range(1, layers))
+
+        ways = {f"{codec}, by launch": stitcher.place_again, "by torch": None}
+        with torch.inference_mode():
+            found[f"{codec}, launch"] = with_rate(times_of(launch, device, layers - 1), moved)
+            for name, way in ways.items():
+                shift = residual_shift(layout, rows, 0.5, rotary, way)
+                assert shift is not None
+
+                def run(shift: Any = shift, buffer: Any = buffer) -> None:
+                    for i in range(1, layers):
+                        shift(i, buffer.keys(i), buffer.values(i), *fresh)
+
+                if name not in found:
+                    found[name] = times_of(run, device, layers - 1)
+    return found
+
+
+def _model_of(layers: int, heads: int, dim: int, rows: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model with real heads and little else: for its rotation and the shape of its buffer."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from kvrag.models import CausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        vocab_size=400,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=dim,
+        max_position_embeddings=2 * rows,
+    )
+    with torch.device(device):
+        return CausalLM(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
+
+
+def _kept(
+    model: Any,
+    layout: Any,
+    codec: Any,
+    sizes: tuple[int, int, int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Any, Any, int]:
+    """Stitch random chunks; returns the buffer, what places them again, and the bytes of a layer that it reads."""
+    import kvrag.stitch as stitching
+    from kvrag.quantise import pack
+    from kvrag.types import ChunkKV, LayerKV
+
+    layers, heads, chunk, dim, count = sizes
+    shape = (heads, chunk, dim)
+
+    def part() -> LayerKV:
+        return LayerKV(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)))
+
+    kvs = [pack(ChunkKV(tuple(part() for _ in range(layers))), codec) for _ in range(count)]
+    buffer = model.buffer(layout.num_tokens)
+    # On a CPU the engine takes another way; what a dry run checks is this one, where the op's torch path computes.
+    here = mock.patch.object(stitching, "_has_kernel", return_value=True)
+    with here if device.type == "cpu" else contextlib.nullcontext():
+        stitcher = stitching.stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True)
+    if stitcher is None:
+        raise RuntimeError("nothing was kept for the shift: there is no kernel for this device, or no room")
+    return buffer, stitcher, sum(kv.num_bytes for kv in kvs) // layers
