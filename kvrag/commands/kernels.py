@@ -44,7 +44,8 @@ def build(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed; about a core minute each.
+    """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed; a core minute or so for each
+    architecture.
 
     Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels turn. Others compile when first used.
     """

@@ -13,7 +13,7 @@ import torch
 from stitch_cases import CASES as STITCH_CASES
 from stitch_cases import stitching_of
 
-from kvrag_kernels import nvrtc, runtime, sources, stitch_launch
+from kvrag_kernels import ahead, nvrtc, runtime, sources, stitch_launch
 from kvrag_kernels.geometry import ARCHS, HOPPER_REGISTERS
 
 BUDGET = {
@@ -95,6 +95,14 @@ def test_no_form_of_the_stitch_spills(arch: str, major: int) -> None:
     assert None not in forms
     for options in sorted(o for o in forms if o):
         assert_fits(compiler_for(major, arch), "stitch.cu", options, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("major", [12, 13])
+def test_no_form_that_is_built_ahead_spills(major: int) -> None:
+    """Of one head dim on one architecture: the cases above stand for the others."""
+    for variant in ahead.stitch_variants("sm_90", (128,)):
+        assert_fits(compiler_for(major, "sm_90"), variant.source, variant.options, variant.arch)
 
 
 def test_registers_and_spills_are_read_from_the_report() -> None:
