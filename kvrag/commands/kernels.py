@@ -44,10 +44,9 @@ def build(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed; a core minute or so for each
-    architecture.
+    """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed.
 
-    Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels turn. Others compile when first used.
+    Each architecture takes a core minute or so. Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels turn. Others compile when first used.
     """
     from kvrag_kernels import build as build_kernels
     from kvrag_kernels.geometry import ARCHS, HEAD_DIMS
