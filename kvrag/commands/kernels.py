@@ -46,7 +46,8 @@ def build(
 ) -> None:
     """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed.
 
-    Each architecture takes a core minute or so. Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels turn. Others compile when first used.
+    Each architecture takes a core minute or so. Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels
+    turn. Others compile when first used.
     """
     from kvrag_kernels import build as build_kernels
     from kvrag_kernels.geometry import ARCHS, HEAD_DIMS
