@@ -90,13 +90,13 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, guard:
 
 def _check_layers(identity: ChunkIdentity, kv: ChunkKV, dtype: torch.dtype) -> Iterator[tuple[Shape, Shape]]:
     """Yield the shapes of keys and values of each layer, after a look at every tensor."""
-    known: dict[tuple[object, ...], tuple[Shape, Shape]] = {}
+    last, shapes = None, None
     for index, layer in enumerate(kv.layers):
-        scaled = None if layer.scales is None else layer.scales.dtype
-        kind = (scaled, *((tensor.dtype, tensor.shape) for tensor in layer.tensors))
-        if kind not in known:  # layers are alike in most models
-            known[kind] = _check_layer(identity, layer, index, dtype)
-        yield known[kind]
+        keys, values = layer.keys, layer.values
+        kind = None if layer.scales is not None else (keys.dtype, keys.shape, values.dtype, values.shape)
+        if shapes is None or kind is None or kind != last:  # layers are alike in most models
+            last, shapes = kind, _check_layer(identity, layer, index, dtype)
+        yield shapes
 
 
 def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: torch.dtype) -> tuple[Shape, Shape]:

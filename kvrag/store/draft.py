@@ -14,7 +14,8 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 from kvrag.store.directory import FOLDER, Directory
 
@@ -26,6 +27,9 @@ GATHER_BYTES = 2**20
 
 VIEWS = 512
 """Most pieces of memory written at once; the kernel takes 1024."""
+
+EARLY_BYTES = 2**21
+"""Where the disk is waited for in the end, it begins with so many bytes while others are yet to come."""
 
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What file systems without hard links answer."""
@@ -75,12 +79,14 @@ class Draft:
 
     def write_all(self, views: list[memoryview], offset: int) -> None:
         """Write what follows each other in the file with few calls; as :meth:`write`, every byte."""
-        for some in (views[i : i + VIEWS] for i in range(0, len(views), VIEWS)):
-            count = os.pwritev(self._fd, some, offset)
+        for some in _runs(views, EARLY_BYTES if self._directory.durable else sys.maxsize):
+            start, count = offset, os.pwritev(self._fd, some, offset)
             for view in some:
                 if count < len(view):
                     self.write(view[max(0, count) :], offset + max(0, count))
                 count, offset = count - len(view), offset + len(view)
+            if self._directory.durable and offset - start >= EARLY_BYTES:
+                begin_writing(self._fd, start, offset - start)
 
     def sync(self) -> None:
         """Bring every byte to the disk, where the store is durable, so that :meth:`publish` has but the name to do."""
@@ -147,6 +153,20 @@ class Draft:
         self.close()
 
 
+def _runs(views: list[memoryview], num_bytes: int) -> Iterator[list[memoryview]]:
+    """Cut a list where so many bytes, or as many pieces as a call takes, are together."""
+    run: list[memoryview] = []
+    size = 0
+    for view in views:
+        run.append(view)
+        size += len(view)
+        if size >= num_bytes or len(run) == VIEWS:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
+
+
 class Gather:
     """Collects small pieces that follow each other and makes large writes of them.
 
@@ -176,6 +196,14 @@ class Gather:
         if views:
             self._out(views, self._start)
         self._start = self._end
+
+
+def begin_writing(fd: int, offset: int, num_bytes: int) -> None:
+    """Let the disk begin with part of a file, without waiting. Pages that have yet to be written stay in memory all the same."""
+    advise = getattr(os, "posix_fadvise", None)
+    if advise is not None:
+        with contextlib.suppress(OSError):  # a hint
+            advise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def allocate(fd: int, size: int) -> None:

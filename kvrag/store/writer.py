@@ -44,9 +44,12 @@ def write(plan: Plan, kv: ChunkKV, out: Write) -> Header:
     """
     sealing = None if plan.guard is None else Sealing(plan.guard, plan.header)
     is_helped = sealing is None and HELPERS.count > 0 and plan.header.num_bytes >= HELPED_BYTES
-    digests = _write_helped(plan, kv, out) if is_helped else _write_alone(plan, kv, out, sealing)
-    header = replace(plan.header, digests=tuple(digests))
-    out([memoryview(header.encode() if sealing is None else sealing.head(header))], 0)
+    if is_helped:
+        header, head = _write_helped(plan, kv, out)
+    else:
+        header = replace(plan.header, digests=tuple(_write_alone(plan, kv, out, sealing)))
+        head = header.encode() if sealing is None else sealing.head(header)
+    out([memoryview(head)], 0)
     return header
 
 
@@ -63,14 +66,14 @@ def _write_alone(plan: Plan, kv: ChunkKV, out: Write, sealing: Sealing | None) -
     return digests
 
 
-def _write_helped(plan: Plan, kv: ChunkKV, out: Write) -> list[str]:
-    """Write while a helper scans and hashes: what it refuses has been written, and is thrown away before it has a name.
+def _write_helped(plan: Plan, kv: ChunkKV, out: Write) -> tuple[Header, bytes]:
+    """Write all but the header, and return that, while a helper scans and hashes: what it refuses is thrown away before it has a name.
 
-    All is written at once: between two calls the interpreter would have to be won back from the helper each time.
+    It is written with few calls: between two of them the interpreter would have to be won back from the helper each time.
     """
     views = [[raw(tensor) for tensor in layer.tensors] for layer in kv.layers]
     together = [*itertools.chain.from_iterable(views)]
-    proof = _Proof(kv, views)
+    proof = _Proof(plan.header, kv, views)
     with HELPERS.help(proof.work):
         try:
             out(together, plan.start)
@@ -78,36 +81,47 @@ def _write_helped(plan: Plan, kv: ChunkKV, out: Write) -> list[str]:
             proof.stop()
             raise
         proof.work()
-    if proof.fault is not None:
-        raise proof.fault
-    return proof.digests
+    return proof.head()
 
 
 class _Proof:
     """Layers that have yet to be scanned and hashed, by whoever has time for it."""
 
-    def __init__(self, kv: ChunkKV, views: list[list[memoryview]]) -> None:
-        self._layers, self._views = kv.layers, views
+    def __init__(self, header: Header, kv: ChunkKV, views: list[list[memoryview]]) -> None:
+        self._header, self._layers, self._views = header, kv.layers, views
         self._left = deque(range(len(views)))
-        self.digests = [NO_DIGEST] * len(views)
-        self.fault: Exception | None = None
+        self._digests = [NO_DIGEST] * len(views)
+        self._fault: Exception | None = None
+        self._head: tuple[Header, bytes] | None = None
+
+    def head(self) -> tuple[Header, bytes]:
+        """Return the header when nobody works any more, or raise what a layer was refused for."""
+        if self._fault is not None:
+            raise self._fault
+        return self._head or self._make_head()
 
     def stop(self) -> None:
         """Begin no other layer."""
         self._left.clear()
 
     def work(self) -> None:
-        """Scan and hash layers until none is left."""
-        while True:
-            try:
-                index = self._left.popleft()
-            except IndexError:
-                return
-            try:
-                self.digests[index] = self._digest(index)
-            except Exception as fault:
-                self.fault = fault
-                self.stop()
+        """Scan and hash layers until none is left; whoever ends last makes the header."""
+        try:
+            while True:
+                try:
+                    index = self._left.popleft()
+                except IndexError:
+                    break
+                self._digests[index] = self._digest(index)
+            if NO_DIGEST not in self._digests:
+                self._head = self._make_head()
+        except Exception as fault:
+            self._fault = fault
+            self.stop()
+
+    def _make_head(self) -> tuple[Header, bytes]:
+        header = replace(self._header, digests=tuple(self._digests))
+        return header, header.encode()
 
     def _digest(self, index: int) -> str:
         digest = xxhash.xxh3_128()

@@ -168,3 +168,23 @@ def test_a_disk_that_fails_stops_the_scan_and_is_the_error(root, helped, monkeyp
     written = []
     writer.write(blob.plan(identity, kv, text=None), kv, lambda views, at: written.append(at))
     assert written[-1] == 0  # the header comes last
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_where_it_is_waited_for_the_disk_begins_early_and_loses_nothing(root, monkeypatch, durable):
+    advised = []
+
+    def advise(fd, offset, num_bytes, advice):
+        advised.append((offset, num_bytes))
+        raise OSError(95, "Operation not supported")  # a hint may fail
+
+    monkeypatch.setattr(draft.os, "posix_fadvise", advise)
+    monkeypatch.setattr(draft, "EARLY_BYTES", 100)
+    root.mkdir()
+    (root / "tmp").mkdir()
+    pieces = [bytes([number]) * 40 for number in range(8)]
+    with draft.Draft(Directory(root, durable=durable), 0) as out:
+        out.write_all([memoryview(piece) for piece in pieces], 5)
+        assert out.publish("file")
+    assert (root / "file").read_bytes() == bytes(5) + b"".join(pieces)
+    assert advised == ([(5, 120), (125, 120)] if durable else [])  # the rest is too short
