@@ -174,6 +174,11 @@ class Directory:
         return status.f_bavail * status.f_frsize
 
     @property
+    def waits(self) -> bool:
+        """Whether a file is published when a disk has it."""
+        return self.durable and self.allocates
+
+    @property
     def allocates(self) -> bool:
         """Whether space is reserved before a file is written. In memory that would write every page twice."""
         if self._allocates is None:

@@ -83,7 +83,9 @@ class DiskReads(ForkAware):
         """
         key = chunk_key(identity)
         file = (
-            None if self._closed or self.rows.is_gone(key) else self._reading(key, lambda: self.objects.open(identity))
+            None
+            if self._closed or self.rows.is_gone(key)
+            else self._reading(key, lambda: self.objects.open(identity, key))
         )
         self._count(key, hit=file is not None)
         if file is None:
@@ -189,7 +191,7 @@ class DiskReads(ForkAware):
         reading = self._readings.begin(key)
         found = None
         if not self._closed:
-            found = self._reading(key, lambda: self._read(identity, is_helped, reading))
+            found = self._reading(key, lambda: self._read(identity, key, is_helped, reading))
         if found is not None and self.rows.get(key) is None and not self._restore(found[1]):
             found = None
         reading.reason = reading.reason or "absent"
@@ -197,10 +199,12 @@ class DiskReads(ForkAware):
         self._count(key, hit=found is not None)
         return None if found is None else found[0]
 
-    def _read(self, identity: ChunkIdentity, is_helped: bool, reading: Reading) -> tuple[ChunkKV, Header] | None:
+    def _read(
+        self, identity: ChunkIdentity, key: ChunkKey, is_helped: bool, reading: Reading
+    ) -> tuple[ChunkKV, Header] | None:
         """Read a chunk and note what became of it."""
         try:
-            found = self.objects.read(identity, is_helped=is_helped, opened=reading.opened)
+            found = self.objects.read(identity, key, is_helped=is_helped, opened=reading.opened)
         except OSError as error:
             is_absent = isinstance(error, (FileNotFoundError, NotADirectoryError))
             reading.reason = "absent" if is_absent else "unreadable"

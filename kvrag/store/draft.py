@@ -79,13 +79,13 @@ class Draft:
 
     def write_all(self, views: list[memoryview], offset: int) -> None:
         """Write what follows each other in the file with few calls; as :meth:`write`, every byte."""
-        for some in _runs(views, EARLY_BYTES if self._directory.durable else sys.maxsize):
+        for some in _runs(views, EARLY_BYTES if self._directory.waits else sys.maxsize):
             start, count = offset, os.pwritev(self._fd, some, offset)
             for view in some:
                 if count < len(view):
                     self.write(view[max(0, count) :], offset + max(0, count))
                 count, offset = count - len(view), offset + len(view)
-            if self._directory.durable and offset - start >= EARLY_BYTES:
+            if self._directory.waits and offset - start >= EARLY_BYTES:
                 begin_writing(self._fd, start, offset - start)
 
     def sync(self) -> None:

@@ -34,6 +34,8 @@ MAX_HEADER_BYTES = 4 * 2**20
 MAX_LAYERS = 512
 """More layers are neither written nor read: a hostile header must not take long, nor leave much in memory."""
 
+DIGESTS = re.compile(rf"[0-9a-f]{{32}}(?:,[0-9a-f]{{32}}){{0,{MAX_LAYERS - 1}}}")
+
 MAX_CHARS = 2**48
 """Longer texts there are none; the scanner counts in 64 bits."""
 
@@ -56,7 +58,6 @@ Sign = Callable[[bytes], str]
 """Gives the MAC of a header's content."""
 
 
-DIGEST = re.compile(r"[0-9a-f]{32}")
 NO_DIGEST = "0" * 32
 """Stands for a layer's digest until the layer is written; a header's length does not depend on it."""
 
@@ -84,7 +85,7 @@ class Foreign(BlobRejected):
         super().__init__("it is not protected by the keys that the store was opened with")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Header:
     """Everything in a blob but its tensors.
 
@@ -108,7 +109,7 @@ class Header:
     digests: tuple[str, ...]
     text: TextEntry | None
 
-    @property
+    @functools.cached_property
     def tensors(self) -> Tensors:
         """The tensors of all layers; raises as :func:`kvrag.quantise.parts`."""
         return tensors_of(self.identity.kv_dtype, self.dtype, self.shapes)
@@ -244,9 +245,9 @@ def key_ids(metadata: dict[str, Any]) -> tuple[str | None, str | None]:
 
 def parse(metadata: dict[str, Any], tensors: bytes) -> Header:
     """Read what a header says; raises one of :data:`FAULTS`."""
-    digests = tuple(metadata["layer_digests"].split(","))
-    if len(digests) > MAX_LAYERS or not all(map(DIGEST.fullmatch, digests)):
+    if not DIGESTS.fullmatch(metadata["layer_digests"]):
         raise ValueError("not the digests of layers")
+    digests = tuple(metadata["layer_digests"].split(","))
     metadata["prefix"].encode()  # as the chunk's key does; writing the header again asks for all else
     ids = base64.b64decode(metadata["token_ids"], validate=True)
     kv_dtype = metadata.get("kv_dtype", "auto")

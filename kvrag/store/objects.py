@@ -61,9 +61,12 @@ class Objects:
         """Whether a chunk's file is there, without proving its integrity."""
         return KEY.fullmatch(key) is not None and self._directory.is_file(*place_of(key))
 
-    def open(self, identity: ChunkIdentity) -> blob.Blob | None:
-        """Open the blob of a chunk; ``None`` if what is there is not that, which is put away. Raises ``OSError``."""
-        key = chunk_key(identity)
+    def open(self, identity: ChunkIdentity, key: ChunkKey | None = None) -> blob.Blob | None:
+        """Open the blob of a chunk, ``key`` its key where that is known; ``None`` if what is there is not that, which is put away.
+
+        Raises ``OSError``.
+        """
+        key = key or chunk_key(identity)
         try:
             return blob.open_blob(self._directory, *place_of(key), identity=identity, guard=self.guard)
         except BlobRejected as fault:
@@ -71,10 +74,16 @@ class Objects:
             return None
 
     def read(
-        self, identity: ChunkIdentity, *, is_helped: bool, opened: Callable[[blob.Blob], None] = lambda _: None
+        self,
+        identity: ChunkIdentity,
+        key: ChunkKey | None = None,
+        *,
+        is_helped: bool,
+        opened: Callable[[blob.Blob], None] = lambda _: None,
     ) -> tuple[ChunkKV, Header] | None:
         """Read and prove a chunk; ``None`` if it is damaged, and then put away. ``opened`` is told its blob. Raises ``OSError``."""
-        file = self.open(identity)
+        key = key or chunk_key(identity)
+        file = self.open(identity, key)
         if file is None:
             return None
         try:
@@ -82,7 +91,7 @@ class Objects:
                 opened(file)
                 return reader.read_all(file, self.buffer(file.header.num_bytes), is_helped=is_helped), file.header
         except BlobRejected as fault:
-            self._refuse(chunk_key(identity), file.inode, fault)
+            self._refuse(key, file.inode, fault)
             return None
 
     def _refuse(self, key: ChunkKey, seen: tuple[int, int] | None, fault: BlobRejected) -> None:

@@ -180,6 +180,7 @@ def test_where_it_is_waited_for_the_disk_begins_early_and_loses_nothing(root, mo
 
     monkeypatch.setattr(draft.os, "posix_fadvise", advise)
     monkeypatch.setattr(draft, "EARLY_BYTES", 100)
+    monkeypatch.setattr(Directory, "allocates", True)
     root.mkdir()
     (root / "tmp").mkdir()
     pieces = [bytes([number]) * 40 for number in range(8)]
