@@ -130,13 +130,24 @@ class Objects:
         ``confirm`` is given what names the blob, once all its bytes are on the disk, and calls that or not, and has yet to sync the
         blob's folder; its result is returned.
         """
-        self._clear_way(key)
         with Draft(self._directory, plan.size) as draft:
             writer.write(plan, kv, draft.write_all)
             if confirm is None:
-                return draft.publish(*place_of(key))
+                return self._name(draft, key)
             draft.sync()
-            return confirm(lambda: draft.publish(*place_of(key), is_synced=False))
+            return confirm(lambda: self._name(draft, key, is_synced=False))
+
+    def _name(self, draft: Draft, key: ChunkKey, *, is_synced: bool = True) -> bool:
+        """Give a file its name; what is in the way is put away first. As :meth:`publish`."""
+        try:
+            if draft.publish(*place_of(key), is_synced=is_synced):
+                self.foreign.discard(key)
+                return True
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+        # The name is taken: by this chunk's file, or by what has no business there.
+        return self._clear_way(key) and draft.publish(*place_of(key), is_synced=is_synced)
 
     def erase(self, key: ChunkKey) -> bool:
         """Erase a chunk's file, in quarantine too, and return whether it was there. Raises ``OSError``."""
@@ -182,17 +193,23 @@ class Objects:
         status = self._directory.status(*place_of(key))
         return 0 if status is None else status.st_mtime_ns
 
-    def _clear_way(self, key: ChunkKey) -> None:
-        """Put away what is no folder or no file where one has to be, and what is of other keys: a link itself goes, not its target."""
-        place = place_of(key)
+    def _clear_way(self, key: ChunkKey) -> bool:
+        """Put away what is no folder or no file where one has to be, and what is of other keys; return whether anything was.
+
+        A link itself goes, not its target.
+        """
+        place, is_cleared = place_of(key), False
         for what, is_right in ((place[:2], stat.S_ISDIR), (place, stat.S_ISREG)):
             status = self._directory.status(*what)
             if status is not None and not is_right(status.st_mode):
                 self._move_away(what)
+                is_cleared = True
         # Names depend on the keys, so a file of other keys has this name only if someone gave it that.
         if key in self.foreign and self.header(key) is None and self._directory.is_file(*place):
             self._move_away(place)
+            is_cleared = True
         self.foreign.discard(key)
+        return is_cleared
 
 
 def place_of(key: str) -> tuple[str, str, str]:
