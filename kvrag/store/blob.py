@@ -39,6 +39,9 @@ from kvrag.store.header import (
 )
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
+HEAD_BYTES = 16 * 1024
+"""What is read first: most headers are not longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -307,13 +310,17 @@ def _read_header(fd: int, file_size: int, limit: int, guard: Guard | None) -> tu
 
 def read_head(fd: int, file_size: int, limit: int = MAX_HEADER_BYTES) -> bytearray:
     """Read a header, whatever it says."""
-    first = bytearray(8)
-    fill(fd, memoryview(first), 0)
-    start = 8 + int.from_bytes(first, "little")
+    if file_size < 8:
+        raise BlobRejected("it has the wrong length")
+    head = bytearray(min(file_size, HEAD_BYTES))
+    fill(fd, memoryview(head), 0)
+    start = 8 + int.from_bytes(head[:8], "little")
     if start > min(file_size, limit):
         raise BlobRejected("its header has an impossible length")
-    head = bytearray(start)
-    fill(fd, memoryview(head), 0)
+    read = len(head)
+    head.extend(bytes(max(0, start - read)))
+    fill(fd, memoryview(head)[read:], read)
+    del head[start:]
     return head
 
 

@@ -7,6 +7,7 @@ are pinned, so that copies to the device need no staging.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ class Buffers:
     def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
         # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock, or in a forked child.
         self._idle: dict[int, list[torch.Tensor]] = {}
+        self._lent: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
         self._idle_bytes = idle_bytes
         self._pinned = torch.cuda.is_available()
 
@@ -51,8 +53,12 @@ class Buffers:
             owner = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         array = owner.numpy()
         # Tensors made of the array keep the array alive, and the array's end is the end of all of them.
-        weakref.finalize(array, self._give, owner).atexit = False
+        end = weakref.ref(array, self._come_back)
+        self._lent[id(end)] = end, owner
         return torch.from_numpy(array)[:num_bytes]
+
+    def _come_back(self, end: weakref.ref[Any]) -> None:
+        self._give(self._lent.pop(id(end))[1])
 
     def _give(self, owner: torch.Tensor) -> None:
         if self.idle_bytes + owner.numel() <= self._idle_bytes:

@@ -282,7 +282,7 @@ def main() -> None:
         "--only", nargs="+", choices=PARTS, default=PARTS, help="keep the other parts as they were measured"
     )
     parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
