@@ -66,7 +66,7 @@ LONG: dict[str, Scenario] = {
     "bit flips, with keys and rounded KV": partial(damage.flips, count=10_000, kind=kinds.PROTECTED),
     "bit flips, rounded KV": partial(damage.flips, count=10_000, kind=kinds.ROUNDED),
     "power cuts": partial(powercuts.run, limit=600),
-    "histories": partial(history.run, processes={"fork": 4, "spawn": 2, "forkserver": 2}, seconds=120),
+    "histories": partial(history.run, processes={"fork": 4, "spawn": 2, "forkserver": 2}, seconds=180),
     "first openings": partial(history.openings, processes={"fork": 4, "spawn": 2, "forkserver": 2}, rounds=10),
     "starts amid writes": partial(history.inheritance, rounds=20),
 }
