@@ -15,7 +15,7 @@ from kvrag.errors import StoreError
 from kvrag.store.blob import Plan, plan
 from kvrag.store.draft import Gather
 from kvrag.store.guard import Sealing
-from kvrag.store.header import NO_DIGEST, Header
+from kvrag.store.header import Header
 from kvrag.store.helpers import HELPED_BYTES, HELPERS
 from kvrag.store.scan import all_finite, all_finite_on_device
 from kvrag.tensors import raw
@@ -98,7 +98,7 @@ class _Proof:
     def __init__(self, header: Header, kv: ChunkKV, views: list[list[memoryview]]) -> None:
         self._header, self._layers, self._views = header, kv.layers, views
         self._left = deque(range(len(views)))
-        self._digests = [NO_DIGEST] * len(views)
+        self._digests: list[str | None] = [None] * len(views)
         self._fault: Exception | None = None
         self._head: tuple[Header, bytes] | None = None
 
@@ -121,14 +121,16 @@ class _Proof:
                 except IndexError:
                     break
                 self._digests[index] = self._digest(index)
-            if NO_DIGEST not in self._digests:
+            if None not in self._digests:
                 self._head = self._make_head()
         except Exception as fault:
             self._fault = fault
             self.stop()
 
     def _make_head(self) -> tuple[Header, bytes]:
-        header = replace(self._header, digests=tuple(self._digests))
+        digests = tuple(digest for digest in self._digests if digest is not None)
+        assert len(digests) == len(self._layers), "every layer has been hashed"
+        header = replace(self._header, digests=digests)
         return header, header.encode()
 
     def _digest(self, index: int) -> str:
