@@ -9,6 +9,9 @@ import signal
 import sys
 import threading
 import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +95,32 @@ def check(events: list[Event], outcome: Outcome, *, patience_s: float) -> None:
         mine = [event for event in events if event[1] == number]
         puts = [(begin, end) for operation, _, begin, end, _ in mine if operation == "put"]
         erasures = [(begin, end) for operation, _, begin, end, _ in mine if operation == "forget"]
+        ended_put, begun_put = _Latest((end, begin) for begin, end in puts), _Latest(puts)
+        ended_erasure, begun_erasure = _Latest((end, begin) for begin, end in erasures), _Latest(erasures)
         for operation, _, begin, end, result in mine:
             if operation != "get":
                 continue
             outcome.check(result != "wrong", f"wrong bytes of chunk {number}")
-            before = max((put for put in puts if put[1] < begin), default=None)
-            is_explained = before is None or any(erasure[1] > before[0] and erasure[0] < end for erasure in erasures)
+            stored, erased = ended_put.before(begin), ended_erasure.before(begin)
+            is_explained = stored == NEVER or begun_erasure.before(end) > stored
             outcome.check(result != "missing" or is_explained, f"chunk {number} was stored, and is missing")
-            erased = max((erasure[0] for erasure in erasures if erasure[1] < begin), default=-1)
-            is_stored = any(put[1] > erased and put[0] < end for put in puts)
+            is_stored = begun_put.before(end) > erased
             outcome.check(result != "readable" or is_stored, f"chunk {number} was erased, and is read")
+
+
+NEVER = -1
+
+
+class _Latest:
+    """The latest of the second times of all pairs whose first time is before one that is asked for."""
+
+    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
+        ordered = sorted(pairs)
+        self._times = [time for time, _ in ordered]
+        self._latest = [NEVER, *accumulate((value for _, value in ordered), max)]
+
+    def before(self, time: int) -> int:
+        return self._latest[bisect_left(self._times, time)]
 
 
 def openings(folder: Path, *, processes: dict[str, int], rounds: int) -> Outcome:

@@ -97,17 +97,20 @@ def main() -> None:
     args = parser.parse_args()
     warm_up()
     chosen = SHORT if args.short else LONG
-    results = {name: run(name, scenario) for name, scenario in chosen.items() if not args.only or name in args.only}
     form, here = "short" if args.short else "long", machine()
-    for result in results.values():
-        result |= {"form": form, "commit": here["commit"][:10]}
     before = args.out / "reliability.json"
+    known: dict[str, Any] = {}
     if args.only and before.exists():
         old = json.loads(before.read_text())
         origin = {"form": old.get("form"), "commit": old["machine"]["commit"][:10]}
         known = {name: origin | result for name, result in old["scenarios"].items()}
-        results = {name: results.get(name, known.get(name)) for name in chosen if name in results or name in known}
-    write_result("reliability", {"machine": here, "scenarios": results}, args.out)
+    results: dict[str, Any] = {}
+    for name, scenario in chosen.items():
+        if not args.only or name in args.only:
+            results[name] = run(name, scenario) | {"form": form, "commit": here["commit"][:10]}
+            # After each one: what a long run has found is not lost with what it has yet to find.
+            kept = {other: (known | results)[other] for other in chosen if other in known or other in results}
+            write_result("reliability", {"machine": here, "scenarios": kept}, args.out)
     if any(result["failures"] for result in results.values()):
         sys.exit("a promise was broken")
 
