@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import subprocess
 import time
 from dataclasses import replace
@@ -158,8 +159,9 @@ def _made_read_only(disk: Path) -> Outcome:
 
 def _refuse(store: Any, outcome: Outcome, expected: str) -> None:
     """Read and write ten times a second, for two seconds: reads give what is expected, writes are refused, hardly any time is used."""
-    start, cpu = time.monotonic(), time.process_time()
+    shares, start = [], time.monotonic()
     while time.monotonic() < start + 2:
+        began, cpu = time.monotonic(), time.process_time()
         found = state(store, 1)
         outcome.check(found == expected, f"chunk 1 is {found}")
         try:
@@ -168,7 +170,10 @@ def _refuse(store: Any, outcome: Outcome, expected: str) -> None:
         except StoreError:
             outcome.add("refused")
         time.sleep(0.1)
-    share = (time.process_time() - cpu) / (time.monotonic() - start)
+        shares.append((time.process_time() - cpu) / (time.monotonic() - began))
+    share = statistics.median(
+        shares
+    )  # whoever tries again and again does so each time; other work of this process comes and goes
     outcome.counts["share_of_a_core"] = max(round(share, 4), outcome.counts.get("share_of_a_core", 0.0))
     outcome.check(share < 0.05, f"{share:.0%} of a core was used")
 
