@@ -1,11 +1,13 @@
 import os
 import tempfile
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvrag.store import DiskStore
+from kvrag.store import DiskStore, writer
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -51,3 +53,25 @@ def no_pickle(monkeypatch):
         monkeypatch.setattr(f"pickle.{name}", refuse)
     yield
     assert calls == []
+
+
+@pytest.fixture
+def held_up(monkeypatch):
+    """Let no blob be written inside the context."""
+    real = writer.write
+
+    @contextmanager
+    def hold():
+        go_on = threading.Event()
+
+        def wait(*args):
+            go_on.wait(30)
+            return real(*args)
+
+        monkeypatch.setattr(writer, "write", wait)
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+
+    return hold

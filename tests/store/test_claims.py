@@ -4,15 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
 
 import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskIndex, DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob, writer
+from kvrag.store import DiskIndex, DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob
 from kvrag.store.claims import Claim, is_alive
 from kvrag.store.draft import Draft
 from kvrag.store.fsck import fsck
@@ -30,23 +28,6 @@ def store(root):
     store = WriteBehind(DiskStore(root, CONFIG))
     yield store
     store.close()
-
-
-@pytest.fixture
-def held_up(monkeypatch):
-    """Let no blob be written inside the context."""
-    real = writer.write
-
-    @contextmanager
-    def hold():
-        go_on = threading.Event()
-        monkeypatch.setattr(writer, "write", lambda *args: (go_on.wait(30), real(*args)))
-        try:
-            yield
-        finally:
-            go_on.set()
-
-    return hold
 
 
 def put(store, number, doc_id="", **options):

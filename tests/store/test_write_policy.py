@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 
 import pytest
 
@@ -31,28 +30,6 @@ def store(disk):
     store = WriteBehind(disk)
     yield store
     store.close()
-
-
-@pytest.fixture
-def held_up(monkeypatch):
-    """Let no blob be written inside the context."""
-    real = writer.write
-
-    @contextmanager
-    def hold():
-        go_on = threading.Event()
-
-        def wait(*args):
-            go_on.wait(30)
-            return real(*args)
-
-        monkeypatch.setattr(writer, "write", wait)
-        try:
-            yield go_on
-        finally:
-            go_on.set()
-
-    return hold
 
 
 def put(store, number, text=None, doc_id=None, **options):
