@@ -14,6 +14,7 @@ from kvrag.errors import StoreError
 from kvrag.store import DiskStore
 from kvrag.store.index import FILES
 
+TRIES = 5
 RAN = "CREATE TABLE IF NOT EXISTS ran (x)"
 RUN = "BEGIN INSERT INTO ran VALUES (1); END"
 WIPE = "BEGIN INSERT INTO ran VALUES (1); DELETE FROM {table}; END"
@@ -64,12 +65,20 @@ def sql(folder: Path, *, within_s: float) -> Outcome:
             put(store, 1)
             store.close()
             path = root / "index" / FILES[kind]
-            if not _plant(path, table, statements):
+            took, tries = float("inf"), 0
+            while (
+                took > within_s and tries < TRIES
+            ):  # one slow opening may be the machine's fault, five are the store's
+                store.close()
+                if not _plant(path, table, statements):
+                    break
+                cpu = time.process_time()
+                store = DiskStore(root, replace(CONFIG, index=kind))
+                took, tries = min(took, time.process_time() - cpu), tries + 1
+            if not tries:
                 outcome.add("not known to this SQLite")
                 continue
-            cpu = time.process_time()
-            store = DiskStore(root, replace(CONFIG, index=kind))
-            slowest = max(slowest, time.process_time() - cpu)
+            slowest = max(slowest, took)
             _prove(store, path, outcome, what)
             outcome.add("plants")
             if _plant(path, table, statements):

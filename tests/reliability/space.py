@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from kinds import TIERED_BEHIND
-from world import CONFIG, Outcome, agree, key, put, state
+from world import CONFIG, Outcome, agree, identity, judge, key, put, state
 
 from kvrag.errors import StoreError
 from kvrag.store import DiskStore, Retention
-from kvrag.testing.chunks import NAMESPACE
+from kvrag.testing.chunks import NAMESPACE, make_kv, make_text
 
 SIZE = "24m"
 FILLERS = range(0, 4000, 5)  # the long ones
+ROUNDS_PER_S = 5
 
 
 def used(path: Path) -> int:
@@ -158,22 +159,27 @@ def _made_read_only(disk: Path) -> Outcome:
 
 
 def _refuse(store: Any, outcome: Outcome, expected: str) -> None:
-    """Read and write ten times a second, for two seconds: reads give what is expected, writes are refused, hardly any time is used."""
+    """Read and write five times a second, for three seconds: reads give what is expected, writes are refused, hardly any time is used.
+
+    Only the store's own time counts, not the making and comparing of chunks here. Of the rounds the median is judged: whoever
+    tries again and again does so in each of them; other work of this process comes and goes. A busy machine counts as much
+    as thrice the time for the same work, so the limit stands well above what is used on a quiet one.
+    """
+    present, absent = identity(1), identity(9)
+    kv, text = make_kv(absent), make_text("9")
     shares, start = [], time.monotonic()
-    while time.monotonic() < start + 2:
+    while time.monotonic() < start + 3:
         began, cpu = time.monotonic(), time.process_time()
-        found = state(store, 1)
-        outcome.check(found == expected, f"chunk 1 is {found}")
+        found = store.get(present)
         try:
-            put(store, 9)
+            store.put(absent, kv, text=text, doc_id="doc 9")
             outcome.check(False, "a chunk was written")
         except StoreError:
             outcome.add("refused")
-        time.sleep(0.1)
+        time.sleep(1 / ROUNDS_PER_S)
         shares.append((time.process_time() - cpu) / (time.monotonic() - began))
-    share = statistics.median(
-        shares
-    )  # whoever tries again and again does so each time; other work of this process comes and goes
+        outcome.check(judge(found, 1) == expected, f"chunk 1 is {judge(found, 1)}")
+    share = statistics.median(shares)
     outcome.counts["share_of_a_core"] = max(round(share, 4), outcome.counts.get("share_of_a_core", 0.0))
     outcome.check(share < 0.05, f"{share:.0%} of a core was used")
 

@@ -21,6 +21,7 @@ from kvrag.config import StoreConfig
 from kvrag.fingerprint import chunk_key
 from kvrag.store import DiskStore
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
+from kvrag.types import ChunkKV
 
 torch.set_num_threads(1)
 
@@ -62,12 +63,16 @@ def key(number: int) -> str:
     return chunk_key(identity(number))
 
 
-def state(store: DiskStore, number: int) -> str:
-    """Say whether a chunk is ``readable`` with the right bits, ``missing``, or ``wrong``."""
-    kv = store.get(identity(number))
+def judge(kv: ChunkKV | None, number: int) -> str:
+    """Say whether what was read for a chunk is ``readable``, with the right bits, ``missing``, or ``wrong``."""
     if kv is None:
         return "missing"
     return "readable" if same_bits(kv, make_kv(identity(number))) else "wrong"
+
+
+def state(store: DiskStore, number: int) -> str:
+    """Read a chunk and judge it."""
+    return judge(store.get(identity(number)), number)
 
 
 def warm_up() -> None:

@@ -40,6 +40,9 @@ from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import StoreContract
 from kvrag.types import TextEntry
 
+DOCUMENT = "Ärzte-Akte Kardiologie-4711"
+PLAIN_PART = b"Kardiologie-4711"  # in every encoding; too long to turn up among digests and times by chance
+
 
 @pytest.fixture
 def opened(root):
@@ -55,7 +58,7 @@ def opened(root):
         store.close()
 
 
-def put(store, kind, number=0, *, doc_id="Ärzte-Akte 4711", tokens=3):
+def put(store, kind, number=0, *, doc_id=DOCUMENT, tokens=3):
     """Store a small chunk as an engine would, and return its identity."""
     me = identity_of(kind, number, tokens=tokens)
     assert store.put(me, make_kv(me), text=names_of(kind).hide(make_text(f"text {number}")), doc_id=doc_id) > 0
@@ -98,13 +101,13 @@ def test_a_store_is_whole_when_it_is_opened_again_and_when_its_index_is_lost(ope
         for read_only in (False, True):
             store = opened(kind, index=index, read_only=read_only)
             assert same_bits(store.get(me), kv)
-            assert store.index.documents(me.namespace) == ["Ärzte-Akte 4711"]
-            assert store.index.document_keys(me.namespace, "Ärzte-Akte 4711") == [chunk_key(me)]
+            assert store.index.documents(me.namespace) == [DOCUMENT]
+            assert store.index.document_keys(me.namespace, DOCUMENT) == [chunk_key(me)]
             assert store.index.texts(me.namespace, 0)[0] == texts == [names_of(kind).hide(make_text("text 0"))]
             assert store.stats()["disk"].chunks == 1
             store.close()
     store = opened(kind, index=index)
-    assert store.forget(me.namespace, "Ärzte-Akte 4711") == 1
+    assert store.forget(me.namespace, DOCUMENT) == 1
     assert [p for p in root.rglob("*") if p.suffix in (".safetensors", ".json") and p.name != "format.json"] == []
 
 
@@ -251,7 +254,7 @@ def test_other_keys_find_nothing_and_harm_nothing(opened, root, kind, wrong, cap
     assert sum("not protected by the keys" in message for message in caplog.messages) == 1
     store = opened(kind)
     assert same_bits(store.get(me), make_kv(me))
-    assert store.index.documents(me.namespace) == ["Ärzte-Akte 4711"]
+    assert store.index.documents(me.namespace) == [DOCUMENT]
 
 
 def test_a_config_whose_key_is_missing_opens_nothing(root, monkeypatch):
@@ -479,8 +482,6 @@ def test_headers_of_noise_are_refused_and_nothing_else(kind, noise, fields):
 
 # -- what can be seen ----------------------------------------------------------------------------------------------------
 
-DOCUMENT = "Ärzte-Akte 4711"
-
 
 def everything_in(root):
     """Names and bytes of all files of a store."""
@@ -521,7 +522,7 @@ def traces_of(me, kind):
     text = make_text("text 0")
     kv = make_kv(me).layers[0].keys.numpy().tobytes()
     numbers = [str(value).encode() for value in (text.head, text.tail)]
-    names = [DOCUMENT.encode(), json.dumps(DOCUMENT).encode(), b"4711", text.digest.encode()]
+    names = [DOCUMENT.encode(), json.dumps(DOCUMENT).encode(), PLAIN_PART, text.digest.encode()]
     digests = [me.namespace.encode(), me.namespace.rpartition(":")[2].encode()]
     return [
         *names,
@@ -552,7 +553,12 @@ def test_the_scan_finds_what_a_plain_store_shows(opened, root):
     store.close()
     seen = everything_in(root)
     found = [trace for trace in traces_of(me, "plain") if trace in seen]
-    for trace in (b"4711", make_text("text 0").digest.encode(), str(make_text("text 0").head).encode(), b"token_ids"):
+    for trace in (
+        PLAIN_PART,
+        make_text("text 0").digest.encode(),
+        str(make_text("text 0").head).encode(),
+        b"token_ids",
+    ):
         assert trace in found
     assert any(form in found for form in forms_of(ids_bytes(me.token_ids)))
     assert any(form in found for form in forms_of(make_kv(me).layers[0].keys.numpy().tobytes()[:24]))
