@@ -1,4 +1,7 @@
-"""Frozen configurations. A value outside its range is a :class:`~kvrag.errors.ConfigError` that names field, value and range."""
+"""Frozen configurations. A value outside its range is a :class:`~kvrag.errors.ConfigError` that names field, value and range.
+
+Long because every field is documented where it is declared.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.gate import Gate
-from kvrag.index_time import check_batch_size, check_items, pair_up, precompute_texts, replaced_ids
+from kvrag.index_time import precompute_texts, replaced_ids
+from kvrag.items import check_batch_size, check_items, pair_up
 from kvrag.keys import Keys
 from kvrag.loading import LoadedModel, check_source, load
 from kvrag.plain import PlainLM

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvrag.config import RepairConfig
-from kvrag.plan import Plan, decide, lay_out, why_inexact
+from kvrag.decide import decide
+from kvrag.plan import Plan, lay_out, why_inexact
 from kvrag.types import ChunkKV, ExplainedSpan, Explanation, Mode
 
 

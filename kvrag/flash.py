@@ -15,11 +15,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 import kvrag_kernels
-from kvrag.attention import Reach
 from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.models.layers import attention_modules
 from kvrag.models.lm import CausalLM
 from kvrag.models.switch import MaskFunction, lock_of, refuse_unknown
+from kvrag.row_plan import Reach
 
 NAME = "kvrag_rows"
 """Name of the implementation for transformers: neither "flash" nor "/", to which it gives a meaning of its own."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tqdm.auto import tqdm
 
 from kvrag.cache import KVBuffer
-from kvrag.errors import ConfigError, InputError, StoreError, is_out_of_memory
+from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key, ids_digest
 from kvrag.keys import Naming
 from kvrag.loading import LoadedModel
 from kvrag.precompute import encode_chunks, encode_prefix
-from kvrag.prompt import check_chunk_text
 from kvrag.quantise import pack
 from kvrag.spans import text_entry
 from kvrag.store.base import KVStore, Retention, Tier
@@ -64,54 +63,6 @@ class Job:
     def label(self) -> str:
         """How reports call it."""
         return next((i for i in self.doc_ids if i is not None), self.entry.digest[:12] if self.entry else "prefix")
-
-
-def pair_up(texts: Sequence[str], ids: Sequence[str] | None) -> list[tuple[str | None, str]]:
-    """Pair texts with their ids, if any.
-
-    Raises
-    ------
-    InputError
-        If their numbers differ.
-    """
-    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
-        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    ids = [ids] if isinstance(ids, str) else ids
-    names: list[str | None] = [None] * len(texts) if ids is None else list(ids)
-    if len(names) != len(texts):
-        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
-    return list(zip(names, texts, strict=True))
-
-
-def check_items(items: Sequence[tuple[str | None, str]]) -> list[tuple[str | None, str]]:
-    """Validate before anything is computed; returns ``(id, stripped text)``.
-
-    Raises
-    ------
-    InputError
-        If a text is no string or empty, or one id names different texts.
-    """
-    out: list[tuple[str | None, str]] = []
-    seen: dict[str, str] = {}
-    for index, (name, text) in enumerate(items):
-        try:
-            body = check_chunk_text(text).strip()
-        except InputError as error:
-            raise InputError(f"chunk {index} (id {name!r}): {error}") from None
-        if name is not None:
-            if not isinstance(name, str):
-                raise InputError(f"chunk {index} has the id {name!r}; ids must be strings")
-            if seen.setdefault(name, body) != body:
-                raise InputError(f"the id {name!r} names two different texts; give each text its own id")
-        out.append((name, body))
-    return out
-
-
-def check_batch_size(batch_size: object) -> None:
-    """Raise :class:`ConfigError` unless it is a whole number of at least 1."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
 
 
 def replaced_ids(store: KVStore, items: Sequence[tuple[str | None, str]], namespace: str, names: Naming) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plan one prompt: which pieces have stored KV, whether it is exact here, and whether reuse pays. No tensors, no model."""
+"""Plan one prompt: which pieces have stored KV, and whether it is exact here. No tensors, no model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvrag.config import RepairConfig
 from kvrag.deadline import Deadline
 from kvrag.errors import InputError
 from kvrag.fingerprint import ids_digest
@@ -14,12 +13,8 @@ from kvrag.layout import Layout, place
 from kvrag.lookup import Lookup
 from kvrag.partial import HeadScanner, PartFinder
 from kvrag.prompt import Piece, Prompt, PromptEncoder, cut, merge_live
-from kvrag.selection import effective_ratio, strategy_of
 from kvrag.store.base import KVStore
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, MissedChunk, Mode, Span
-
-OVERHEAD_TOKENS = 160
-"""Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
 
 
 class Scanner(HeadScanner, Protocol):
@@ -259,64 +254,8 @@ def lay_out(plan: Plan, loaded: Mapping[ChunkIdentity, ChunkKV | None]) -> tuple
     return place(entries), kvs  # type: ignore[arg-type]
 
 
-def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
-    """Choose how much of the possible reuse to use.
-
-    Parameters
-    ----------
-    layout
-        All reuse that is possible.
-    mode
-        ``stitch``: all of it. ``prefix``: leading exact segments. ``auto``: all of it if that costs less than a full prefill, else the
-        leading exact segments. ``full``: none.
-    config
-        Decides the cost of repair.
-    num_layers
-        Layers of the model, for the cost of a truncated pass.
-
-    Returns
-    -------
-    layout : Layout
-        What to do.
-    reason : str or None
-        Why ``auto`` or ``stitch`` uses less than asked for.
-    """
-    nothing = place([(layout.num_tokens, "live", False, -1, False)])
-    if mode == "full":
-        return nothing, None
-    if not layout.reused:
-        return nothing, "no stored KV for this prompt"
-    head = layout.only_exact_head()
-    if mode == "prefix":
-        return (head, None) if head.reused else (nothing, "no stored KV for the head of this prompt")
-    if mode == "stitch" or layout.is_exact:
-        return layout, None
-    cost = estimated_rows(layout, config, num_layers=num_layers) + OVERHEAD_TOKENS
-    if cost < head.num_live:
-        return layout, None
-    reason = f"reuse would cost as much as {cost} tokens of {head.num_live} to prefill"
-    return (head, reason) if head.reused else (nothing, reason)
-
-
 def why_inexact(plan: Plan, mode: Mode) -> str | None:
     """Return why ``mode`` can't be had from KV that was rounded, or ``None`` where it can."""
     if mode != "prefix" or plan.kv_dtype == "auto":
         return None
     return f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
-
-
-def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> int:
-    """Estimate the rows that repair computes, counting rows of the probe, and of the pass to the check layer, by their share of layers."""
-    num_stale = sum(s.num_rows for s in layout.stale)
-    strategy = strategy_of(config)
-    rows = layout.num_live
-    if config.strategy == "all":
-        rows += num_stale
-    elif config.strategy != "none":
-        heads = sum(min(config.first_k, s.num_rows) for s in layout.stale)
-        rows += max(heads, round(effective_ratio(layout, config) * num_stale))
-    if "mass" in strategy.needs:
-        rows += round(layout.num_live * config.probe_span[1])
-    if "deviation" in strategy.needs:
-        rows += layout.num_tokens * (config.check_layer + 1) // num_layers
-    return rows

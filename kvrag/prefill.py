@@ -12,12 +12,13 @@ import torch
 
 from kvrag.cache import KVBuffer, LayerShape
 from kvrag.config import RepairConfig
+from kvrag.decide import decide
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.layout import Layout
 from kvrag.models import CausalLM
 from kvrag.plain import Extend, PlainLM
-from kvrag.plan import Plan, decide, lay_out, why_inexact
+from kvrag.plan import Plan, lay_out, why_inexact
 from kvrag.quantise import parts
 from kvrag.repair import deviation, may_shift, probe, repair
 from kvrag.selection import select_rows, strategy_of

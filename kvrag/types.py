@@ -1,4 +1,4 @@
-"""The values that the stages pass to each other: small, frozen, named.
+"""The values that the stages pass to each other: small, frozen, named. Long because it is one list of short classes, each documented.
 
 Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk, ``N`` tokens of a prompt, ``D`` head dim.
 """

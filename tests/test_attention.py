@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.attention import BLOCK_ROWS, EVERYTHING, Reach, RowPlan, ragged_attention
+from kvrag.attention import ragged_attention
+from kvrag.row_plan import BLOCK_ROWS, EVERYTHING, Reach, RowPlan
 
 
 def reference(
@@ -113,7 +114,7 @@ def test_large_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, hi = random_case(6, 2, 150, 400)
     kept, made = RowPlan(hi, 400), RowPlan(hi, 400)
     one = ragged_attention(q, k, v, kept, scale=0.25)
-    monkeypatch.setattr("kvrag.attention.MAX_CACHED_MASK", 1000)
+    monkeypatch.setattr("kvrag.row_plan.MAX_CACHED_MASK", 1000)
     assert torch.equal(ragged_attention(q, k, v, made, scale=0.25), one)
     assert kept._blocks
     assert not made._blocks

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.attention import RowPlan, ragged_attention
+from kvrag.attention import ragged_attention
 from kvrag.models import CausalLM
 from kvrag.packing import Packing
 from kvrag.precompute import encode_chunks, encode_packed, encode_padded, encode_prefix
+from kvrag.row_plan import RowPlan
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV
 

@@ -16,12 +16,12 @@ import kvrag.acceptance
 import kvrag.trial
 from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
 from kvrag.acceptance import keep_proof, kept_proof, proof_file, proven
-from kvrag.attention import EVERYTHING, RowPlan
 from kvrag.layout import Layout
 from kvrag.models import CausalLM
 from kvrag.plain import PlainLM
 from kvrag.proof import Check, Proof, prove
 from kvrag.rope import RotaryTable
+from kvrag.row_plan import EVERYTHING, RowPlan
 from kvrag.testing.models import TINY, save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(2, words=12)

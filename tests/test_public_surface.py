@@ -19,9 +19,10 @@ ROOT = Path(kvrag.__file__).parent
 RANKS = [
     {"errors", "types"},
     {"config", "deadline", "rope", "fingerprint", "packing", "quantise", "stats", "tensors", "tokens"},
-    {"adapters", "attention", "cache", "describe", "keys", "spans", "layout", "prompt", "weights"},
-    {"identity", "models", "partial", "prefix", "streams", "selection", "source", "store"},
-    {"flash", "lookup", "plain"},
+    {"adapters", "cache", "describe", "keys", "spans", "layout", "prompt", "row_plan", "weights"},
+    {"attention", "identity", "items", "partial", "prefix", "streams", "selection", "source", "store"},
+    {"decide", "lookup", "models"},
+    {"flash", "plain"},
     {"precompute", "stitch", "repair", "decode", "plan"},
     {"trial"},
     {"proof"},

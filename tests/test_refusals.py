@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig
 
 import kvrag.models.support as support
-from kvrag.attention import EVERYTHING, Reach
 from kvrag.errors import UnsupportedModelError
 from kvrag.models import CausalLM, check_supported
 from kvrag.models.masks import read_mask
+from kvrag.row_plan import EVERYTHING, Reach
 from kvrag.testing.models import REFUSED, TINY, tiny_model
 
 REASONS = {

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.attention import RowPlan
 from kvrag.cache import KVBuffer, LayerShape
 from kvrag.errors import UnsupportedModelError
 from kvrag.models.layers import attention_modules, decoder_of
@@ -19,6 +18,7 @@ from kvrag.models.support import check_placement, check_supported, context_windo
 from kvrag.models.switch import ATTENTION, DENSE, Call, StopForward, lock_of, switched
 from kvrag.packing import Packing
 from kvrag.rope import Rotations, Rows
+from kvrag.row_plan import RowPlan
 
 
 class CausalLM:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvrag.attention import EVERYTHING, Reach
 from kvrag.models.support import UNLIMITED, context_window
 from kvrag.models.switch import MaskFunction
+from kvrag.row_plan import EVERYTHING, Reach
 
 
 def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.attention import EVERYTHING, Reach, RowPlan
 from kvrag.cache import KVBuffer, LayerShape
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.models.layers import KeySource, decoder_of, key_sources
@@ -24,6 +23,7 @@ from kvrag.models.masks import read_mask
 from kvrag.models.rotary import STILL, Turning, turnings
 from kvrag.models.switch import PROBE, Call, MaskFunction, switched
 from kvrag.rope import RotaryTable
+from kvrag.row_plan import EVERYTHING, Reach, RowPlan
 
 STATES = (0, 0, 1, 0, 1, 1, 0, 1)
 """Which of the two hidden states each row of the probe has: neighbours differ, so a mix of neighbours shows."""

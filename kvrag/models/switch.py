@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kvrag.attention import EVERYTHING, Reach, RowPlan, ragged_attention
+from kvrag.attention import ragged_attention
 from kvrag.errors import UnsupportedModelError
+from kvrag.row_plan import EVERYTHING, Reach, RowPlan
 
 ATTENTION, DENSE, PROBE = "kvrag", "kvrag_dense", "kvrag_probe"
 """Names of the implementations: neither "flash" nor "/", to which transformers gives a meaning of their own."""

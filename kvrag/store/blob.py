@@ -23,24 +23,21 @@ import torch
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.quantise import Part, layer_of, parts
+from kvrag.quantise import parts
 from kvrag.store.directory import Directory, NotRegular
 from kvrag.store.guard import Guard, Opening
 from kvrag.store.header import (
     MAX_HEADER_BYTES,
     MAX_LAYERS,
-    NAMES,
     NO_DIGEST,
     BlobRejected,
     Header,
-    Shape,
     decode,
-    shape_of,
 )
+from kvrag.store.places import NAMES, Shape, shape_of
+from kvrag.store.raw import fill, read_head
+from kvrag.store.views import Views
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
-
-HEAD_BYTES = 16 * 1024
-"""What is read first: most headers are not longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +228,7 @@ class Blob:
 
     def tensors(self, place: Place) -> Sequence[LayerKV]:
         """Return the layers as views of the buffer; each is to be taken when it is loaded, and not before."""
-        return self._alike(place.buffer) or _Views(self.header, place.buffer)
+        return self._alike(place.buffer) or Views(self.header, place.buffer)
 
     def _stored(self, view: memoryview) -> memoryview:
         """Memory for what is stored of a part: its own, or other one for what has yet to be decrypted."""
@@ -259,23 +256,6 @@ class Blob:
         return tuple(map(LayerKV, flat[::2], flat[1::2]))
 
 
-class _Views(Sequence[LayerKV]):
-    """Layers that differ, or that are codes with scales, made one by one of bytes that are there."""
-
-    def __init__(self, header: Header, buffer: torch.Tensor) -> None:
-        self._dtype, self._tensors, self._buffer = header.dtype, header.tensors, buffer
-
-    def __len__(self) -> int:
-        return len(self._tensors.layers)
-
-    def __getitem__(self, index: int) -> LayerKV:  # type: ignore[override]
-        start, tensors = self._tensors.offsets[index], []
-        for part in self._tensors.layers[index]:
-            tensors.append(_typed(self._buffer[start : start + part.num_bytes], part))
-            start += part.num_bytes
-        return layer_of(self._dtype, tensors)
-
-
 def max_header_bytes(identity: ChunkIdentity) -> int:
     """Longest header that the blob of this chunk may have: a hostile file is refused before much of it is read."""
     return min(MAX_HEADER_BYTES, 2**19 + 8 * len(identity.token_ids))
@@ -290,15 +270,6 @@ def open_blob(directory: Directory, *place: str, identity: ChunkIdentity, guard:
     return blob
 
 
-def fill(fd: int, view: memoryview, offset: int) -> None:
-    """Read until ``view`` is full; a read may return less than asked for."""
-    while view:
-        count = os.preadv(fd, [view], offset)
-        if not count:
-            raise BlobRejected("it has the wrong length")
-        view, offset = view[count:], offset + count
-
-
 def _read_header(fd: int, file_size: int, limit: int, guard: Guard | None) -> tuple[Header, int, Opening | None]:
     """Return the header, the offset of the data, and what opens it; the file's length must be that of both together."""
     head = read_head(fd, file_size, limit)
@@ -306,29 +277,6 @@ def _read_header(fd: int, file_size: int, limit: int, guard: Guard | None) -> tu
     if file_size != len(head) + header.num_bytes:
         raise BlobRejected("it has the wrong length")
     return header, len(head), opening
-
-
-def read_head(fd: int, file_size: int, limit: int = MAX_HEADER_BYTES) -> bytearray:
-    """Read a header, whatever it says."""
-    if file_size < 8:
-        raise BlobRejected("it has the wrong length")
-    head = bytearray(min(file_size, HEAD_BYTES))
-    fill(fd, memoryview(head), 0)
-    start = 8 + int.from_bytes(head[:8], "little")
-    if start > min(file_size, limit):
-        raise BlobRejected("its header has an impossible length")
-    read = len(head)
-    head.extend(bytes(max(0, start - read)))
-    fill(fd, memoryview(head)[read:], read)
-    del head[start:]
-    return head
-
-
-def _typed(flat: torch.Tensor, part: Part) -> torch.Tensor:
-    """See bytes as a tensor; scales behind an odd number of codes are copied first."""
-    if flat.storage_offset() % part.dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(part.dtype).view(part.shape)
 
 
 def _view(flat: torch.Tensor) -> memoryview:

@@ -8,9 +8,10 @@ from typing import Any
 
 import xxhash
 
-from kvrag.store.blob import fill, read_head
 from kvrag.store.directory import Directory, NotRegular
-from kvrag.store.header import FAULTS, BlobRejected, dump, frame, split
+from kvrag.store.header import FAULTS, BlobRejected, frame, split
+from kvrag.store.places import dump
+from kvrag.store.raw import fill, read_head
 
 PIECE_BYTES = 2**20
 """What is read at once."""

@@ -32,13 +32,13 @@ from kvrag.store.header import (
     Foreign,
     Header,
     decode,
-    dump,
     frame,
     key_ids,
     pad,
     parse,
     split,
 )
+from kvrag.store.places import dump
 
 SALT_BYTES = 32
 

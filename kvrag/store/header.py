@@ -21,8 +21,8 @@ import xxhash
 from kvrag.config import KV_DTYPES
 from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
-from kvrag.quantise import FP8, Part, parts
 from kvrag.store.base import Record
+from kvrag.store.places import DTYPES, NAMES, Shape, Tensors, dump, shape_of, tensors_of, unpacked
 from kvrag.types import ChunkIdentity, KVDtype, TextEntry
 
 ALIGNMENT = 4096
@@ -39,20 +39,13 @@ DIGESTS = re.compile(rf"[0-9a-f]{{32}}(?:,[0-9a-f]{{32}}){{0,{MAX_LAYERS - 1}}}"
 MAX_CHARS = 2**48
 """Longer texts there are none; the scanner counts in 64 bits."""
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CODE_NAMES = {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
-
 MAX_KEPT_BYTES = 64 * 1024
 """Longer descriptions of tensors are parsed each time: a few hostile headers must not fill the memory."""
 
 METADATA = '{"__metadata__":'
 """What a header's JSON begins with."""
 
-ENCODER = json.JSONEncoder(separators=(",", ":"))
 DECODER = json.JSONDecoder()
-
-Shape = tuple[int, int, int]
 
 Sign = Callable[[bytes], str]
 """Gives the MAC of a header's content."""
@@ -156,41 +149,6 @@ class Header:
         return fields
 
 
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """The tensors of a blob and their places.
-
-    Parameters
-    ----------
-    layers
-        Tensors of each layer.
-    offsets
-        Where each layer begins in the data, in bytes, and where the last one ends.
-    json
-        What the header says of them.
-    """
-
-    layers: tuple[tuple[Part, ...], ...]
-    offsets: tuple[int, ...]
-    json: bytes
-
-
-@functools.lru_cache(maxsize=256)
-def tensors_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: tuple[tuple[Shape, Shape], ...]) -> Tensors:
-    """Lay out a blob's tensors. They are the same for all chunks of a model that have one length, and most of a header's work."""
-    layers = tuple(parts(kv_dtype, dtype, keys, values) for keys, values in shapes)
-    names, places, offsets = NAMES | CODE_NAMES, {}, [0]
-    for i, layer in enumerate(layers):
-        start = offsets[-1]
-        for part in layer:
-            stop = start + part.num_bytes
-            place = {"dtype": names[part.dtype], "shape": list(part.shape), "data_offsets": [start, stop]}
-            places[f"layer.{i:03d}.{part.name}"] = place
-            start = stop
-        offsets.append(start)
-    return Tensors(layers, tuple(offsets), dump(places))
-
-
 def frame(metadata: Mapping[str, str], tensors: bytes, sign: Sign | None = None) -> bytes:
     """Write a header: length, JSON with a digest of itself, and a MAC where there is a key for it, and padding. ``tensors`` is JSON."""
     head, tail = dump(metadata), tensors
@@ -278,7 +236,7 @@ def _shapes_in(
     """Return the dtype of a header's first tensor, and the shapes of keys and values of each layer; raises one of :data:`FAULTS`."""
     fields: dict[str, Any] = json.loads(tensors)
     shapes = [
-        _unpacked(shape_of(fields[f"layer.{i:03d}.{name}"]["shape"]), kv_dtype)
+        unpacked(shape_of(fields[f"layer.{i:03d}.{name}"]["shape"]), kv_dtype)
         for i in range(num_layers)
         for name in ("keys", "values")
     ]
@@ -294,24 +252,3 @@ def parse_text(value: object) -> TextEntry:
             if 0 <= head < 2**64 and 0 <= tail < 2**64 and 0 <= chars < MAX_CHARS:
                 return TextEntry(digest, head, tail, chars)
     raise ValueError("not a text entry")
-
-
-def shape_of(value: list[int]) -> Shape:
-    """Check three sizes; ``ValueError`` if they are no shape."""
-    heads, tokens, dim = value
-    # Written out, because it is run twice per layer of every blob that is read.
-    is_shape = type(heads) is type(tokens) is type(dim) is int and min(heads, tokens, dim) > 0
-    if not is_shape or max(heads, tokens, dim) >= 2**31:
-        raise ValueError("not a shape")
-    return heads, tokens, dim
-
-
-def _unpacked(shape: Shape, kv_dtype: KVDtype) -> Shape:
-    """Shape of what codes of this shape stand for."""
-    heads, tokens, dim = shape
-    return heads, tokens, 2 * dim if kv_dtype == "int4" else dim
-
-
-def dump(fields: Mapping[str, Any]) -> bytes:
-    """Write JSON as headers have it."""
-    return ENCODER.encode(fields).encode("ascii")

@@ -10,7 +10,8 @@ import torch
 from texts import make_chunks
 
 from kvrag import attention
-from kvrag.attention import EVERYTHING, Reach, RowPlan, ragged_attention
+from kvrag.attention import ragged_attention
+from kvrag.row_plan import EVERYTHING, Reach, RowPlan
 
 
 @pytest.fixture

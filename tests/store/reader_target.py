@@ -37,8 +37,9 @@ from kvrag.keys import Keys, Naming
 from kvrag.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.store import blob, gcm, guard, references, rows
 from kvrag.store.guard import Guard
-from kvrag.store.header import ALIGNMENT, FAULTS, BlobRejected, OtherVersion, decode, dump, frame, split
+from kvrag.store.header import ALIGNMENT, FAULTS, BlobRejected, OtherVersion, decode, frame, split
 from kvrag.store.index import load_value
+from kvrag.store.places import dump
 from kvrag.store.reader import read_all, read_layers
 from kvrag.store.row_seal import load_rows
 from kvrag.store.usage import Usage

@@ -12,7 +12,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.spans import SpanIndex
-from kvrag.store import DiskStore, header, references
+from kvrag.store import DiskStore, places, references
 from kvrag.store.fsck import fsck
 from kvrag.store.header import MAX_LAYERS, BlobRejected, Header, decode, frame, split
 from kvrag.store.objects import place_of
@@ -124,7 +124,7 @@ def test_many_layers_are_neither_written_nor_read(disk):
 
 def test_long_headers_leave_little_in_memory():
     heads = [bytearray(head_of(4 * MAX_LAYERS, number).encode()) for number in range(10)]
-    header.tensors_of.cache_clear()
+    places.tensors_of.cache_clear()
     tracemalloc.start()
     for head in heads:
         with pytest.raises(BlobRejected):

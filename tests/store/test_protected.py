@@ -326,7 +326,8 @@ def parts_of(path):
 
 def rewrite(path, fields, data):
     """Write a blob whose header has the right digest of itself, as whoever knows the format can."""
-    from kvrag.store.header import dump, frame
+    from kvrag.store.header import frame
+    from kvrag.store.places import dump
 
     marks = dict(fields.pop("__metadata__"))
     marks.pop("header_digest")

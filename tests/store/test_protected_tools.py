@@ -88,7 +88,8 @@ def test_fsck_without_the_keys_finds_damage_and_leaves_the_rest(root, kind):
     "fields", [{}, {"layer.000": {"data_offsets": [5, 2]}}, {"layer.9": {"data_offsets": [0, 2]}}, {"x": 1}]
 )
 def test_fsck_without_the_keys_refuses_any_header(root, kind, fields):
-    from kvrag.store.header import dump, frame
+    from kvrag.store.header import frame
+    from kvrag.store.places import dump
 
     mine = fill(root, kind)
     store = DiskStore(root)
