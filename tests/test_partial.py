@@ -75,7 +75,9 @@ def test_the_first_part_of_a_stored_chunk_behind_its_prefix_is_exact(stored: KVR
     assert distance(stored, prompt, mode="stitch", repair=NO_REPAIR) < TOLERANCE
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(cut=st.integers(1, len(LONG)), tail=st.sampled_from(["", "...", "xyz", "\n\n", " ", "é"]))
 def test_every_cut_of_the_first_chunk_equals_full_prefill(stored: KVRagEngine, cut: int, tail: str) -> None:
     prompt = ask(LONG[:cut] + tail)
@@ -88,7 +90,9 @@ def test_every_cut_of_the_first_chunk_equals_full_prefill(stored: KVRagEngine, c
         assert len(found[0][0]) > cut - 12, "the part ends where the text does, but for a word"
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(cuts=st.lists(st.integers(80, 400), min_size=2, max_size=4), order=st.permutations(range(4)))
 def test_every_cut_in_any_order_equals_full_prefill_after_full_repair(
     stored: KVRagEngine, cuts: list[int], order: list[int]

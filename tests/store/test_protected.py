@@ -447,7 +447,11 @@ def test_every_flipped_bit_of_the_data_and_any_of_the_header_is_a_miss(tmp_path,
     path = path_of(tmp_path / "store", me)
     raw = path.read_bytes()
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=150,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
     @given(st.integers(0, len(raw) - 1), st.integers(0, 7))
     def flipped(place, bit):
         bad = bytearray(raw)
