@@ -68,8 +68,17 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
         In the order given, contiguous on the host, in the model's dtype.
     """
     longest = max(len(ids) for ids in chunks)
-    is_packed = model.device.type == "cuda" and len(chunks) > 1 and model.can_pack(prefix.capacity + longest)
+    is_packed = len(chunks) > 1 and _has_kernel(model) and model.can_pack(prefix.capacity + longest)
     return (encode_packed if is_packed else encode_padded)(model, prefix, chunks)
+
+
+def _has_kernel(model: CausalLM) -> bool:
+    """Whether the attention that packing is made for is computed by a kernel; without one, a padded batch keeps torch's fused attention."""
+    if model.device.type != "cuda":
+        return False
+    import kvrag_kernels
+
+    return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"
 
 
 def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:

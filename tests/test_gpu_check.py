@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def test_a_step_that_fails_hangs_or_lacks_a_package_does_not_keep_the_next_from_
         python("fails", "raise SystemExit(3)"),
         python("hangs", "import time; time.sleep(100)", limit=1.5),
         python("lacks", "", needs=("torch", "no_such_package")),
-        Step("no program", ("no-such-program",), 30, ()),
+        Step("no program", ("no-such-program",), 30, (), is_optional=True),
         python("sees", "import kvrag_kernels, os; assert os.environ['HF_HUB_OFFLINE'] == '1'"),
     ]
     assert gpu_check.main(["--out", str(tmp_path)], todo) == 1
@@ -73,6 +74,75 @@ def test_the_time_for_all_steps_is_kept(tmp_path: Path) -> None:
     assert found[0]["why"].startswith("not over after 1.")
     assert found[1]["why"] == "no time was left"
     assert found[1]["outcome"] == "left out"
+
+
+def test_what_is_left_out_fails_the_check_unless_it_may_be(tmp_path: Path) -> None:
+    lacks = python("lacks", "", needs=("no_such_package",))
+    tool = Step("no program", ("no-such-program",), 30, (), is_optional=True)
+    assert gpu_check.main(["--out", str(tmp_path)], [tool]) == 0
+    assert gpu_check.main(["--out", str(tmp_path)], [lacks, tool]) == 1
+
+
+def test_after_hoppers_kernel_has_failed_the_others_go_without_it(tmp_path: Path) -> None:
+    """A hang would otherwise eat every step that comes to the same kernel."""
+    look = "import os; raise SystemExit(os.environ.get('KVRAG_KERNEL') != {})"
+    mma = {"KVRAG_KERNEL": "mma"}
+    hangs = Step("hangs", (sys.executable, "-c", "import time; time.sleep(100)"), 1.5, (), otherwise=mma)
+    passes = Step("passes", (sys.executable, "-c", ""), 30, (), otherwise=mma)
+    todo = [passes, python("before", look.format(None)), hangs, python("after", look.format("'mma'"))]
+    assert gpu_check.main(["--out", str(tmp_path)], todo) == 1
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["steps"]
+    assert [(s["step"], s["outcome"], s.get("environment")) for s in found] == [
+        ("passes", "passed", None),
+        ("before", "passed", None),
+        ("hangs", "failed", None),
+        ("after", "passed", mma),
+    ]
+    assert [s.otherwise for s in gpu_check.steps(False, None) if s.otherwise] == [mma]
+
+
+BARE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in {"xxhash", "diskcache"} and not any("stand_ins" in p for p in sys.path if name == "xxhash"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_a_machine_without_kvrags_own_packages_can_run_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers and pytest bring all else; what hashes stored bytes has a stand-in."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    monkeypatch.setattr(gpu_check, "stood_in", lambda: {"xxhash": str(gpu_check.STAND_INS)})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import xxhash, sys; assert 'stand_ins' in xxhash.__file__; import importlib.util; assert 'diskcache' not in sys.modules"
+    assert gpu_check.run(python("bare", code), 60)["outcome"] == "passed"
+    ttft = next(s for s in gpu_check.steps(True, tmp_path / "out") if s.name == "ttft, 3B shape")
+    assert gpu_check.run(ttft, 90)["outcome"] == "passed"
+
+
+def test_the_stand_in_has_all_that_is_asked_of_xxhash() -> None:
+    asked = {name for file in (ROOT / "kvrag").rglob("*.py") for name in re.findall(r"xxhash\.(\w+)", file.read_text())}
+    path = str(gpu_check.STAND_INS)
+    code = f"import sys; sys.path.insert(0, {path!r}); import xxhash; assert {asked!r} <= set(dir(xxhash))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_sanitizers_have_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    """In both modes: on Hopper each brings another kernel."""
+    for step in gpu_check.steps(False, None):
+        if step.is_optional:
+            chosen = [*step.command[step.command.index("-m") :], "--collect-only"]
+            done = subprocess.run([sys.executable, *chosen], cwd=ROOT, capture_output=True, text=True, check=True)
+            mode = "mma" if "mma" in step.name else "auto"
+            assert "long-window" in done.stdout
+            assert f"-{mode}]" in done.stdout.replace("dtype0-", "-")
+            assert 5 <= done.stdout.count("::") <= 20
 
 
 def test_results_are_written_before_the_next_step(tmp_path: Path) -> None:

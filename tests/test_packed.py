@@ -62,9 +62,15 @@ def test_a_chunk_does_not_see_its_neighbours() -> None:
     assert_same([changed[1], changed[3]], [first[1], first[3]])
 
 
-@pytest.mark.parametrize(("device", "is_packed"), [("cpu", False), ("cuda", True)])
-def test_the_device_says_which_way(device: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "path", "is_packed"), [("cpu", "torch", False), ("cuda", "mma", True), ("cuda", "torch", False)]
+)
+def test_the_device_and_its_kernel_say_which_way(
+    device: str, path: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import kvrag.precompute as module
+
+    monkeypatch.setattr("kvrag_kernels.tier", lambda *_: path)
 
     model = CausalLM(tiny_model())
     prefix, _ = encode_prefix(model, PREFIX)

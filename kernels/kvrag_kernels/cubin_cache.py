@@ -10,10 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
-def folder() -> Path:
-    """Return ``$KVRAG_CACHE/kernels``, or ``~/.cache/kvrag/kernels``."""
-    root = os.environ.get("KVRAG_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrag"
-    return Path(root) / "kernels"
+def folder() -> Path | None:
+    """Return ``$KVRAG_CACHE/kernels``, or ``~/.cache/kvrag/kernels``; ``None`` for a user without a home, as in some containers."""
+    root = os.environ.get("KVRAG_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    if root:
+        return Path(root, "kernels") if os.environ.get("KVRAG_CACHE") else Path(root, "kvrag", "kernels")
+    try:
+        return Path.home() / ".cache" / "kvrag" / "kernels"
+    except RuntimeError:
+        return None
 
 
 def key_of(source: str, options: Sequence[str], version: tuple[int, int], arch: str) -> str:
@@ -26,11 +31,14 @@ def key_of(source: str, options: Sequence[str], version: tuple[int, int], arch: 
 
 
 def get(key: str, make: Callable[[], bytes]) -> bytes:
-    """Return the cubin of a key, made once; a folder that can't be read or written costs a compilation, never an error.
+    """Return the cubin of a key, made once; a folder that is not there, or can't be read or written, costs a compilation, never an error.
 
     A cubin is written to a temporary file and moved into place, with its own digest in front: a torn or damaged file is made anew.
     """
-    path = folder() / f"{key}.cubin"
+    root = folder()
+    if root is None:
+        return make()
+    path = root / f"{key}.cubin"
     with contextlib.suppress(OSError):
         data = path.read_bytes()
         if data[:32] == hashlib.sha256(data[32:]).digest():

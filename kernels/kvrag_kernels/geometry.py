@@ -11,6 +11,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """Architectures that every variant is compiled for in the tests; others of compute capability 7.5 and later compile the same source."""
 
+OLDEST = (7, 5)
+"""The least compute capability that has a kernel."""
+
 HOPPER = (9, 0)
 """The compute capability that has a kernel of its own: its instructions (``sm_90a``) exist on no other, newer ones included."""
 
@@ -21,7 +24,7 @@ With fewer, they would wait for ever.
 """
 
 ITEMS_PER_PROCESSOR = 2
-"""Work items aimed at per multiprocessor: near-equal items in two waves waste little, and partial results stay under 64 MiB."""
+"""Work items aimed at per multiprocessor: near-equal items in two waves waste little, and partial results stay under 72 MiB."""
 
 PLAN_THREADS, COMBINE_THREADS = 256, 128
 
@@ -101,7 +104,7 @@ def hopper_geometry(dim: int) -> Geometry:
 
 def supports(dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether a kernel exists: sm_75 has no bfloat16 tensor cores, and Volta no ldmatrix."""
-    return dim in HEAD_DIMS and dtype in DTYPES and capability >= ((8, 0) if dtype == torch.bfloat16 else (7, 5))
+    return dim in HEAD_DIMS and dtype in DTYPES and capability >= ((8, 0) if dtype == torch.bfloat16 else OLDEST)
 
 
 @dataclass(frozen=True, slots=True)

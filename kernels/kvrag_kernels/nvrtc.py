@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+FLAGS = ("--std=c++17", "--ptxas-options=-v")
+"""Options of every compilation, beside the architecture and those of the variant."""
+
 
 class CompileError(RuntimeError):
     """NVRTC is missing or refused a kernel."""
@@ -100,7 +103,7 @@ class Nvrtc:
         CompileError
             With the compiler's log.
         """
-        flags = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", *options]
+        flags = [f"--gpu-architecture={arch}", *FLAGS, *options]
         program = ctypes.c_void_p()
         text = source.encode()
         self._check(self._library.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None))

@@ -182,6 +182,7 @@ def _compute(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    runtime.mode()  # a mode that does not exist is refused on every device
     call = launch.Call(q, k, v, hi, lo, prefix, scale, softcap, sinks)
     done = runtime.attend(call, plan) if q.is_cuda else None
     return torch_path.attend(call) if done is None else done

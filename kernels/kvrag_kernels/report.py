@@ -37,7 +37,7 @@ def info() -> dict[str, Any]:
         "devices": devices,
         "attention_elsewhere": "torch",
         "nvrtc": f"{compiler.version[0]}.{compiler.version[1]} ({compiler.path})" if compiler else missing,
-        "cache": str(cubin_cache.folder()),
+        "cache": str(cubin_cache.folder() or "none: this user has no home; set KVRAG_CACHE"),
         "failures": list(runtime.modules.failures),
     }
 

@@ -14,7 +14,7 @@ import torch
 
 from kvrag_kernels import cubin_cache, launch, nvrtc, selftest, sources, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
-from kvrag_kernels.geometry import DTYPES, HEAD_DIMS, HOPPER, Geometry, geometry_of, hopper_geometry, supports
+from kvrag_kernels.geometry import DTYPES, HEAD_DIMS, HOPPER, OLDEST, Geometry, geometry_of, hopper_geometry, supports
 from kvrag_kernels.stitch import Stitching
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def mode() -> str:
     ValueError
         If it is none of :data:`MODES`.
     """
-    value = os.environ.get("KVRAG_KERNEL", "auto").lower()
+    value = os.environ.get("KVRAG_KERNEL", "").lower() or "auto"
     if value not in MODES:
         raise ValueError(f"KVRAG_KERNEL is {value!r}; it must be one of {', '.join(MODES)}")
     return value
@@ -51,7 +51,7 @@ class Variant:
     def cubin(self, compiler: nvrtc.Nvrtc) -> bytes:
         """Return the compiled variant, from the cache where it was compiled before."""
         text, arch = sources.flat(self.source), compiler.nearest(self.arch)
-        key = cubin_cache.key_of(text, self.options, compiler.version, arch)
+        key = cubin_cache.key_of(text, (*nvrtc.FLAGS, *self.options), compiler.version, arch)
         return cubin_cache.get(key, lambda: compiler.compile(text, self.options, arch).cubin)
 
 
@@ -215,7 +215,7 @@ def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) 
     """Whether the stitch kernel has a form for a head dim, of which so many channels are rotated, and a buffer's dtype on a device."""
     if device.type != "cuda" or torch.version.cuda is None or mode() == "torch" or dim % 16 or rotary % 16:
         return False
-    oldest = {torch.float16: (7, 5), torch.bfloat16: (8, 0)}.get(dtype)
+    oldest = {torch.float16: OLDEST, torch.bfloat16: (8, 0)}.get(dtype)
     return oldest is not None and torch.cuda.get_device_capability(device) >= oldest
 
 

@@ -211,18 +211,13 @@ def stitch_in_torch(call: Stitching) -> None:
         layer, segment = divmod(index, len(call.starts))
         start = call.starts[segment]
         rows = slice(start, start + k.data.shape[1])
-        target: slice | torch.Tensor = rows
-        if call.skip is not None:
-            kept = (~call.skip[rows]).nonzero()[:, 0]
-            target = kept + start
         out_k, out_v = call.out_keys[layer], call.out_values[layer]
         new_k = _keys(k.to(out_k.device), call, call.tables[layer], rows, out_k.dtype)
         v = v.to(out_v.device)
-        new_v = v.data if v.is_plain else v.read()
-        if call.skip is not None:
-            new_k, new_v = new_k[:, kept], new_v[:, kept]
-        out_k[:, target] = new_k.to(out_k.dtype)
-        out_v[:, target] = new_v.to(out_v.dtype)
+        for out, new in ((out_k, new_k), (out_v, v.data if v.is_plain else v.read())):
+            new = new.to(out.dtype)
+            # By a mask, not by indices: their number would have to be known on the host, which a CUDA graph can't ask.
+            out[:, rows] = new if call.skip is None else torch.where(call.skip[rows, None], out[:, rows], new)
 
 
 def _keys(k: Stored, call: Stitching, table: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:

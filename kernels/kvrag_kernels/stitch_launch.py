@@ -150,7 +150,7 @@ def _shared_strides(x: torch.Tensor | None) -> tuple[int, int]:
 def jobs_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
     """Return the kernel's table of parts, int64 ``(L, S, 33)``, on the CPU: ``struct Job`` of ``csrc/stitch.cu``."""
     layers, count = len(call.out_keys), len(call.starts)
-    jobs = empty((layers, count, JOB), dtype=torch.int64)
+    jobs = empty((layers, count, JOB), dtype=torch.int64, device="cpu")  # whatever the default device is
     table = jobs.numpy()
     for plan, same in _plans(call):
         table[same] = plan.jobs

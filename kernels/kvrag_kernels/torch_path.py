@@ -86,7 +86,9 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         limits = Limits.of(_row_of(hi, b), None if lo is None else _row_of(lo, b), call.prefix, k.shape[2])
         _attend(q[b], k[b], v[b], limits, call.scale, call.softcap, out[b], lse[b])
     if sinks is not None:
-        out.copy_(out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None])
+        share = torch.sigmoid(lse - sinks.float()[None, :, None])
+        share = share.masked_fill(lse == -torch.inf, 0.0)  # no key and a sink of -inf would leave NaN
+        out.copy_(out * share[..., None])
     return out, lse
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -36,7 +37,7 @@ def info(as_json: AsJson = False) -> None:
 @app.command()
 def build(
     arch: Annotated[
-        list[str] | None, typer.Option("--arch", help="As sm_90; may be repeated. Default: every supported one.")
+        list[str] | None, typer.Option("--arch", help="As sm_90; may be repeated. Default: those of common GPUs.")
     ] = None,
     head_dim: Annotated[
         list[int] | None,
@@ -50,12 +51,15 @@ def build(
     turn. Others compile when first used.
     """
     from kvrag_kernels import build as build_kernels
-    from kvrag_kernels.geometry import ARCHS, HEAD_DIMS
+    from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, OLDEST
     from kvrag_kernels.nvrtc import CompileError
+    from kvrag_kernels.runtime import capability_of
 
     for name in arch or []:
-        if name not in ARCHS:
-            raise ConfigError(f"--arch is {name!r}; it must be one of {', '.join(ARCHS)}")
+        if not re.fullmatch(r"sm_\d{2,3}", name) or capability_of(name) < OLDEST:
+            raise ConfigError(
+                f"--arch is {name!r}; it must be one of {', '.join(ARCHS)}, or another from compute capability 7.5 on, as sm_87"
+            )
     for dim in head_dim or []:
         if dim not in HEAD_DIMS:
             raise ConfigError(f"--head-dim is {dim}; it must be one of {', '.join(map(str, HEAD_DIMS))}")

@@ -42,15 +42,19 @@ def yardsticks(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[s
     }
 
 
+PART_SECONDS, FLEX_SECONDS = 15.0, 70.0
+"""What a part takes at most, as a rule; FlexAttention compiles for most of a minute."""
+
+
 class Report:
     """The result so far, written anew whenever a part of it is done."""
 
     def __init__(self, result: dict[str, Any], out: Path | None, seconds: float) -> None:
         self.result, self._out, self._end = result, out, time.monotonic() + seconds
 
-    def run(self, name: str, action: Callable[[], object]) -> None:
-        """Run a part if there is time left for it; a part that fails is told and does not end the run."""
-        if time.monotonic() > self._end:
+    def run(self, name: str, action: Callable[[], object], *, seconds: float = PART_SECONDS) -> None:
+        """Run a part if there is so much time left for it; a part that fails is told and does not end the run."""
+        if time.monotonic() + seconds > self._end:
             self.result["left_out"].append(f"{name}: no time was left")
         else:
             try:
@@ -80,16 +84,19 @@ def measure(report: Report, shapes: list[Shape], device: torch.device, dtype: to
     for shape in sorted(shapes, key=lambda s: (s.keys < 8192, s.ratio == 1.0, -s.dim)) if has_flex else []:
         for row in result["attention"]:
             if row["shape"] == shape.name:
-                report.run(f"flex attention, {shape.name}", functools.partial(add_flex, row, shape, device, dtype))
+                add = functools.partial(add_flex, row, shape, device, dtype)
+                report.run(f"flex attention, {shape.name}", add, seconds=FLEX_SECONDS)
 
 
 def main() -> int:
-    """Measure and write; returns 1 where a part failed."""
+    """Measure and write; returns 1 where a part failed, or a kernel was given up."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shapes", choices=("short", "full"), default="short")
     parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention, which compiles for a minute")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no part later than this")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="for all parts: one begins only if it can be over by then"
+    )
     parser.add_argument(
         "--out", type=Path, help="folder for kernels.json; default: results/ after a run on a GPU, none after a dry run"
     )
@@ -99,6 +106,7 @@ def main() -> int:
     result: dict[str, Any] = {
         "measured": not is_dry,
         "device": platform.processor() if is_dry else torch.cuda.get_device_name(),
+        "capability": None if is_dry else list(torch.cuda.get_device_capability()),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "paths": {name: kvrag_kernels.info()[name] for name in ("mode", "devices", "attention_elsewhere")},
         "attention": [],
@@ -109,7 +117,7 @@ def main() -> int:
     shapes = DRY if is_dry else FULL if args.shapes == "full" else SHORT
     measure(report, shapes, device, dtype, has_flex=not is_dry and not args.no_flex)
     print(json.dumps({k: v for k, v in result.items() if k != "attention"}, indent=1))
-    return int(bool(result["failed"]))
+    return int(bool(result["failed"] or result["failures"]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ COPIES = 3
 LAUNCHES = 12
 MAX_MASK = 2**28
 """Elements of a mask: more would not fit beside the rest."""
+MAX_SCORES = 2**30
+"""Scores of all heads, which SDPA's plain path keeps several times: more would not fit."""
 
 
 @contextmanager
@@ -96,7 +98,9 @@ def flex(inputs: list[list[torch.Tensor]], rows: torch.Tensor) -> tuple[Run, flo
 def kernels_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
     """Return what computes here by name, and the mode that brings it: on Hopper two kernels, elsewhere one."""
     found: dict[str, str] = {}
-    for mode in ("auto", "mma"):
+    for mode in (
+        ("auto", "mma") if runtime.mode() == "auto" else (runtime.mode(),)
+    ):  # what is asked for from outside holds
         with kernel_mode(mode):
             found.setdefault(f"kvrag {runtime.tier(shape.dim, dtype, device)}", mode)
     return found
@@ -122,7 +126,10 @@ def contenders(shape: Shape, inputs: list[list[torch.Tensor]], rows: torch.Tenso
         bias = torch.zeros(len(rows), shape.keys, dtype=dtype, device=rows.device)
         bias.masked_fill_(rows[:, None] < torch.arange(shape.keys, device=rows.device), float("-inf"))
         groups = shape.heads // shape.kv_heads
-        for backend in ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if rows.is_cuda else ("MATH",):
+        backends = ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if rows.is_cuda else []
+        if len(rows) * shape.keys * shape.heads <= MAX_SCORES:
+            backends.append("MATH")
+        for backend in backends:
             name = backend.split("_")[0].lower()
             runs[f"sdpa {name}, mask"] = lambda i, b=backend: sdpa(*inputs[i], b, attn_mask=bias, enable_gqa=True)  # type: ignore[misc]
             runs[f"sdpa {name}, mask, K and V repeated"] = (

@@ -67,6 +67,8 @@ def inputs_of(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
     hi, lo = limits_of(case, g)
     q, k, v = (_laid_out(x, case.layout) for x in (q, k, v))
     sinks = torch.randn(case.heads, generator=g) if case.has_sinks else None
+    if sinks is not None and case.limits == "empty":
+        sinks[0] = -torch.inf  # no sink, and in some rows no key either
     return {"q": q, "k": k, "v": v, "hi": hi, "lo": lo, "sinks": sinks}
 
 

@@ -50,6 +50,20 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation(monkeypatch: pytest.
     assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
 
 
+def test_a_user_without_a_home_compiles_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number without a name."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("KVRAG_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cubin_cache.folder() is None
+    assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
+    assert "KVRAG_CACHE" in kvrag_kernels.info()["cache"]
+
+
 def test_everything_that_changes_a_cubin_changes_its_key() -> None:
     base: list[Any] = ["source", ("-DD=64",), (13, 0), "sm_90"]
     changed = [
@@ -85,10 +99,10 @@ def test_shared_memory_fits_the_smallest_device_of_each_kind() -> None:
 
 
 def test_partial_results_stay_small() -> None:
-    for dim in HEAD_DIMS:
+    for geometry in [make(dim) for dim in HEAD_DIMS for make in (geometry_of, hopper_geometry)]:
         for kv_heads in (1, 2, 8, 32):
-            shape = plan_shape(geometry_of(dim), 1, 5000, 32, kv_heads, processors=132)
-            assert shape.max_slots * kv_heads * geometry_of(dim).rows * dim * 4 <= 64 * 2**20
+            shape = plan_shape(geometry, 1, 5000, 32, kv_heads, processors=132)
+            assert shape.max_slots * kv_heads * geometry.rows * geometry.dim * 4 <= 72 * 2**20
 
 
 def test_what_has_a_kernel() -> None:
@@ -105,6 +119,11 @@ def test_a_mode_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KVRAG_KERNEL", "fast")
     with pytest.raises(ValueError, match="KVRAG_KERNEL is 'fast'"):
         runtime.mode()
+    x = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="KVRAG_KERNEL is 'fast'"):  # on a CPU too
+        kvrag_kernels.ragged_attention(x, x, x, torch.zeros(1, dtype=torch.int32), scale=1.0)
+    monkeypatch.setenv("KVRAG_KERNEL", "")
+    assert runtime.mode() == "auto"
 
 
 class FakeCuda:

@@ -228,3 +228,14 @@ def test_a_captured_stitch_is_left_to_torch(is_capturing: bool, monkeypatch: pyt
     monkeypatch.setattr(stitch_launch, "defines", lambda call: asked.append(call))
     assert not runtime.stitch(stitching_of(BY_NAME["half"]))
     assert bool(asked) is not is_capturing
+
+
+def test_the_table_is_made_on_the_host_whatever_the_default_device_is() -> None:
+    call = stitching_of(CASES[0])
+    want = stitch_launch.jobs_of(call)
+    torch.set_default_device("meta")
+    try:
+        got = stitch_launch.jobs_of(call)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(got, want)
