@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,24 @@ def files_digest(files: Iterable[Path]) -> str:
 
 
 def cache_dir() -> Path:
-    """Directory of what kvrag remembers for this user: ``$KVRAG_CACHE_DIR``, or ``kvrag`` in the user's cache directory."""
+    """Directory of what kvrag remembers for this user: ``$KVRAG_CACHE_DIR``, or ``kvrag`` in the user's cache directory.
+
+    A user without a home, as in some containers, has one of this process alone.
+    """
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvrag"
+    if os.path.isabs(base):
+        return Path(base) / "kvrag"
+    try:
+        return Path.home() / ".cache" / "kvrag"
+    except RuntimeError:
+        return Path(_own_folder().name)
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kvrag-")  # nobody else's: what is remembered is believed
 
 
 class _Remembered:
@@ -171,17 +185,14 @@ def _read() -> dict[str, Any]:
         match json.loads((cache_dir() / _CACHE_FILE).read_text()):
             case {"version": 1, "files": dict(files)}:
                 return files
-    except (OSError, ValueError, RecursionError, RuntimeError):
-        pass  # absent, damaged, or there is no home directory
+    except (OSError, ValueError, RecursionError):
+        pass  # absent or damaged
     return {}
 
 
 def _write(text: str) -> None:
     """Replace the file in one step; only its owner may read or write it."""
-    try:
-        folder = cache_dir()
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
+    folder = cache_dir()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=folder, prefix=_CACHE_FILE)
     try:

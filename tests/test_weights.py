@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kvrag.weights
+from kvrag import KVRagEngine
 from kvrag.loading import load
 from kvrag.source import ModelSource
 from kvrag.testing.models import save_tiny_model, tiny_model
@@ -201,6 +202,9 @@ def test_no_home_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(kvrag.weights.Path, "home", homeless)
     assert files_digest([make_file(tmp_path / "model.safetensors")]).startswith("files:")
+    engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model"))
+    assert engine.generate("Who?", max_new_tokens=1).token_ids, "the proof was made, and kept for this process"
+    assert cache_dir().stat().st_mode & 0o777 == 0o700
 
 
 def test_the_time_of_hashing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

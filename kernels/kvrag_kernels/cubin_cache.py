@@ -11,10 +11,14 @@ from pathlib import Path
 
 
 def folder() -> Path | None:
-    """Return ``$KVRAG_CACHE/kernels``, or ``~/.cache/kvrag/kernels``; ``None`` for a user without a home, as in some containers."""
-    root = os.environ.get("KVRAG_CACHE") or os.environ.get("XDG_CACHE_HOME")
-    if root:
-        return Path(root, "kernels") if os.environ.get("KVRAG_CACHE") else Path(root, "kvrag", "kernels")
+    """Return ``$KVRAG_CACHE/kernels``, ``$KVRAG_CACHE_DIR/kernels`` or ``~/.cache/kvrag/kernels``.
+
+    ``None`` for a user without a home, as in some containers.
+    """
+    if root := os.environ.get("KVRAG_CACHE") or os.environ.get("KVRAG_CACHE_DIR"):
+        return Path(root, "kernels")
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root, "kvrag", "kernels")
     try:
         return Path.home() / ".cache" / "kvrag" / "kernels"
     except RuntimeError:

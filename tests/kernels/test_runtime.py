@@ -56,7 +56,7 @@ def test_a_user_without_a_home_compiles_each_time(monkeypatch: pytest.MonkeyPatc
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    for name in ("KVRAG_CACHE", "XDG_CACHE_HOME"):
+    for name in ("KVRAG_CACHE", "KVRAG_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert cubin_cache.folder() is None
