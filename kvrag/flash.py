@@ -149,7 +149,12 @@ def _rows_attention(
     """Adapt :func:`kvrag_kernels.ragged_attention` to transformers' attention interface."""
     refuse_unknown(module, others, "call uninstall_flash_attention(model)")
     forward, reach = getattr(attention_mask, "kvrag", None), _reaches.get(module)
-    if forward is None or reach is None:
+    if reach is None:
+        raise InputError(
+            f"{type(module).__name__} asks for kvrag's attention and is of a model that it was not installed in, a copy perhaps; call "
+            "install_flash_attention(model) on that one"
+        )
+    if forward is None:
         raise InputError(
             f"{type(module).__name__} was given a mask of its own; kvrag's attention makes its limits from 2-D attention masks alone: pass "
             "one, or call uninstall_flash_attention(model)"
@@ -209,7 +214,10 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     modules = attention_modules(model)
     with lock_of(model):
         _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})
-        _before[model] = model.config._attn_implementation
+        before = model.config._attn_implementation
+        if before == NAME:  # of a copy: what the first one had is not known any more
+            before = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        _before[model] = before
         model.config._attn_implementation = NAME
     return len(modules)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -138,6 +139,21 @@ def test_what_it_cannot_compute_is_refused_by_name() -> None:
         packed = torch.cat([torch.arange(50), torch.arange(40)])[None]
         with pytest.raises(InputError, match="packed sequences"):
             model(input_ids=ids, position_ids=packed, use_cache=False)
+
+
+def test_a_copy_of_a_model_is_told_from_a_strange_mask() -> None:
+    model = tiny_model("mistral").eval()
+    install_flash_attention(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        with pytest.raises(InputError, match="not installed in, a copy perhaps"):
+            twin(input_ids=ids_of(1))
+        install_flash_attention(twin)
+        want = model(input_ids=ids_of(1)).logits
+        torch.testing.assert_close(twin(input_ids=ids_of(1)).logits, want)
+        uninstall_flash_attention(twin)
+        assert twin.config._attn_implementation == "sdpa"
+        torch.testing.assert_close(twin(input_ids=ids_of(1)).logits, want)
 
 
 def test_chunked_attention_is_served_without_padding_alone() -> None:
