@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,22 @@ def used(path: Path) -> int:
     return shutil.disk_usage(path).used
 
 
-def full_disk(folder: Path) -> Outcome:
-    """Fill a small tmpfs to the brim; reads go on, erasing works, writing works again when there is room."""
+def _on_a_small_disk(folder: Path, scenario: Callable[[Path], Outcome]) -> Outcome:
+    """Run a scenario on a file system of its own."""
     disk = folder / "disk"
     disk.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", disk], capture_output=True)
     if done.returncode:
         return Outcome(skipped="file systems may not be mounted here")
     try:
-        return _fill(disk)
+        return scenario(disk)
     finally:
         subprocess.run(["umount", "-l", disk], check=False, capture_output=True)
+
+
+def full_disk(folder: Path) -> Outcome:
+    """Fill a small tmpfs to the brim; reads go on, erasing works, writing works again when there is room."""
+    return _on_a_small_disk(folder, _fill)
 
 
 def _fill(disk: Path) -> Outcome:
@@ -120,15 +126,7 @@ def _recover(disk: Path, store: DiskStore, acknowledged: list[int], outcome: Out
 
 def read_only(folder: Path) -> Outcome:
     """Let the file system become read-only under an open store: reads go on, writes are refused at no cost, and it heals."""
-    disk = folder / "disk"
-    disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", disk], capture_output=True)
-    if done.returncode:
-        return Outcome(skipped="file systems may not be mounted here")
-    try:
-        return _made_read_only(disk)
-    finally:
-        subprocess.run(["umount", "-l", disk], check=False, capture_output=True)
+    return _on_a_small_disk(folder, _made_read_only)
 
 
 def _made_read_only(disk: Path) -> Outcome:
