@@ -196,6 +196,9 @@ class KVStore(Protocol):
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk is stored, without proving its integrity."""
 
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks from every tier and return how many were there."""
 

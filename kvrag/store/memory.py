@@ -20,8 +20,8 @@ from kvrag.store.usage import Usage
 from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
 
-PushedOut = Callable[[ChunkIdentity, ChunkKV, int], None]
-"""Told chunk, KV and priority of what had to leave for want of room."""
+PushedOut = Callable[[ChunkIdentity, ChunkKV, Retention], None]
+"""Told chunk, KV and worth of what had to leave for want of room."""
 
 
 class MemoryStore(ForkAware):
@@ -58,7 +58,7 @@ class MemoryStore(ForkAware):
         self.index: Index = self._rows
         self.name = name
         self.max_bytes = max_bytes
-        self.pushed_out: PushedOut = lambda identity, kv, priority: None
+        self.pushed_out: PushedOut = lambda identity, kv, retention: None
         """Set by the tier that demotes what leaves."""
         self.device = torch.device(device)
         self._events = events or Events()
@@ -147,6 +147,13 @@ class MemoryStore(ForkAware):
         """Return the keys of all chunks in memory."""
         with self._lock:
             return list(self._shelf.chunks)
+
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        with self._lock:
+            entry = self._shelf.chunks.get(key)
+        retention = None if entry is None else entry.usage.retention()
+        return None if retention == Retention() else retention
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks and return how many were there."""
@@ -245,7 +252,7 @@ class MemoryStore(ForkAware):
             Value of :attr:`erasures` before the chunk was read elsewhere: if something was erased since, the chunk
             isn't kept, because it may be what was erased.
         retention
-            Its priority.
+            What was said of its worth.
         reason
             For the event.
         """
@@ -260,7 +267,7 @@ class MemoryStore(ForkAware):
         self._events.emit(StoreEvent("BlockStored", self.name, (key,), reason, kv.num_tokens, size))
         for old, entry in victims.items():
             self._events.emit(StoreEvent("BlockRemoved", self.name, (old,), "evicted"))
-            self.pushed_out(entry.identity, entry.kv, entry.usage.priority_now())
+            self.pushed_out(entry.identity, entry.kv, entry.usage.retention())
             if not self.contains(old):
                 self.index.remove(old)
         return True

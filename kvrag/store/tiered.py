@@ -162,12 +162,16 @@ class TieredStore(TieredReads):
         else:
             self._follow()
 
-    def demote(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        return self._memory.retention(key) if self._is_only_here(key) else super().retention(key)
+
+    def demote(self, identity: ChunkIdentity, kv: ChunkKV, retention: Retention) -> None:
         """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""
         key = chunk_key(identity)
-        if priority < self._min_priority or self._memory.contains(key):
+        if retention.priority < self._min_priority or self._memory.contains(key):
             return
-        self._memory.keep(identity, copy_kv(kv), retention=Retention(priority), reason="demoted")
+        self._memory.keep(identity, copy_kv(kv), retention=retention, reason="demoted")
         if not self.is_known(key):  # erased meanwhile: an erasure takes the row first
             self._memory.delete([key])
 
@@ -212,7 +216,7 @@ class TieredStore(TieredReads):
         self._only_here.add(record.key)
         own = copy_kv(self._memory.converted(kv), self._memory.device)
         if not self._memory.keep(identity, own, retention=retention, reason="put"):
-            self._lose(identity, kv, 0)
+            self._lose(identity, kv, retention)
             raise StoreError(
                 f"{kv.num_bytes} bytes find no room in memory, and have too low a priority for the disk; raise StoreConfig.ram_bytes "
                 "or lower StoreConfig.disk_min_priority"
@@ -223,7 +227,7 @@ class TieredStore(TieredReads):
         # Without its row it could be found, and never be erased: another process may have taken that, for want of a file.
         return key in self._only_here and self._memory.contains(key) and self.index.get(key) is not None
 
-    def _lose(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
+    def _lose(self, identity: ChunkIdentity, kv: ChunkKV, retention: Retention | None) -> None:
         """Take the row of a chunk that was pushed out and is nowhere else."""
         self._drop_row(chunk_key(identity))
 

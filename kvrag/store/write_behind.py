@@ -215,6 +215,10 @@ class WriteBehind:
         """Return a chunk's priority at present."""
         return self._disk.priority(key)
 
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        return self._disk.retention(key)
+
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return whose KV is stored, or waits to be, under a key."""
         entry = self._queue.entries.get(key)

@@ -22,12 +22,13 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key, namespace_digest
 from kvrag.store.base import KVStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+from kvrag.testing.store_worth import RetentionTests
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV
 
 PATIENT_S = 30.0
 
 
-class StoreContract:
+class StoreContract(RetentionTests):
     """What every store promises. A subclass gives :meth:`make_store`; pytest collects the rest."""
 
     dtype: torch.dtype = torch.float32

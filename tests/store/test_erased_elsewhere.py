@@ -214,7 +214,7 @@ def test_what_is_demoted_while_its_erasure_is_half_done_is_not_kept(tiers):
     kv = one.gpu.get(ONE)
     keys = one.other.index.unlink(NAMESPACE, "one")
     assert one.store.get(ONE) is None
-    one.below.demote(ONE, kv, 35)  # as by a thread that had taken it out before
+    one.below.demote(ONE, kv, Retention())  # as by a thread that had taken it out before
     one.other.delete(keys)
     assert one.held() == (False, False)
 
