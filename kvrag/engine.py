@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
+from kvrag.documents import keys_of, named
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.gate import Gate
@@ -266,7 +267,7 @@ class KVRagEngine:
         show_progress
             Show a progress bar.
         retention
-            Priority, and for how long, of what is stored now, when room is short; what is stored already keeps its own.
+            Priority, and for how long, when room is short; of what is stored already too. Default: 35, and what is stored keeps its own.
 
         Raises
         ------
@@ -388,13 +389,51 @@ class KVRagEngine:
             If ``collection`` is no name.
         """
         space = self._namespace(namespace)
-        ids = [ids] if isinstance(ids, str) else list(ids)
-        if collection is not None:
-            ids += members(self.store.index.documents(space), collection)
+        chosen = named(self.store.index, space, ids, collection)
         with self._erasures.erasing(
             space
         ):  # what waits to be written back was seen before, and might hold what goes now
-            return sum(self.store.forget(space, doc_id) for doc_id in dict.fromkeys(ids))
+            return sum(self.store.forget(space, doc_id) for doc_id in chosen)
+
+    def retain(
+        self,
+        ids: Sequence[str] = (),
+        *,
+        keys: Sequence[ChunkKey] = (),
+        collection: str | None = None,
+        retention: Retention,
+        namespace: str | None = None,
+    ) -> int:
+        """Say anew how much the KV of documents is worth keeping, in every tier that has it; where it lies stays as it is.
+
+        Parameters
+        ----------
+        ids
+            Ids of documents: the KV of their texts, of all models and behind all prefixes.
+        keys
+            Keys of chunks, of this namespace (others are left out).
+        collection
+            All documents below ``collection/`` too.
+        retention
+            Priority, and for how long from now on; a cost that it does not name stays what it was.
+        namespace
+            Default: the engine's.
+
+        Returns
+        -------
+        int
+            Number of chunks that were found.
+
+        Raises
+        ------
+        InputError
+            If ``collection`` is no name.
+        StoreError
+            If the store can't be written to.
+        """
+        space, index = self._namespace(namespace), self.store.index
+        chosen = keys_of(index, space, named(index, space, ids, collection), keys)
+        return self.store.retain(chosen, retention)
 
     def clear(self) -> int:
         """Erase everything that is stored, from every tier: all documents and KV of **every** namespace, model and prefix.

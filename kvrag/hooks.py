@@ -14,6 +14,7 @@ from typing import Any, Literal
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError
 from kvrag.prefix import Prefix
+from kvrag.store import Retention
 from kvrag.types import PrecomputeReport, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def precompute_kv(
     batch_size: int = 8,
     show_progress: bool = False,
     on_error: OnError = "raise",
+    retention: Retention | None = None,
 ) -> PrecomputeReport:
     """Compute and store the KV of documents.
 
@@ -44,7 +46,7 @@ def precompute_kv(
         A :class:`~kvrag.engine.KVRagEngine`, or one of the framework classes that have one.
     ids
         Document ids, one per item; default: the items' own.
-    prefix, namespace, batch_size, show_progress
+    prefix, namespace, batch_size, show_progress, retention
         As for :meth:`kvrag.engine.KVRagEngine.precompute`.
     content
         For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM is shown.
@@ -66,7 +68,16 @@ def precompute_kv(
         pairs = _pairs(items, content)
         names = [name for name, _ in pairs] if ids is None else list(ids)
         engine = engine_of(llm)
-        return _precompute(engine, pairs, names, prefix, namespace, batch_size, show_progress)
+        return _precompute(
+            engine,
+            pairs,
+            names,
+            prefix=prefix,
+            namespace=namespace,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            retention=retention,
+        )
     except KVRagError as error:
         if on_error == "raise":
             raise
@@ -107,6 +118,7 @@ def sync_kv(
     content: Content = "text",
     batch_size: int = 8,
     show_progress: bool = False,
+    retention: Retention | None = None,
 ) -> SyncReport:
     """Make the store hold the KV of exactly these documents: precompute what is missing, delete what is gone.
 
@@ -114,7 +126,7 @@ def sync_kv(
     ----------
     live_items
         Every document that shall have KV in this namespace; each needs an id.
-    llm, ids, prefix, namespace, content, batch_size, show_progress
+    llm, ids, prefix, namespace, content, batch_size, show_progress, retention
         As for :func:`precompute_kv`.
     """
     engine = engine_of(llm)
@@ -122,7 +134,16 @@ def sync_kv(
     names = [name for name, _ in pairs] if ids is None else list(ids)
     if any(name is None for name in names):
         raise InputError("sync_kv needs an id for every item, to tell what is gone; pass ids=[...]")
-    report = _precompute(engine, pairs, names, prefix, namespace, batch_size, show_progress)
+    report = _precompute(
+        engine,
+        pairs,
+        names,
+        prefix=prefix,
+        namespace=namespace,
+        batch_size=batch_size,
+        show_progress=show_progress,
+        retention=retention,
+    )
     gone = sorted(set(engine.document_ids(namespace=namespace)) - set(map(str, names)))
     engine.delete(gone, namespace=namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
@@ -175,10 +196,9 @@ def _precompute(
     engine: KVRagEngine,
     pairs: list[tuple[str | None, str]],
     names: Sequence[str | None],
-    prefix: Prefix | None,
+    *,
     namespace: str | None,
-    batch_size: int,
-    show_progress: bool,
+    **options: Any,
 ) -> PrecomputeReport:
     """Precompute with ids where there are any; empty texts of a splitter are left out, as they hold nothing to compute."""
     if len(names) != len(pairs):
@@ -186,13 +206,7 @@ def _precompute(
     kept = [
         (name, text) for name, (_, text) in zip(names, pairs, strict=True) if not isinstance(text, str) or text.strip()
     ]
-    options: dict[str, Any] = {
-        "prefix": prefix,
-        "namespace": namespace,
-        "batch_size": batch_size,
-        "show_progress": show_progress,
-    }
-    report = engine.precompute_items(kept, **options)
+    report = engine.precompute_items(kept, namespace=namespace, **options)
     emptied = {str(name) for name, (_, text) in zip(names, pairs, strict=True) if name is not None and not text.strip()}
     if gone := emptied & set(engine.document_ids(namespace=namespace) if emptied else ()):
         engine.delete(sorted(gone), namespace=namespace)

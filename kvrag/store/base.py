@@ -199,6 +199,17 @@ class KVStore(Protocol):
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
 
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, in every tier that has them, and return how many there are; unknown ones are left out.
+
+        A cost that ``retention`` does not name stays what it was.
+
+        Raises
+        ------
+        StoreError
+            If the store can't be written to.
+        """
+
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks from every tier and return how many were there."""
 

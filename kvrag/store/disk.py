@@ -116,7 +116,7 @@ class DiskStore(DiskWrites):
             written = self._write(plan, kv, doc_id, is_reserved=is_reserved, reason=reason)
             if self.objects.contains(chunk_key(identity)):
                 if retention is not None:
-                    self.rows.retain(chunk_key(identity), retention)
+                    self.rows.retain([chunk_key(identity)], retention)
                 return written
         raise StoreError(f"the chunk is erased from {self._root} as fast as it is written; try again later")
 
@@ -206,11 +206,11 @@ class DiskStore(DiskWrites):
         self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))
         return found
 
-    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> None:
-        """Give chunks a priority for eviction; unknown ones are left out."""
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, and return how many there are; unknown ones are left out."""
         self._check_writable()
-        for key in keys:
-            self.rows.retain(key, retention)
+        # Few at a time: others wait for each step.
+        return sum(self.rows.retain(batch, retention) for batch in recovery.batches(dict.fromkeys(keys)))
 
     def make_room(self, need: int = 0, *, retention: Retention | None = KEEP) -> None:
         """Evict what is worth no more than ``retention`` until the budgets hold with ``need`` more bytes; ``StoreError`` if it can't be."""

@@ -155,6 +155,12 @@ class MemoryStore(ForkAware):
         retention = None if entry is None else entry.usage.retention()
         return None if retention == Retention() else retention
 
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, and return how many there are; unknown ones are left out."""
+        with self._lock:
+            self._erasures += 1  # a read that has begun would bring what the chunk was worth before
+            return sum(self._shelf.retain(key, retention) for key in dict.fromkeys(keys))
+
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks and return how many were there."""
         with self._lock:
@@ -219,7 +225,7 @@ class MemoryStore(ForkAware):
 
     @property
     def erasures(self) -> int:
-        """Calls of :meth:`delete` and :meth:`clear` so far, for :meth:`keep`."""
+        """Calls of :meth:`delete`, :meth:`clear` and :meth:`retain` so far, for :meth:`keep`."""
         return self._erasures
 
     def peek(self, identity: ChunkIdentity) -> ChunkKV | None:
@@ -249,8 +255,8 @@ class MemoryStore(ForkAware):
         identity, kv
             The chunk; its tensors must be on the tier's device and hold on to no more memory than they show.
         erasures
-            Value of :attr:`erasures` before the chunk was read elsewhere: if something was erased since, the chunk
-            isn't kept, because it may be what was erased.
+            Value of :attr:`erasures` before the chunk was read elsewhere: if something was erased since, or given another worth, the
+            chunk isn't kept, because it may be that.
         retention
             What was said of its worth.
         reason

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvrag.store.base import Retention
 from kvrag.store.usage import Usage
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
 
@@ -35,6 +36,13 @@ class Shelf:
     def use(self, key: ChunkKey) -> None:
         """Count a chunk as the last one used."""
         self.chunks.move_to_end(key)
+
+    def retain(self, key: ChunkKey, retention: Retention) -> bool:
+        """Say anew what a chunk is worth; whether it is here."""
+        entry = self.chunks.get(key)
+        if entry is not None:
+            self.chunks[key] = replace(entry, usage=entry.usage.retained(retention))
+        return entry is not None
 
     def take(self, key: ChunkKey, entry: Entry) -> dict[ChunkKey, Entry] | None:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""

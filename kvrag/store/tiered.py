@@ -5,7 +5,7 @@ Tiers stack: the accelerator's memory above the host's, above the disk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -165,6 +165,13 @@ class TieredStore(TieredReads):
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
         return self._memory.retention(key) if self._is_only_here(key) else super().retention(key)
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, in both tiers, and return how many there are; where they lie stays as it is."""
+        keys = list(keys)
+        found = self._disk.retain(keys, retention)
+        self._memory.retain(keys, retention)
+        return found
 
     def demote(self, identity: ChunkIdentity, kv: ChunkKV, retention: Retention) -> None:
         """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""

@@ -118,7 +118,7 @@ class WriteBehind:
         self._disk.make_room(record.num_bytes, retention=retention)
         self.hold(record, doc_id)
         if retention is not None:
-            self._disk.rows.retain(record.key, retention)
+            self._disk.rows.retain([record.key], retention)
         return record
 
     def hold(self, record: Record, doc_id: str | None) -> None:
@@ -143,6 +143,15 @@ class WriteBehind:
                 entry.references.append((text, doc_id))
                 return True
         return self._disk.link(identity, text=text, doc_id=doc_id)
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, written or not, and return how many there are; raises as :meth:`DiskStore.retain`."""
+        queue, keys = self._queue, list(keys)
+        with queue.writing:  # a write that is under way would end with what its put was told
+            with queue.changes:
+                for entry in filter(None, map(queue.entries.get, keys)):
+                    entry.retention = retention
+            return self._disk.retain(keys, retention)
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk waits to be written or has a file, without proving its integrity."""

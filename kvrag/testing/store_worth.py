@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 # ruff: noqa: D102  (the name of a test is its sentence)
-
 from kvrag.fingerprint import chunk_key
 from kvrag.store.base import KVStore, Retention
 from kvrag.testing.chunks import make_identity, make_text
-from kvrag.types import ChunkIdentity, ChunkKV
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
 
 HOUR_S = 3600.0
 
@@ -42,3 +41,22 @@ class RetentionTests:
         assert found.duration_s is not None
         assert 0 < found.duration_s < HOUR_S, "what is left of it"
         assert (found.priority, found.cost_ms) == (80, 12.5)
+
+    def test_worth_is_said_anew_wherever_a_chunk_is(self, store: KVStore) -> None:
+        first, second = make_identity(1), make_identity(2)
+        keys = [chunk_key(first), chunk_key(second)]
+        store.put(first, self.kv(first), text=make_text("a"), retention=Retention(90, cost_ms=12.5))
+        store.put(second, self.kv(second), text=None)
+        store.get(first)
+        assert store.retain([*keys, keys[0], chunk_key(make_identity(9)), ChunkKey("no key")], Retention(10)) == 2
+        assert store.retention(keys[0]) == self.told(Retention(10, cost_ms=12.5)), "its cost stays"
+        assert store.retention(keys[1]) == self.told(Retention(10))
+        assert store.retain(keys[:1], Retention(20, cost_ms=1.0)) == 1
+        store.get_many([first, second], timeout_s=30)
+        assert store.retention(keys[0]) == self.told(Retention(20, cost_ms=1.0))
+        assert store.retain(keys[1:], Retention()) == 1
+        assert store.retention(keys[1]) is None
+        assert store.retain([], Retention(1)) == 0
+        assert store.delete(keys) == 2
+        assert store.retain(keys, Retention(1)) == 0
+        assert store.retention(keys[0]) is None

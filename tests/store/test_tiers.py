@@ -222,6 +222,38 @@ def test_a_priority_in_memory_alone_is_told_and_promoted(tiers):
     assert told == (Retention(20), Retention(20), 20)
 
 
+def test_worth_is_said_anew_in_every_tier(tiers):
+    one = tiers(lower_min_priority=30)
+    put(one.store, 0, priority=90)
+    put(one.store, 1, priority=20)  # in the host's memory alone
+    for number in (0, 1):
+        one.store.get(IDENTITIES[number])
+    assert (held(one.gpu), held(one.host), one.disk.files()) == ([0, 1], [0, 1], {KEYS[0]})
+    assert one.store.retain(KEYS[:3], Retention(50)) == 2
+    for tier in (one.gpu, one.host, one.store):
+        assert [tier.retention(key) for key in KEYS[:3]] == [Retention(50), Retention(50), None]
+    assert one.disk.files() == {KEYS[0]}, "where a chunk lies stays as it is"
+
+
+def test_a_read_that_began_before_does_not_bring_the_worth_of_then(tiers, monkeypatch):
+    one = tiers()
+    put(one.store, 0, priority=99)
+    one.host.delete(KEYS[:1])
+    real = one.below.retention
+
+    def slow(key):
+        found = real(key)
+        one.store.retain([key], Retention(1))
+        return found
+
+    monkeypatch.setattr(one.below, "retention", slow)
+    one.store.get(IDENTITIES[0])
+    monkeypatch.undo()
+    assert (held(one.gpu), held(one.host)) == ([], [])
+    one.store.get(IDENTITIES[0])
+    assert one.gpu.retention(KEYS[0]) == one.host.retention(KEYS[0]) == Retention(1)
+
+
 def test_low_priorities_stay_off_the_disk_until_they_are_pushed_out(root):
     disk = DiskStore(root)
     host = MemoryStore(2 * SIZE)

@@ -7,7 +7,7 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 
-from kvrag import precompute_kv
+from kvrag import Retention, precompute_kv
 from kvrag.hooks import OnError, engine_of
 
 
@@ -21,7 +21,7 @@ class KVPrecompute(BaseDocumentTransformer):
     ----------
     llm
         A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or :class:`kvrag.KVRagEngine`.
-    namespace, batch_size, show_progress
+    namespace, batch_size, show_progress, retention
         As for :meth:`kvrag.KVRagEngine.precompute`.
     on_error
         ``"warn"`` and go on without KV, or ``"raise"``.
@@ -40,6 +40,7 @@ class KVPrecompute(BaseDocumentTransformer):
         batch_size: int = 8,
         show_progress: bool = False,
         on_error: OnError = "warn",
+        retention: Retention | None = None,
     ) -> None:
         engine_of(llm)
         self.llm = llm
@@ -48,6 +49,7 @@ class KVPrecompute(BaseDocumentTransformer):
             "batch_size": batch_size,
             "show_progress": show_progress,
             "on_error": on_error,
+            "retention": retention,
         }
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:

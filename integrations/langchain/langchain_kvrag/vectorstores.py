@@ -11,7 +11,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from kvrag import ConfigError, delete_kv, precompute_kv
+from kvrag import ConfigError, Retention, delete_kv, precompute_kv
 from kvrag.hooks import OnError, documents_in, engine_of
 from langchain_kvrag._faiss import FaissStore, Metric
 
@@ -40,6 +40,8 @@ class KVRagVectorStore(VectorStore):
         ``"warn"``: documents are added even if their KV can't be computed, or ``"raise"``.
     metric
         Of the own index: ``"l2"`` or ``"ip"``.
+    retention
+        How much the KV of documents is worth keeping that are added.
 
     Raises
     ------
@@ -65,6 +67,7 @@ class KVRagVectorStore(VectorStore):
         batch_size: int = 8,
         on_error: OnError = "warn",
         metric: Metric = "l2",
+        retention: Retention | None = None,
     ) -> None:
         if (inner is None) == (embedding is None):
             raise ConfigError("pass either a vector store to wrap, or embedding=... for an own FAISS index")
@@ -77,6 +80,7 @@ class KVRagVectorStore(VectorStore):
         self.inner: VectorStore = FaissStore(embedding, metric=metric) if embedding is not None else inner  # type: ignore[assignment]
         self.llm = llm
         self.namespace = namespace
+        self.retention = retention
         self._batch_size: int = batch_size
         self._on_error: OnError = on_error
 
@@ -146,6 +150,7 @@ class KVRagVectorStore(VectorStore):
             namespace=self.namespace,
             batch_size=self._batch_size,
             on_error=self._on_error,
+            retention=self.retention,
         )
 
     def _known(self, ids: list[str] | None) -> list[str]:

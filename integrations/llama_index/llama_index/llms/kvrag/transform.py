@@ -13,7 +13,7 @@ from llama_index.core import Settings
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
-from kvrag import ConfigError, KVRagEngine, PrecomputeReport, precompute_kv
+from kvrag import ConfigError, KVRagEngine, PrecomputeReport, Retention, precompute_kv
 from kvrag.config import unknown_option
 from kvrag.hooks import Content, OnError
 from llama_index.llms.kvrag.base import KVRagLLM
@@ -82,7 +82,7 @@ class PrecomputeKV(TransformComponent):
     ----------
     llm
         Whom the KV is for; default: ``Settings.llm`` at the time of the run.
-    namespace, prefix, batch_size, show_progress
+    namespace, prefix, batch_size, show_progress, retention
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
         ``"text"``: the node's text. ``"llm"``: the text with the metadata that the LLM is shown.
@@ -97,6 +97,7 @@ class PrecomputeKV(TransformComponent):
     batch_size: int = Field(default=8, ge=1)
     show_progress: bool = False
     on_error: OnError = "warn"
+    retention: Retention | None = None
 
     def __init__(self, llm: Any = None, **options: Any) -> None:
         refuse_unknown(options, type(self))
@@ -128,6 +129,7 @@ class PrecomputeKV(TransformComponent):
             content=self.content,
             batch_size=self.batch_size,
             show_progress=self.show_progress,
+            retention=self.retention,
             on_error=self.on_error,
         )
         return nodes

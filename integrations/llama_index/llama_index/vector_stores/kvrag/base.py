@@ -17,7 +17,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvrag import ConfigError, KVRagEngine
+from kvrag import ConfigError, KVRagEngine, Retention
 from kvrag.hooks import Content, OnError, engine_of
 from llama_index.llms.kvrag.transform import precompute_nodes, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
@@ -36,7 +36,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         The store; default: a ``SimpleVectorStore``, which persists with the storage context.
     llm
         Whom the KV is for; default: ``Settings.llm`` when it is needed.
-    namespace, prefix, batch_size, show_progress
+    namespace, prefix, batch_size, show_progress, retention
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
         ``"text"``: KV of the node's text. ``"llm"``: of the text with the metadata that the LLM is shown.
@@ -59,6 +59,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
     batch_size: int = Field(default=8, ge=1)
     show_progress: bool = False
     on_error: OnError = "warn"
+    retention: Retention | None = None
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
 
     def __init__(self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any) -> None:
@@ -114,6 +115,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
             content=self.content,
             batch_size=self.batch_size,
             show_progress=self.show_progress,
+            retention=self.retention,
             on_error=self.on_error,
         )
 
