@@ -435,18 +435,24 @@ class KVRagEngine:
         chosen = keys_of(index, space, named(index, space, ids, collection), keys)
         return self.store.retain(chosen, retention)
 
-    def clear(self) -> int:
-        """Erase everything that is stored, from every tier: all documents and KV of **every** namespace, model and prefix.
+    def clear(self, *, namespace: str | None = None) -> int:
+        """Erase everything that is stored, from every tier: all documents and KV of every model and prefix, with and without ids.
 
-        To erase one namespace's documents alone, :meth:`delete` its :meth:`document_ids`. What other keys protect is left alone.
+        What other keys protect is left alone.
+
+        Parameters
+        ----------
+        namespace
+            Erase this one alone. Default: **every** namespace, and not the engine's.
 
         Returns
         -------
         int
             Number of chunks erased.
         """
-        with self._erasures.erasing(EVERYWHERE):
-            return self.store.clear()
+        space = None if namespace is None else self._namespace(namespace)
+        with self._erasures.erasing(EVERYWHERE if space is None else space):
+            return self.store.clear(space)
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""

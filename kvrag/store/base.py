@@ -216,8 +216,11 @@ class KVStore(Protocol):
     def forget(self, namespace: str, doc_id: str) -> int:
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
 
-    def clear(self) -> int:
-        """Erase all chunks, texts and documents, of every namespace and model, in every tier; return how many chunks there were."""
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase all chunks, texts and documents, of every model, in every tier; return how many chunks there were.
+
+        ``namespace`` is the digest of the one that is erased; ``None``: every one.
+        """
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``)."""

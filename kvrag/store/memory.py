@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key, content_key
+from kvrag.fingerprint import chunk_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
-from kvrag.store.shelf import Entry, Shelf
+from kvrag.store.shelf import Entry, Shelf, record_of
 from kvrag.store.usage import Usage
 from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
@@ -104,7 +104,7 @@ class MemoryStore(ForkAware):
             return 0
         check_kv(identity, kv)
         kept = copy_kv(self.converted(kv), self.device)
-        record = _record(identity, kept.num_bytes, text)
+        record = record_of(identity, kept.num_bytes, text)
         # The row first: the chunk may be pushed out by another thread at once, and takes its row with it then.
         self.index.add(record, doc_id=doc_id)
         if not self.keep(identity, kept, retention=retention, reason="put"):
@@ -125,7 +125,7 @@ class MemoryStore(ForkAware):
         kv = self.peek(identity)
         if kv is None:
             return False
-        self.index.add(_record(identity, kv.num_bytes, text), doc_id=doc_id)
+        self.index.add(record_of(identity, kv.num_bytes, text), doc_id=doc_id)
         return True
 
     def contains(self, key: ChunkKey) -> bool:
@@ -151,9 +151,7 @@ class MemoryStore(ForkAware):
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
         with self._lock:
-            entry = self._shelf.chunks.get(key)
-        retention = None if entry is None else entry.usage.retention()
-        return None if retention == Retention() else retention
+            return self._shelf.retention(key)
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Say anew what chunks are worth, and return how many there are; unknown ones are left out."""
@@ -176,17 +174,21 @@ class MemoryStore(ForkAware):
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
         return self.delete(self.index.unlink(namespace, doc_id))
 
-    def clear(self) -> int:
-        """Erase all chunks, texts and documents, and return how many chunks there were."""
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase all chunks, texts and documents, of one namespace if its digest is given, and return how many chunks there were."""
         with self._lock:
             self._erasures += 1
-            found = len(self._shelf.clear())
-        for key in self._rows.keys():  # noqa: SIM118 - an index is no dict
+            gone = self._shelf.clear(namespace)
+        for key in gone:
             self._rows.remove(key)
-        for namespace, digest, _ in self._rows.references():
-            self._rows.unlink_text(namespace, digest)
-        self._events.emit(StoreEvent("AllBlocksCleared", self.name, reason="cleared"))
-        return found
+        for space, digest, _ in self._rows.references():
+            if namespace in (None, space):
+                self._rows.unlink_text(space, digest)
+        if namespace is None:
+            self._events.emit(StoreEvent("AllBlocksCleared", self.name, reason="cleared"))
+        for key in gone if namespace is not None else ():
+            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), "deleted"))
+        return len(gone)
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of this tier by its name."""
@@ -291,16 +293,3 @@ def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
 def priority_of(retention: Retention | None) -> int:
     """Priority that a chunk is stored with."""
     return DEFAULT_PRIORITY if retention is None else retention.priority
-
-
-def _record(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:
-    return Record(
-        key=chunk_key(identity),
-        content=content_key(identity),
-        model=identity.model,
-        namespace=identity.namespace,
-        prefix=identity.prefix,
-        num_tokens=len(identity.token_ids),
-        num_bytes=num_bytes,
-        text=text,
-    )

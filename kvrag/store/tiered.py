@@ -146,14 +146,16 @@ class TieredStore(TieredReads):
             self._drop_orphans()
         return erased + len(here) - len(held)
 
-    def clear(self) -> int:
-        """Erase everything in both tiers, and return how many chunks there were."""
-        here = sum(self._is_only_here(key) for key in list(self._only_here))
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase everything in both tiers, or the namespace of a digest, and return how many chunks there were."""
+        owners = {key: self._memory.identity(key) for key in list(self._only_here)}
+        going = [key for key, owner in owners.items() if namespace is None or (owner and owner.namespace == namespace)]
+        here = sum(map(self._is_only_here, going))
         try:
-            return self._disk.clear() + here
+            return self._disk.clear(namespace) + here
         finally:  # memory last, as in delete
-            self._only_here.clear()
-            self._memory.clear()
+            self._only_here.difference_update(going)
+            self._memory.clear(namespace)
 
     def _drop_orphans(self) -> None:
         """Take out of memory what nothing below knows any more: it can't be told whose it is, so no erasure would find it."""

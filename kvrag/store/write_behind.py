@@ -183,13 +183,15 @@ class WriteBehind:
                             dropped += key in unwritten
             return erased + dropped
 
-    def clear(self) -> int:
-        """Erase everything, written or not, and return how many chunks there were; raises as :meth:`DiskStore.clear`."""
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase everything, or a namespace, written or not, and return how many chunks there were; raises as :meth:`DiskStore.clear`."""
         queue = self._queue
         with queue.writing:
             with queue.changes:
-                unwritten = sum(queue.drop(key) and not self._disk.contains(key) for key in list(queue.entries))
-            return unwritten + self._disk.clear()
+                spaces = {key: entry.identity.namespace for key, entry in queue.entries.items()}
+                waiting = [key for key, space in spaces.items() if namespace in (None, space)]
+                unwritten = sum(queue.drop(key) and not self._disk.contains(key) for key in waiting)
+            return unwritten + self._disk.clear(namespace)
 
     def flush(self) -> dict[ChunkKey, str]:
         """Wait until everything is on the disk; return what could not be written since the last call, and why."""
