@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
-from kvrag.documents import keys_of, named
+from kvrag.documents import items_in, keys_of, named
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.gate import Gate
@@ -244,6 +244,7 @@ class KVRagEngine:
         texts: Sequence[str],
         *,
         ids: Sequence[str] | None = None,
+        collection: str | None = None,
         prefix: Prefix | None = None,
         namespace: str | None = None,
         batch_size: int = 8,
@@ -258,6 +259,8 @@ class KVRagEngine:
             Chunk texts. White space at their ends does not count.
         ids
             Document ids, one per text; KV lives until the last document that refers to it is deleted (:meth:`delete`).
+        collection
+            Collection that the documents are in: they are stored, and told, as ``collection/id``.
         prefix
             What stands before the first chunk; default: the engine's.
         namespace
@@ -272,7 +275,8 @@ class KVRagEngine:
         Raises
         ------
         InputError
-            If a text is no string or empty, or one id names different texts. Nothing has been stored then.
+            If a text is no string or empty, one id names different texts, or a document of a collection has none. Nothing has been
+            stored then.
         UnsupportedModelError
             If this model's KV is not reused.
         ConfigError
@@ -280,6 +284,7 @@ class KVRagEngine:
         """
         return self.precompute_items(
             pair_up(texts, ids),
+            collection=collection,
             prefix=prefix,
             namespace=namespace,
             batch_size=batch_size,
@@ -291,6 +296,7 @@ class KVRagEngine:
         self,
         items: Sequence[tuple[str | None, str]],
         *,
+        collection: str | None = None,
         prefix: Prefix | None = None,
         namespace: str | None = None,
         batch_size: int = 8,
@@ -298,7 +304,7 @@ class KVRagEngine:
         retention: Retention | None = None,
     ) -> PrecomputeReport:
         """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
-        items = check_items(items)
+        items = items_in(check_items(items), collection)
         check_batch_size(batch_size)
         space = self._namespace(namespace)
         self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
@@ -366,7 +372,9 @@ class KVRagEngine:
         write_back = self._query_side.write_back if self._query_side is not None else None
         return write_back is None or write_back.flush(timeout_s)
 
-    def delete(self, ids: Sequence[str] = (), *, collection: str | None = None, namespace: str | None = None) -> int:
+    def delete(
+        self, ids: Sequence[str] | None = None, *, collection: str | None = None, namespace: str | None = None
+    ) -> int:
         """Delete documents: KV that no other document refers to is erased from every tier.
 
         Parameters
@@ -374,7 +382,8 @@ class KVRagEngine:
         ids
             Ids of documents.
         collection
-            Delete all documents below ``collection/`` too: ``"manuals"`` stands for ``"manuals/install"`` and ``"manuals/cars/7"``.
+            Collection that they are in: with ``"manuals"``, the id ``"install"`` stands for ``"manuals/install"``. Without ``ids``, all
+            documents below ``collection/``, such as ``"manuals/install"`` and ``"manuals/cars/7"``.
         namespace
             Default: the engine's.
 
@@ -386,7 +395,7 @@ class KVRagEngine:
         Raises
         ------
         InputError
-            If ``collection`` is no name.
+            If ``collection`` is no name, or an id is no string.
         """
         space = self._namespace(namespace)
         chosen = named(self.store.index, space, ids, collection)
@@ -397,7 +406,7 @@ class KVRagEngine:
 
     def retain(
         self,
-        ids: Sequence[str] = (),
+        ids: Sequence[str] | None = None,
         *,
         keys: Sequence[ChunkKey] = (),
         collection: str | None = None,
@@ -413,7 +422,7 @@ class KVRagEngine:
         keys
             Keys of chunks, of this namespace (others are left out).
         collection
-            All documents below ``collection/`` too.
+            Collection that the documents are in; without ``ids``, all of it.
         retention
             Priority, and for how long from now on; a cost that it does not name stays what it was.
         namespace
@@ -427,7 +436,7 @@ class KVRagEngine:
         Raises
         ------
         InputError
-            If ``collection`` is no name.
+            If ``collection`` is no name, or an id is no string.
         StoreError
             If the store can't be written to.
         """

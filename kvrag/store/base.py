@@ -51,10 +51,15 @@ def members(doc_ids: Iterable[str], collection: str) -> list[str]:
     InputError
         If ``collection`` is no name: every document would be below it, or none.
     """
+    below = below_collection(collection)
+    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
+
+
+def below_collection(collection: str) -> str:
+    """Return what the ids of a collection's documents begin with; raises as :func:`members`."""
     if not isinstance(collection, str) or not collection.strip("/"):
         raise InputError(f"collection is {collection!r}; pass the part of the document ids that stands before a slash")
-    below = collection.rstrip("/") + "/"
-    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
+    return collection.rstrip("/") + "/"
 
 
 DEFAULT_PRIORITY = 35
