@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from tqdm.auto import tqdm
 
@@ -19,44 +18,13 @@ from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.quantise import pack
 from kvrag.spans import text_entry
 from kvrag.store.base import KVStore, Retention, Tier
+from kvrag.store.sink import ChunkSink
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
 
 PREFIX_PRIORITY = 85
 """Priority of a prefix's KV: it is small, and every prompt begins with it."""
-
-
-class ChunkSink(Protocol):
-    """What a precompute needs of a :class:`~kvrag.store.base.KVStore`."""
-
-    def put(
-        self,
-        identity: ChunkIdentity,
-        kv: ChunkKV,
-        *,
-        text: TextEntry | None,
-        doc_id: str | None = None,
-        retention: Retention | None = None,
-    ) -> int:
-        """Store a chunk."""
-        ...
-
-    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add a reference to a chunk that is stored already; return whether it is."""
-        ...
-
-    def contains(self, key: ChunkKey) -> bool:
-        """Whether a chunk is stored."""
-        ...
-
-    def retention(self, key: ChunkKey) -> Retention | None:
-        """Return what was said of a chunk's worth."""
-        ...
-
-    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
-        """Say anew what chunks are worth."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
