@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
+from kvrag.documents import items_in, keys_of, named
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.gate import Gate
@@ -243,6 +244,7 @@ class KVRagEngine:
         texts: Sequence[str],
         *,
         ids: Sequence[str] | None = None,
+        collection: str | None = None,
         prefix: Prefix | None = None,
         namespace: str | None = None,
         batch_size: int = 8,
@@ -257,6 +259,8 @@ class KVRagEngine:
             Chunk texts. White space at their ends does not count.
         ids
             Document ids, one per text; KV lives until the last document that refers to it is deleted (:meth:`delete`).
+        collection
+            Collection that the documents are in: they are stored, and told, as ``collection/id``.
         prefix
             What stands before the first chunk; default: the engine's.
         namespace
@@ -266,12 +270,13 @@ class KVRagEngine:
         show_progress
             Show a progress bar.
         retention
-            Priority, and for how long, of what is stored now, when room is short; what is stored already keeps its own.
+            Priority, and for how long, when room is short; of what is stored already too. Default: 35, and what is stored keeps its own.
 
         Raises
         ------
         InputError
-            If a text is no string or empty, or one id names different texts. Nothing has been stored then.
+            If a text is no string or empty, one id names different texts, or a document of a collection has none. Nothing has been
+            stored then.
         UnsupportedModelError
             If this model's KV is not reused.
         ConfigError
@@ -279,6 +284,7 @@ class KVRagEngine:
         """
         return self.precompute_items(
             pair_up(texts, ids),
+            collection=collection,
             prefix=prefix,
             namespace=namespace,
             batch_size=batch_size,
@@ -290,6 +296,7 @@ class KVRagEngine:
         self,
         items: Sequence[tuple[str | None, str]],
         *,
+        collection: str | None = None,
         prefix: Prefix | None = None,
         namespace: str | None = None,
         batch_size: int = 8,
@@ -297,7 +304,7 @@ class KVRagEngine:
         retention: Retention | None = None,
     ) -> PrecomputeReport:
         """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
-        items = check_items(items)
+        items = items_in(check_items(items), collection)
         check_batch_size(batch_size)
         space = self._namespace(namespace)
         self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
@@ -365,7 +372,9 @@ class KVRagEngine:
         write_back = self._query_side.write_back if self._query_side is not None else None
         return write_back is None or write_back.flush(timeout_s)
 
-    def delete(self, ids: Sequence[str] = (), *, collection: str | None = None, namespace: str | None = None) -> int:
+    def delete(
+        self, ids: Sequence[str] | None = None, *, collection: str | None = None, namespace: str | None = None
+    ) -> int:
         """Delete documents: KV that no other document refers to is erased from every tier.
 
         Parameters
@@ -373,7 +382,8 @@ class KVRagEngine:
         ids
             Ids of documents.
         collection
-            Delete all documents below ``collection/`` too: ``"manuals"`` stands for ``"manuals/install"`` and ``"manuals/cars/7"``.
+            Collection that they are in: with ``"manuals"``, the id ``"install"`` stands for ``"manuals/install"``. Without ``ids``, all
+            documents below ``collection/``, such as ``"manuals/install"`` and ``"manuals/cars/7"``.
         namespace
             Default: the engine's.
 
@@ -385,29 +395,73 @@ class KVRagEngine:
         Raises
         ------
         InputError
-            If ``collection`` is no name.
+            If ``collection`` is no name, or an id is no string.
         """
         space = self._namespace(namespace)
-        ids = [ids] if isinstance(ids, str) else list(ids)
-        if collection is not None:
-            ids += members(self.store.index.documents(space), collection)
+        chosen = named(self.store.index, space, ids, collection)
         with self._erasures.erasing(
             space
         ):  # what waits to be written back was seen before, and might hold what goes now
-            return sum(self.store.forget(space, doc_id) for doc_id in dict.fromkeys(ids))
+            return sum(self.store.forget(space, doc_id) for doc_id in chosen)
 
-    def clear(self) -> int:
-        """Erase everything that is stored, from every tier: all documents and KV of **every** namespace, model and prefix.
+    def retain(
+        self,
+        ids: Sequence[str] | None = None,
+        *,
+        keys: Sequence[ChunkKey] = (),
+        collection: str | None = None,
+        retention: Retention,
+        namespace: str | None = None,
+    ) -> int:
+        """Say anew how much the KV of documents is worth keeping, in every tier that has it; where it lies stays as it is.
 
-        To erase one namespace's documents alone, :meth:`delete` its :meth:`document_ids`. What other keys protect is left alone.
+        Parameters
+        ----------
+        ids
+            Ids of documents: the KV of their texts, of all models and behind all prefixes.
+        keys
+            Keys of chunks, of this namespace (others are left out).
+        collection
+            Collection that the documents are in; without ``ids``, all of it.
+        retention
+            Priority, and for how long from now on; a cost that it does not name stays what it was.
+        namespace
+            Default: the engine's.
+
+        Returns
+        -------
+        int
+            Number of chunks that were found.
+
+        Raises
+        ------
+        InputError
+            If ``collection`` is no name, or an id is no string.
+        StoreError
+            If the store can't be written to.
+        """
+        space, index = self._namespace(namespace), self.store.index
+        chosen = keys_of(index, space, named(index, space, ids, collection), keys)
+        return self.store.retain(chosen, retention)
+
+    def clear(self, *, namespace: str | None = None) -> int:
+        """Erase everything that is stored, from every tier: all documents and KV of every model and prefix, with and without ids.
+
+        What other keys protect is left alone.
+
+        Parameters
+        ----------
+        namespace
+            Erase this one alone. Default: **every** namespace, and not the engine's.
 
         Returns
         -------
         int
             Number of chunks erased.
         """
-        with self._erasures.erasing(EVERYWHERE):
-            return self.store.clear()
+        space = None if namespace is None else self._namespace(namespace)
+        with self._erasures.erasing(EVERYWHERE if space is None else space):
+            return self.store.clear(space)
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""

@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from kvrag.documents import in_collection
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError
 from kvrag.prefix import Prefix
+from kvrag.store import Retention
 from kvrag.types import PrecomputeReport, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ def precompute_kv(
     batch_size: int = 8,
     show_progress: bool = False,
     on_error: OnError = "raise",
+    retention: Retention | None = None,
+    collection: str | None = None,
 ) -> PrecomputeReport:
     """Compute and store the KV of documents.
 
@@ -44,7 +48,7 @@ def precompute_kv(
         A :class:`~kvrag.engine.KVRagEngine`, or one of the framework classes that have one.
     ids
         Document ids, one per item; default: the items' own.
-    prefix, namespace, batch_size, show_progress
+    prefix, namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.engine.KVRagEngine.precompute`.
     content
         For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM is shown.
@@ -66,7 +70,8 @@ def precompute_kv(
         pairs = _pairs(items, content)
         names = [name for name, _ in pairs] if ids is None else list(ids)
         engine = engine_of(llm)
-        return _precompute(engine, pairs, names, prefix, namespace, batch_size, show_progress)
+        options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
+        return _precompute(engine, pairs, names, namespace, collection, **options)
     except KVRagError as error:
         if on_error == "raise":
             raise
@@ -74,15 +79,15 @@ def precompute_kv(
         return PrecomputeReport(0, 0, [("", str(error))], 0, 0.0)
 
 
-def delete_kv(items: Any, *, llm: Any, namespace: str | None = None) -> int:
+def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
     """Delete documents by id, or the documents given: KV that nothing else refers to is erased.
 
     Parameters
     ----------
     items
         Ids, LangChain documents, LlamaIndex nodes, a vector store or an index.
-    llm, namespace
-        As for :func:`precompute_kv`.
+    llm, namespace, collection
+        As for :func:`precompute_kv`; ``KVRagEngine.delete(collection=...)`` deletes a whole collection.
 
     Returns
     -------
@@ -93,8 +98,10 @@ def delete_kv(items: Any, *, llm: Any, namespace: str | None = None) -> int:
     if isinstance(items, str):
         items = [items]
     if _is_many(items) and all(isinstance(item, str) for item in items):
-        return engine.delete(list(items), namespace=namespace)
-    return engine.delete([name for name, _ in _pairs(items, "text") if name is not None], namespace=namespace)
+        ids = list(items)
+    else:
+        ids = [name for name, _ in _pairs(items, "text") if name is not None]
+    return engine.delete(ids, collection=collection, namespace=namespace)
 
 
 def sync_kv(
@@ -107,14 +114,16 @@ def sync_kv(
     content: Content = "text",
     batch_size: int = 8,
     show_progress: bool = False,
+    retention: Retention | None = None,
+    collection: str | None = None,
 ) -> SyncReport:
     """Make the store hold the KV of exactly these documents: precompute what is missing, delete what is gone.
 
     Parameters
     ----------
     live_items
-        Every document that shall have KV in this namespace; each needs an id.
-    llm, ids, prefix, namespace, content, batch_size, show_progress
+        Every document that shall have KV in this namespace, or in this collection of it; each needs an id.
+    llm, ids, prefix, namespace, content, batch_size, show_progress, retention, collection
         As for :func:`precompute_kv`.
     """
     engine = engine_of(llm)
@@ -122,8 +131,10 @@ def sync_kv(
     names = [name for name, _ in pairs] if ids is None else list(ids)
     if any(name is None for name in names):
         raise InputError("sync_kv needs an id for every item, to tell what is gone; pass ids=[...]")
-    report = _precompute(engine, pairs, names, prefix, namespace, batch_size, show_progress)
-    gone = sorted(set(engine.document_ids(namespace=namespace)) - set(map(str, names)))
+    options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
+    report = _precompute(engine, pairs, names, namespace, collection, **options)
+    live = set(in_collection(map(str, names), collection))
+    gone = sorted(set(engine.document_ids(collection=collection, namespace=namespace)) - live)
     engine.delete(gone, namespace=namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
@@ -175,10 +186,9 @@ def _precompute(
     engine: KVRagEngine,
     pairs: list[tuple[str | None, str]],
     names: Sequence[str | None],
-    prefix: Prefix | None,
     namespace: str | None,
-    batch_size: int,
-    show_progress: bool,
+    collection: str | None,
+    **options: Any,
 ) -> PrecomputeReport:
     """Precompute with ids where there are any; empty texts of a splitter are left out, as they hold nothing to compute."""
     if len(names) != len(pairs):
@@ -186,15 +196,10 @@ def _precompute(
     kept = [
         (name, text) for name, (_, text) in zip(names, pairs, strict=True) if not isinstance(text, str) or text.strip()
     ]
-    options: dict[str, Any] = {
-        "prefix": prefix,
-        "namespace": namespace,
-        "batch_size": batch_size,
-        "show_progress": show_progress,
-    }
-    report = engine.precompute_items(kept, **options)
+    report = engine.precompute_items(kept, namespace=namespace, collection=collection, **options)
     emptied = {str(name) for name, (_, text) in zip(names, pairs, strict=True) if name is not None and not text.strip()}
-    if gone := emptied & set(engine.document_ids(namespace=namespace) if emptied else ()):
+    stored = set(engine.document_ids(namespace=namespace) if emptied else ())
+    if gone := stored & set(in_collection(emptied, collection)):
         engine.delete(sorted(gone), namespace=namespace)
     return report
 

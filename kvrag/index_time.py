@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from tqdm.auto import tqdm
 
@@ -19,36 +18,13 @@ from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.quantise import pack
 from kvrag.spans import text_entry
 from kvrag.store.base import KVStore, Retention, Tier
+from kvrag.store.sink import ChunkSink
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
 
 PREFIX_PRIORITY = 85
 """Priority of a prefix's KV: it is small, and every prompt begins with it."""
-
-
-class ChunkSink(Protocol):
-    """What a precompute needs of a :class:`~kvrag.store.base.KVStore`."""
-
-    def put(
-        self,
-        identity: ChunkIdentity,
-        kv: ChunkKV,
-        *,
-        text: TextEntry | None,
-        doc_id: str | None = None,
-        retention: Retention | None = None,
-    ) -> int:
-        """Store a chunk."""
-        ...
-
-    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add a reference to a chunk that is stored already; return whether it is."""
-        ...
-
-    def contains(self, key: ChunkKey) -> bool:
-        """Whether a chunk is stored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +94,9 @@ def precompute_texts(
     kv_dtype
         How the KV is kept.
     retention
-        How much the chunks are worth keeping; the prefix, which every prompt has, is worth :data:`PREFIX_PRIORITY` at least. Where it
-        gives no cost, that is measured: each forward's time, split among its chunks by their tokens.
+        How much the chunks are worth keeping, those too that are stored already; ``None``: the default, and those keep theirs. The prefix,
+        which every prompt has, is worth :data:`PREFIX_PRIORITY` at least. Where it gives no cost, that is measured: each forward's time,
+        split among its chunks by their tokens.
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
@@ -142,6 +119,7 @@ def precompute_texts(
             run.skipped += 1
         else:
             todo.append(job)
+    run.retain()
     todo.sort(key=lambda job: len(job.identity.token_ids))  # neighbours of similar length pad least
     with tqdm(total=len(jobs), initial=len(jobs) - len(todo), disable=not show_progress, unit="chunk") as bar:
         for batch in _batches(todo, batch_size):
@@ -197,8 +175,11 @@ class _Run:
         self._retention = retention
         self._kv_dtype: KVDtype = kv_dtype
         self._loaded, self._store, self._model = loaded, store, model
-        self._prefix_ids, self._namespace = prefix_ids, namespace
+        self._prefix_ids = prefix_ids
         self._prefix: KVBuffer | None = None
+        self._prefix_identity = ChunkIdentity(model, namespace, ids_digest(()), prefix_ids, kv_dtype)
+        self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
+        self._linked: list[ChunkKey] = []
         self.stored = self.skipped = self.stored_bytes = 0
         self._done: list[Job] = []
         self.failed: list[tuple[str, str]] = []
@@ -210,7 +191,20 @@ class _Run:
 
     def link(self, job: Job) -> bool:
         """Add references to a chunk that is stored already."""
-        return all(self._store.link(job.identity, text=job.entry, doc_id=doc_id) for doc_id in job.doc_ids)
+        is_there = all(self._store.link(job.identity, text=job.entry, doc_id=doc_id) for doc_id in job.doc_ids)
+        if is_there:
+            self._linked.append(chunk_key(job.identity))
+        return is_there
+
+    def retain(self) -> None:
+        """Give what was stored already the retention of this run, if it was told one; the prefix never gets less than it has."""
+        if self._retention is None:
+            return
+        self._store.retain(self._linked, self._retention)
+        key = chunk_key(self._prefix_identity)
+        held = self._store.retention(key) or Retention()
+        if (wanted := self._prefix_retention).priority > held.priority:
+            self._store.retain([key], wanted)
 
     def store_batch(self, jobs: list[Job]) -> None:
         """Encode and store some chunks; what fails is reported, and the rest goes on."""
@@ -276,12 +270,13 @@ class _Run:
             start = time.perf_counter()
             self._prefix, kv = encode_prefix(self._loaded.reusable, self._prefix_ids)
             cost_ms = _ms_since(start)
-            identity = ChunkIdentity(self._model, self._namespace, ids_digest(()), self._prefix_ids, self._kv_dtype)
             if kv is not None and self._loaded.fingerprint == self._model:
                 try:
-                    priority = max(PREFIX_PRIORITY, self._retention.priority if self._retention else 0)
                     self.stored_bytes += self._store.put(
-                        identity, pack(kv, self._kv_dtype), text=None, retention=Retention(priority, None, cost_ms)
+                        self._prefix_identity,
+                        pack(kv, self._kv_dtype),
+                        text=None,
+                        retention=replace(self._prefix_retention, cost_ms=cost_ms),
                     )
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)

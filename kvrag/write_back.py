@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from kvrag.config import StoreConfig
@@ -251,6 +251,14 @@ class _GuardedStore:
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk is stored."""
         return self._store.contains(key)
+
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth."""
+        return self._store.retention(key)
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth."""
+        return self._store.retain(keys, retention)
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference, as the store does."""

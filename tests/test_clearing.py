@@ -1,4 +1,4 @@
-"""``engine.clear()``: everything goes, of every namespace, and an answer afterwards is that of an empty store."""
+"""``engine.clear()``: everything goes, of every namespace or of one, and an answer afterwards is that of an empty store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from texts import make_chunks
 
 import kvrag.index_time
-from kvrag import Chunk, KVRagEngine, StoreConfig
+from kvrag import Chunk, ConfigError, KVRagEngine, StoreConfig
 from kvrag.store import StoreEvent
 
 CHUNKS = make_chunks(3, words=30, seed=41)
@@ -35,7 +35,35 @@ def test_everything_is_erased_and_answers_go_on(engine_of: MakeEngine, kv_dir: b
     assert engine.prefill(PROMPT, mode="stitch").cached_tokens > 0
 
 
-def test_what_is_cleared_is_not_written_back(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"namespace_secret": lambda: b"s" * 32}], ids=["plain", "secret"])
+@pytest.mark.parametrize("kv_dir", [True, False], ids=["on disk", "in memory"])
+def test_a_namespace_is_erased_with_and_without_ids(
+    engine_of: MakeEngine, kv_dir: bool, options: dict[str, Any]
+) -> None:
+    config = StoreConfig(**options)
+    engine = engine_of(prefix="Read this.\n", store_config=config, **({} if kv_dir else {"kv_dir": None}))
+    engine.precompute(CHUNKS[:1], ids=["a"])
+    engine.precompute(CHUNKS[:1], ids=["a"], namespace="other")
+    engine.precompute(CHUNKS[1:], namespace="other")
+    other = engine_of(prefix="Read this.\n", store_config=config) if kv_dir else engine
+    for each in (engine, other):
+        assert each.prefill(PROMPT, mode="stitch", namespace="other").cached_tokens > 0
+    assert engine.clear(namespace="other") == 4, "three chunks and the prefix"
+    for each in (engine, other):
+        assert each.prefill(PROMPT, mode="stitch", namespace="other").exactness == "full"
+        assert each.prefill(PROMPT, mode="stitch").cached_tokens > 0
+    assert engine.document_ids() == ["a"]
+    assert engine.document_ids(namespace="other") == []
+    assert engine.clear(namespace="default") == 2
+    assert engine.store.index.keys() == []
+    with pytest.raises(ConfigError, match="namespace is"):
+        engine.clear(namespace="")
+
+
+@pytest.mark.parametrize("namespace", [None, "default"])
+def test_what_is_cleared_is_not_written_back(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, namespace: str | None
+) -> None:
     engine = engine_of(prefix="Read this.\n", store_config=StoreConfig(on_miss="store"))
     reached, go_on = threading.Event(), threading.Event()
     encode = kvrag.index_time.encode_chunks
@@ -48,7 +76,7 @@ def test_what_is_cleared_is_not_written_back(engine_of: MakeEngine, monkeypatch:
     monkeypatch.setattr("kvrag.index_time.encode_chunks", paused)
     engine.generate(PROMPT, max_new_tokens=2, mode="stitch")
     assert reached.wait(60)
-    engine.clear()
+    engine.clear(namespace=namespace)
     go_on.set()
     assert engine.flush_write_back(60)
     assert engine.store.index.keys() == []

@@ -264,7 +264,9 @@ def test_a_collection_is_deleted_with_all_its_documents(engine: KVRagEngine) -> 
     assert engine.document_ids(collection="manuals") == ["manuals/a", "manuals/cars/b"]
     assert engine.delete(collection="manuals/") == 2
     assert engine.document_ids() == ["manuals", "manuals2/c"]
-    assert engine.delete(["manuals", "manuals2/c"], collection="manuals2") == 2
+    assert engine.delete([], collection="manuals2") == 0, "no document is not the whole collection"
+    assert engine.delete(["manuals", "c"], collection="manuals2") == 1, "ids are those in the collection"
+    assert engine.document_ids() == ["manuals"]
     for nothing in ("", "/", 7):
         with pytest.raises(InputError, match="collection is"):
             engine.delete(collection=nothing)  # type: ignore[arg-type]

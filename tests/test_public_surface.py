@@ -21,7 +21,7 @@ RANKS = [
     {"config", "deadline", "rope", "fingerprint", "packing", "quantise", "stats", "tensors", "tokens"},
     {"adapters", "cache", "describe", "keys", "spans", "layout", "prompt", "row_plan", "weights"},
     {"attention", "identity", "items", "partial", "prefix", "streams", "selection", "source", "store"},
-    {"decide", "lookup", "models"},
+    {"decide", "documents", "lookup", "models"},
     {"flash", "plain"},
     {"precompute", "stitch", "repair", "decode", "plan"},
     {"trial"},

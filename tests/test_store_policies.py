@@ -228,7 +228,7 @@ def test_precompute_says_how_much_chunks_are_worth_keeping(engine_of: MakeEngine
     engine = engine_of(kv_dir=tmp_path)
     engine.precompute([CHUNKS[0]], retention=Retention(60))
     engine.precompute([CHUNKS[1]])
-    engine.precompute([CHUNKS[0]], retention=Retention(10))  # is stored already, and keeps its own
+    engine.precompute([CHUNKS[0]])  # is stored already, and keeps its own
     records = [engine.store.index.get(key) for key in engine.store.index.keys()]  # noqa: SIM118
     priorities = {record.text: engine.store.priority(record.key) for record in records if record}  # type: ignore[attr-defined]
     assert priorities == {text_entry(CHUNKS[0]): 60, text_entry(CHUNKS[1]): 35, None: 85}

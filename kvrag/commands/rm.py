@@ -23,7 +23,10 @@ def rm(
         typer.Option("--collection", help="All documents whose ids begin with NAME/; several times too."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Everything in the store: every document, namespace, model and prefix.")
+        bool,
+        typer.Option(
+            "--all", help="Everything of every namespace, or of --namespace if that is given, with and without ids."
+        ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask whether --all is meant.")] = False,
     kv_dir: KVDir = DEFAULT_KV_DIR,
@@ -33,11 +36,10 @@ def rm(
     """Erase documents with the KV that only they hold on to, for every model and prefix. Exit status 1 if none was known."""
     if everything:
         source = context.get_parameter_source("namespace")
-        if document or collection or (source is not None and source.name == "COMMANDLINE"):
-            raise InputError(
-                "--all erases every document of every namespace; pass it without the options that name some"
-            )
-        _rm_all(kv_dir, yes=yes, as_json=as_json)
+        if document or collection:
+            raise InputError("--all erases every document; pass it without the options that name some")
+        is_named = source is not None and source.name == "COMMANDLINE"
+        _rm_all(kv_dir, namespace if is_named else None, yes=yes, as_json=as_json)
         return
     if not document and not collection:
         raise InputError("nothing is named to erase; pass --document ID, --collection NAME or --all")
@@ -59,13 +61,21 @@ def rm(
         raise typer.Exit(1)
 
 
-def _rm_all(kv_dir: Path, *, yes: bool, as_json: bool) -> None:
+def _rm_all(kv_dir: Path, namespace: str | None, *, yes: bool, as_json: bool) -> None:
+    of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
     with existing_store(kv_dir) as store:
+        space = None if namespace is None else store.keys.names.namespace(namespace)
+        records = [store.index.get(key) for key in store.index.keys()]  # noqa: SIM118 - an index is no dict
+        chunks = sum(record is not None and space in (None, record.namespace) for record in records)
+        is_known = space is None or chunks > 0 or bool(store.index.documents(space))
         if not yes:
-            chunks = store.stats()["disk"].chunks
-            typer.confirm(f"Erase everything in {kv_dir}, {chunks} chunk(s) of every namespace?", abort=True, err=True)
-        erased = store.clear()
+            typer.confirm(f"Erase everything in {kv_dir}, {chunks} chunk(s) of {of_what}?", abort=True, err=True)
+        erased = store.clear(space)
+    what = "everything" if namespace is None else f"everything of {of_what}"
     if as_json:
         print_json({"erased_chunks": erased})
     else:
-        console().print(f"everything: erased, with {erased} chunk(s)", markup=False, highlight=False)
+        state = f"erased, with {erased} chunk(s)" if is_known else "nothing is known here"
+        console().print(f"{what}: {state}", markup=False, highlight=False)
+    if not is_known:
+        raise typer.Exit(1)

@@ -51,10 +51,15 @@ def members(doc_ids: Iterable[str], collection: str) -> list[str]:
     InputError
         If ``collection`` is no name: every document would be below it, or none.
     """
+    below = below_collection(collection)
+    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
+
+
+def below_collection(collection: str) -> str:
+    """Return what the ids of a collection's documents begin with; raises as :func:`members`."""
     if not isinstance(collection, str) or not collection.strip("/"):
         raise InputError(f"collection is {collection!r}; pass the part of the document ids that stands before a slash")
-    below = collection.rstrip("/") + "/"
-    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
+    return collection.rstrip("/") + "/"
 
 
 DEFAULT_PRIORITY = 35
@@ -196,14 +201,31 @@ class KVStore(Protocol):
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk is stored, without proving its integrity."""
 
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, in every tier that has them, and return how many there are; unknown ones are left out.
+
+        A cost that ``retention`` does not name stays what it was.
+
+        Raises
+        ------
+        StoreError
+            If the store can't be written to.
+        """
+
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks from every tier and return how many were there."""
 
     def forget(self, namespace: str, doc_id: str) -> int:
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
 
-    def clear(self) -> int:
-        """Erase all chunks, texts and documents, of every namespace and model, in every tier; return how many chunks there were."""
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase all chunks, texts and documents, of every model, in every tier; return how many chunks there were.
+
+        ``namespace`` is the digest of the one that is erased; ``None``: every one.
+        """
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``)."""

@@ -116,7 +116,7 @@ class DiskStore(DiskWrites):
             written = self._write(plan, kv, doc_id, is_reserved=is_reserved, reason=reason)
             if self.objects.contains(chunk_key(identity)):
                 if retention is not None:
-                    self.rows.retain(chunk_key(identity), retention)
+                    self.rows.retain([chunk_key(identity)], retention)
                 return written
         raise StoreError(f"the chunk is erased from {self._root} as fast as it is written; try again later")
 
@@ -190,27 +190,46 @@ class DiskStore(DiskWrites):
         self.rows.scrub()
         return erased
 
-    def clear(self) -> int:
-        """Erase all chunks, texts and references but what other keys protect, and return how many chunks there were."""
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase all chunks, texts and references but what other keys protect, and return how many chunks there were.
+
+        ``namespace`` is the digest of the one that is erased; ``None``: every one. What was put away goes in either case: nobody can
+        tell whose it was.
+        """
         self._check_writable()
-        # Reading a header notes whether the file is of other keys, which may share the index.
         keys = self.objects.keys() | set(self.rows.keys())
-        own = [key for key in keys if self.header(key) or key not in self.objects.foreign]
-        found = sum(self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True) for key in own)
+        found = 0
+        for key in [key for key in keys if self._is_of(key, namespace)]:
+            if self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True):
+                found += 1
+                if namespace is not None:
+                    self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
         self.objects.empty_quarantine()
-        for namespace, digest, _ in self.rows.references():
-            if not self.rows.text_keys(namespace, digest):
-                self.rows.unlink_text(namespace, digest)
+        for space, digest, _ in self.rows.references():
+            if namespace in (None, space) and not self.rows.text_keys(space, digest):
+                self.rows.unlink_text(space, digest)
         recovery.drop_references(self.rows, self.references)
+        self.rows.mark_erasure()  # also for what budgets have evicted, and any process has in its memory
         self.rows.scrub()
-        self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))
+        if namespace is None:
+            self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))
         return found
 
-    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> None:
-        """Give chunks a priority for eviction; unknown ones are left out."""
+    def _is_of(self, key: ChunkKey, namespace: str | None) -> bool:
+        """Whether a chunk is of a namespace, as its file says, or its row where it has none; of ``None`` is all but that of other keys."""
+        header = self.header(key)  # notes whether the file is of other keys, which may share the index
+        if header is not None:
+            return namespace in (None, header.identity.namespace)
+        if namespace is None or key in self.objects.foreign:
+            return key not in self.objects.foreign
+        record = self.rows.get(key)
+        return record is not None and record.namespace == namespace
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, and return how many there are; unknown ones are left out."""
         self._check_writable()
-        for key in keys:
-            self.rows.retain(key, retention)
+        # Few at a time: others wait for each step.
+        return sum(self.rows.retain(batch, retention) for batch in recovery.batches(dict.fromkeys(keys)))
 
     def make_room(self, need: int = 0, *, retention: Retention | None = KEEP) -> None:
         """Evict what is worth no more than ``retention`` until the budgets hold with ``need`` more bytes; ``StoreError`` if it can't be."""

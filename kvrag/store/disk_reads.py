@@ -14,7 +14,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.keys import Keys
-from kvrag.store.base import Index, StoreStats
+from kvrag.store.base import Index, Retention, StoreStats
 from kvrag.store.claims import Claim, is_alive
 from kvrag.store.directory import Directory
 from kvrag.store.events import Events, StoreEvent
@@ -157,6 +157,10 @@ class DiskReads(ForkAware):
     def priority(self, key: ChunkKey) -> int:
         """Return a chunk's priority at present."""
         return self.rows.priority(key)
+
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        return self.rows.retention(key)
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return whose KV is stored under a key; reads the head of its file."""

@@ -9,19 +9,19 @@ from contextlib import contextmanager
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key, content_key
+from kvrag.fingerprint import chunk_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
-from kvrag.store.shelf import Entry, Shelf
+from kvrag.store.shelf import Entry, Shelf, record_of
 from kvrag.store.usage import Usage
 from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
 
-PushedOut = Callable[[ChunkIdentity, ChunkKV, int], None]
-"""Told chunk, KV and priority of what had to leave for want of room."""
+PushedOut = Callable[[ChunkIdentity, ChunkKV, Retention], None]
+"""Told chunk, KV and worth of what had to leave for want of room."""
 
 
 class MemoryStore(ForkAware):
@@ -58,7 +58,7 @@ class MemoryStore(ForkAware):
         self.index: Index = self._rows
         self.name = name
         self.max_bytes = max_bytes
-        self.pushed_out: PushedOut = lambda identity, kv, priority: None
+        self.pushed_out: PushedOut = lambda identity, kv, retention: None
         """Set by the tier that demotes what leaves."""
         self.device = torch.device(device)
         self._events = events or Events()
@@ -104,7 +104,7 @@ class MemoryStore(ForkAware):
             return 0
         check_kv(identity, kv)
         kept = copy_kv(self.converted(kv), self.device)
-        record = _record(identity, kept.num_bytes, text)
+        record = record_of(identity, kept.num_bytes, text)
         # The row first: the chunk may be pushed out by another thread at once, and takes its row with it then.
         self.index.add(record, doc_id=doc_id)
         if not self.keep(identity, kept, retention=retention, reason="put"):
@@ -125,7 +125,7 @@ class MemoryStore(ForkAware):
         kv = self.peek(identity)
         if kv is None:
             return False
-        self.index.add(_record(identity, kv.num_bytes, text), doc_id=doc_id)
+        self.index.add(record_of(identity, kv.num_bytes, text), doc_id=doc_id)
         return True
 
     def contains(self, key: ChunkKey) -> bool:
@@ -148,6 +148,17 @@ class MemoryStore(ForkAware):
         with self._lock:
             return list(self._shelf.chunks)
 
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        with self._lock:
+            return self._shelf.retention(key)
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, and return how many there are; unknown ones are left out."""
+        with self._lock:
+            self._erasures += 1  # a read that has begun would bring what the chunk was worth before
+            return sum(self._shelf.retain(key, retention) for key in dict.fromkeys(keys))
+
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks and return how many were there."""
         with self._lock:
@@ -163,17 +174,21 @@ class MemoryStore(ForkAware):
         """Erase a document and all KV that only it held on to; return how many chunks were erased."""
         return self.delete(self.index.unlink(namespace, doc_id))
 
-    def clear(self) -> int:
-        """Erase all chunks, texts and documents, and return how many chunks there were."""
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase all chunks, texts and documents, of one namespace if its digest is given, and return how many chunks there were."""
         with self._lock:
             self._erasures += 1
-            found = len(self._shelf.clear())
-        for key in self._rows.keys():  # noqa: SIM118 - an index is no dict
+            gone = self._shelf.clear(namespace)
+        for key in gone:
             self._rows.remove(key)
-        for namespace, digest, _ in self._rows.references():
-            self._rows.unlink_text(namespace, digest)
-        self._events.emit(StoreEvent("AllBlocksCleared", self.name, reason="cleared"))
-        return found
+        for space, digest, _ in self._rows.references():
+            if namespace in (None, space):
+                self._rows.unlink_text(space, digest)
+        if namespace is None:
+            self._events.emit(StoreEvent("AllBlocksCleared", self.name, reason="cleared"))
+        for key in gone if namespace is not None else ():
+            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), "deleted"))
+        return len(gone)
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of this tier by its name."""
@@ -212,7 +227,7 @@ class MemoryStore(ForkAware):
 
     @property
     def erasures(self) -> int:
-        """Calls of :meth:`delete` and :meth:`clear` so far, for :meth:`keep`."""
+        """Calls of :meth:`delete`, :meth:`clear` and :meth:`retain` so far, for :meth:`keep`."""
         return self._erasures
 
     def peek(self, identity: ChunkIdentity) -> ChunkKV | None:
@@ -242,10 +257,10 @@ class MemoryStore(ForkAware):
         identity, kv
             The chunk; its tensors must be on the tier's device and hold on to no more memory than they show.
         erasures
-            Value of :attr:`erasures` before the chunk was read elsewhere: if something was erased since, the chunk
-            isn't kept, because it may be what was erased.
+            Value of :attr:`erasures` before the chunk was read elsewhere: if something was erased since, or given another worth, the
+            chunk isn't kept, because it may be that.
         retention
-            Its priority.
+            What was said of its worth.
         reason
             For the event.
         """
@@ -260,7 +275,7 @@ class MemoryStore(ForkAware):
         self._events.emit(StoreEvent("BlockStored", self.name, (key,), reason, kv.num_tokens, size))
         for old, entry in victims.items():
             self._events.emit(StoreEvent("BlockRemoved", self.name, (old,), "evicted"))
-            self.pushed_out(entry.identity, entry.kv, entry.usage.priority_now())
+            self.pushed_out(entry.identity, entry.kv, entry.usage.retention())
             if not self.contains(old):
                 self.index.remove(old)
         return True
@@ -278,16 +293,3 @@ def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
 def priority_of(retention: Retention | None) -> int:
     """Priority that a chunk is stored with."""
     return DEFAULT_PRIORITY if retention is None else retention.priority
-
-
-def _record(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:
-    return Record(
-        key=chunk_key(identity),
-        content=content_key(identity),
-        model=identity.model,
-        namespace=identity.namespace,
-        prefix=identity.prefix,
-        num_tokens=len(identity.token_ids),
-        num_bytes=num_bytes,
-        text=text,
-    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvrag.fingerprint import chunk_key, content_key
+from kvrag.store.base import Record, Retention
 from kvrag.store.usage import Usage
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,19 @@ class Shelf:
         """Count a chunk as the last one used."""
         self.chunks.move_to_end(key)
 
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, as it is at present; ``None`` if nothing was."""
+        entry = self.chunks.get(key)
+        retention = None if entry is None else entry.usage.retention()
+        return None if retention == Retention() else retention
+
+    def retain(self, key: ChunkKey, retention: Retention) -> bool:
+        """Say anew what a chunk is worth; whether it is here."""
+        entry = self.chunks.get(key)
+        if entry is not None:
+            self.chunks[key] = replace(entry, usage=entry.usage.retained(retention))
+        return entry is not None
+
     def take(self, key: ChunkKey, entry: Entry) -> dict[ChunkKey, Entry] | None:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
         victims = self._victims(key, entry.kv.num_bytes, entry.usage.priority_now())
@@ -54,10 +69,11 @@ class Shelf:
         self.num_bytes -= entry.kv.num_bytes
         return True
 
-    def clear(self) -> list[ChunkKey]:
-        """Let everything go, and return what was there."""
-        gone, self.num_bytes = list(self.chunks), 0
-        self.chunks.clear()
+    def clear(self, namespace: str | None = None) -> list[ChunkKey]:
+        """Let everything go, or all of a namespace, and return what was there."""
+        gone = [key for key, entry in self.chunks.items() if namespace in (None, entry.identity.namespace)]
+        for key in gone:
+            self.drop(key)
         return gone
 
     def _victims(self, key: ChunkKey, size: int, priority: int) -> dict[ChunkKey, Entry] | None:
@@ -75,3 +91,17 @@ class Shelf:
                     chosen[other] = entry
                     excess -= entry.kv.num_bytes
         return chosen if excess <= 0 else None
+
+
+def record_of(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:
+    """Row of a chunk in memory."""
+    return Record(
+        key=chunk_key(identity),
+        content=content_key(identity),
+        model=identity.model,
+        namespace=identity.namespace,
+        prefix=identity.prefix,
+        num_tokens=len(identity.token_ids),
+        num_bytes=num_bytes,
+        text=text,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from kvrag.store.base import Record, Retention
@@ -154,12 +154,16 @@ class StoreIndex(RowIndex):
         retention = Usage.of(self._peek(row_of("use", key))).retention()
         return None if retention == Retention() else retention
 
-    def retain(self, key: ChunkKey, retention: Retention) -> None:
-        """Give a chunk a priority for eviction; nothing for an unknown one."""
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Give chunks a priority for eviction, in one step, and return how many were known."""
+        found = 0
         with self._transaction():
-            if self._read(row_of("key", key)) is not None:
-                usage = Usage.of(self._read(row_of("use", key)))
-                self._write(row_of("use", key), usage.retained(retention).row())
+            for key in keys:
+                if self._read(row_of("key", key)) is not None:
+                    found += 1
+                    usage = Usage.of(self._read(row_of("use", key)))
+                    self._write(row_of("use", key), usage.retained(retention).row())
+        return found
 
     def touch(self, hits: Mapping[ChunkKey, int]) -> None:
         """Count accesses to chunks, many at a time: counting each one would make reads write."""

@@ -5,7 +5,7 @@ Tiers stack: the accelerator's memory above the host's, above the disk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -146,14 +146,16 @@ class TieredStore(TieredReads):
             self._drop_orphans()
         return erased + len(here) - len(held)
 
-    def clear(self) -> int:
-        """Erase everything in both tiers, and return how many chunks there were."""
-        here = sum(self._is_only_here(key) for key in list(self._only_here))
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase everything in both tiers, or the namespace of a digest, and return how many chunks there were."""
+        owners = {key: self._memory.identity(key) for key in list(self._only_here)}
+        going = [key for key, owner in owners.items() if namespace is None or (owner and owner.namespace == namespace)]
+        here = sum(map(self._is_only_here, going))
         try:
-            return self._disk.clear() + here
+            return self._disk.clear(namespace) + here
         finally:  # memory last, as in delete
-            self._only_here.clear()
-            self._memory.clear()
+            self._only_here.difference_update(going)
+            self._memory.clear(namespace)
 
     def _drop_orphans(self) -> None:
         """Take out of memory what nothing below knows any more: it can't be told whose it is, so no erasure would find it."""
@@ -162,12 +164,23 @@ class TieredStore(TieredReads):
         else:
             self._follow()
 
-    def demote(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        return self._memory.retention(key) if self._is_only_here(key) else super().retention(key)
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, in both tiers, and return how many there are; where they lie stays as it is."""
+        keys = list(keys)
+        found = self._disk.retain(keys, retention)
+        self._memory.retain(keys, retention)
+        return found
+
+    def demote(self, identity: ChunkIdentity, kv: ChunkKV, retention: Retention) -> None:
         """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""
         key = chunk_key(identity)
-        if priority < self._min_priority or self._memory.contains(key):
+        if retention.priority < self._min_priority or self._memory.contains(key):
             return
-        self._memory.keep(identity, copy_kv(kv), retention=Retention(priority), reason="demoted")
+        self._memory.keep(identity, copy_kv(kv), retention=retention, reason="demoted")
         if not self.is_known(key):  # erased meanwhile: an erasure takes the row first
             self._memory.delete([key])
 
@@ -212,7 +225,7 @@ class TieredStore(TieredReads):
         self._only_here.add(record.key)
         own = copy_kv(self._memory.converted(kv), self._memory.device)
         if not self._memory.keep(identity, own, retention=retention, reason="put"):
-            self._lose(identity, kv, 0)
+            self._lose(identity, kv, retention)
             raise StoreError(
                 f"{kv.num_bytes} bytes find no room in memory, and have too low a priority for the disk; raise StoreConfig.ram_bytes "
                 "or lower StoreConfig.disk_min_priority"
@@ -223,7 +236,7 @@ class TieredStore(TieredReads):
         # Without its row it could be found, and never be erased: another process may have taken that, for want of a file.
         return key in self._only_here and self._memory.contains(key) and self.index.get(key) is not None
 
-    def _lose(self, identity: ChunkIdentity, kv: ChunkKV, priority: int) -> None:
+    def _lose(self, identity: ChunkIdentity, kv: ChunkKV, retention: Retention | None) -> None:
         """Take the row of a chunk that was pushed out and is nowhere else."""
         self._drop_row(chunk_key(identity))
 

@@ -11,9 +11,9 @@ import torch
 
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
-from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, Shared, Tier
+from kvrag.store.base import Index, KVStore, Retention, Shared, Tier
 from kvrag.store.loader import Loader
-from kvrag.store.memory import MemoryStore, copy_kv
+from kvrag.store.memory import MemoryStore, copy_kv, priority_of
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
@@ -109,7 +109,11 @@ class TieredReads:
 
     def priority(self, key: ChunkKey) -> int:
         """Return a chunk's priority at present."""
-        return DEFAULT_PRIORITY if self._lower is None else self._lower.priority(key)
+        return priority_of(self.retention(key))
+
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        return self._disk.retention(key)
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return whose KV is stored under a key."""
@@ -165,7 +169,7 @@ class TieredReads:
         except StoreError as error:  # kept on disk by an engine that does not round
             log.warning("a chunk is computed: %s", error)
             return None
-        retention = Retention(self.priority(chunk_key(identity)))
+        retention = self.retention(chunk_key(identity))
         own = self._on_device(kv)
         if own is not None:
             self._memory.keep(identity, own, erasures=erasures, retention=retention)

@@ -118,7 +118,7 @@ class WriteBehind:
         self._disk.make_room(record.num_bytes, retention=retention)
         self.hold(record, doc_id)
         if retention is not None:
-            self._disk.rows.retain(record.key, retention)
+            self._disk.rows.retain([record.key], retention)
         return record
 
     def hold(self, record: Record, doc_id: str | None) -> None:
@@ -143,6 +143,15 @@ class WriteBehind:
                 entry.references.append((text, doc_id))
                 return True
         return self._disk.link(identity, text=text, doc_id=doc_id)
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Say anew what chunks are worth, written or not, and return how many there are; raises as :meth:`DiskStore.retain`."""
+        queue, keys = self._queue, list(keys)
+        with queue.writing:  # a write that is under way would end with what its put was told
+            with queue.changes:
+                for entry in filter(None, map(queue.entries.get, keys)):
+                    entry.retention = retention
+            return self._disk.retain(keys, retention)
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether a chunk waits to be written or has a file, without proving its integrity."""
@@ -174,13 +183,15 @@ class WriteBehind:
                             dropped += key in unwritten
             return erased + dropped
 
-    def clear(self) -> int:
-        """Erase everything, written or not, and return how many chunks there were; raises as :meth:`DiskStore.clear`."""
+    def clear(self, namespace: str | None = None) -> int:
+        """Erase everything, or a namespace, written or not, and return how many chunks there were; raises as :meth:`DiskStore.clear`."""
         queue = self._queue
         with queue.writing:
             with queue.changes:
-                unwritten = sum(queue.drop(key) and not self._disk.contains(key) for key in list(queue.entries))
-            return unwritten + self._disk.clear()
+                spaces = {key: entry.identity.namespace for key, entry in queue.entries.items()}
+                waiting = [key for key, space in spaces.items() if namespace in (None, space)]
+                unwritten = sum(queue.drop(key) and not self._disk.contains(key) for key in waiting)
+            return unwritten + self._disk.clear(namespace)
 
     def flush(self) -> dict[ChunkKey, str]:
         """Wait until everything is on the disk; return what could not be written since the last call, and why."""
@@ -214,6 +225,10 @@ class WriteBehind:
     def priority(self, key: ChunkKey) -> int:
         """Return a chunk's priority at present."""
         return self._disk.priority(key)
+
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return what was said of a chunk's worth, with what is left of its duration; ``None`` if nothing was."""
+        return self._disk.retention(key)
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return whose KV is stored, or waits to be, under a key."""

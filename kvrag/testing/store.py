@@ -22,12 +22,13 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key, namespace_digest
 from kvrag.store.base import KVStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+from kvrag.testing.store_worth import RetentionTests
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV
 
 PATIENT_S = 30.0
 
 
-class StoreContract:
+class StoreContract(RetentionTests):
     """What every store promises. A subclass gives :meth:`make_store`; pytest collects the rest."""
 
     dtype: torch.dtype = torch.float32
@@ -268,6 +269,28 @@ class StoreContract:
         assert store.clear() == 0
         key = self.put(store, make_identity(1), "a", "one")
         assert same_bits(store.get(make_identity(1)), self.kv(make_identity(1)))
+        assert store.index.unlink(NAMESPACE, "one") == [key]
+
+    def test_nothing_is_left_of_a_namespace_that_was_cleared(self, store: KVStore) -> None:
+        space = namespace_digest("other")
+        mine = make_identity(1)
+        theirs = [make_identity(number, namespace=space) for number in (1, 2, 3)]
+        key = self.put(store, mine, "a", "one")
+        store.put(theirs[0], self.kv(theirs[0]), text=make_text("a"), doc_id="one")
+        store.put(theirs[1], self.kv(theirs[1]), text=make_text("b"))
+        store.put(theirs[2], self.kv(theirs[2]), text=None)
+        store.get_many([mine, *theirs], timeout_s=PATIENT_S)
+        assert store.clear(namespace_digest("unknown")) == 0
+        assert store.clear(space) == 3, "with and without ids and texts"
+        assert store.get_many(theirs, timeout_s=PATIENT_S) == [None] * 3
+        assert store.index.documents(space) == []
+        assert store.index.texts(space, 0)[0] == []
+        assert store.index.keys() == [key]
+        assert same_bits(store.get(mine), self.kv(mine))
+        assert store.index.documents(NAMESPACE) == ["one"]
+        assert store.clear(space) == 0
+        store.put(theirs[0], self.kv(theirs[0]), text=make_text("a"), doc_id="one")
+        assert same_bits(store.get(theirs[0]), self.kv(theirs[0]))
         assert store.index.unlink(NAMESPACE, "one") == [key]
 
     def test_deleted_chunks_are_gone(self, store: KVStore) -> None:

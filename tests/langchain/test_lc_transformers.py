@@ -7,7 +7,7 @@ from langchain_core.documents import Document
 from langchain_core.language_models import FakeListLLM
 from lc_kept import kept
 
-from kvrag import ConfigError, InputError
+from kvrag import ConfigError, InputError, Retention
 from langchain_kvrag import ChatKVRag, KVPrecompute
 
 
@@ -28,3 +28,18 @@ def test_the_transformer_warns_or_raises(chat: ChatKVRag) -> None:
         assert KVPrecompute(chat).transform_documents(twice) == twice
     with pytest.raises(InputError, match="two different texts"):
         KVPrecompute(chat, on_error="raise").transform_documents(twice)
+
+
+def test_the_transformer_passes_collection_and_worth_on(chat: ChatKVRag, chunks: list[str]) -> None:
+    document = Document(page_content=chunks[0], id="a")
+    KVPrecompute(chat, collection="manuals", retention=Retention(60)).transform_documents([document])
+    engine = chat.engine
+    assert engine.document_ids() == ["manuals/a"]
+    (key,) = engine.store.index.document_keys(engine.names.namespace(engine.namespace), "manuals/a")
+    told = engine.store.retention(key)
+    assert told is not None
+    assert told.priority == 60
+    with pytest.warns(UserWarning, match="has no id, and is to be in the collection"):
+        KVPrecompute(chat, collection="manuals").transform_documents([Document(page_content=chunks[1])])
+    with pytest.raises(InputError, match="collection is"):
+        KVPrecompute(chat, collection="")

@@ -14,7 +14,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 from lc_kept import kept
 
-from kvrag import ConfigError, StoreError
+from kvrag import ConfigError, InputError, Retention, StoreError
 from kvrag.store.disk import DiskStore
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 
@@ -140,6 +140,32 @@ def test_namespaces_are_apart(chat: ChatKVRag, embedding: Embeddings, chunks: li
     assert chat.explain(chunks[0], namespace="tenant").hits == 1
     store.delete(["a"])
     assert chat.explain(chunks[0], namespace="tenant").hits == 0
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["own", "wrapped"])
+def test_stores_of_one_namespace_have_collections(
+    chat: ChatKVRag, embedding: Embeddings, chunks: list[str], is_wrapped: bool
+) -> None:
+    def make(**options: Any) -> KVRagVectorStore:
+        inner: dict[str, Any] = {"inner": InMemoryVectorStore(embedding)} if is_wrapped else {"embedding": embedding}
+        return KVRagVectorStore(**inner, llm=chat, **options)
+
+    manuals, letters = make(collection="manuals", retention=Retention(60)), make(collection="letters")
+    (named,) = manuals.add_texts(chunks[:1])  # by an id that nobody chose
+    manuals.add_texts(chunks[1:2], ids=["a"])
+    letters.add_texts(chunks[2:3], ids=["a"])
+    assert set(chat.engine.document_ids()) == {f"manuals/{named}", "manuals/a", "letters/a"}
+    index, space = chat.engine.store.index, chat.engine.names.namespace(chat.engine.namespace)
+    (key,) = index.document_keys(space, "manuals/a")
+    told = chat.engine.store.retention(key)
+    assert told is not None
+    assert told.priority == 60
+    manuals.delete(["a"])
+    assert kept(chat, chunks) == [0, 2]
+    manuals.delete([named])
+    assert chat.engine.document_ids() == ["letters/a"]
+    with pytest.raises(InputError, match="collection is"):
+        make(collection="/")
 
 
 @pytest.mark.parametrize("cleanup", ["full", "incremental"])

@@ -29,7 +29,7 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, Simp
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQuery, VectorStoreQueryResult
 from llama_index_kit import chunks, documents, hit_texts, make_llm, record_prompts, settings
 
-from kvrag import ConfigError, KVRagEngine, StoreError
+from kvrag import ConfigError, InputError, KVRagEngine, Retention, StoreError
 from llama_index.llms.kvrag import KVRagLLM, PrecomputeKV
 from llama_index.vector_stores.kvrag import KVRagVectorStore
 
@@ -273,6 +273,57 @@ def test_namespaces_are_kept_apart(llm: KVRagLLM):
     assert kept(llm, [text], namespace="mine") == [True]
     assert kept(llm, [text], namespace="yours") == [False]
     assert kept(llm, [text]) == [False]
+
+
+def worth(llm: KVRagLLM, doc_id: str) -> int:
+    engine = llm.engine
+    (key,) = engine.store.index.document_keys(engine.names.namespace(engine.namespace), doc_id)
+    return (engine.store.retention(key) or Retention()).priority
+
+
+def test_collections_are_kept_apart(llm: KVRagLLM):
+    manuals = KVRagVectorStore(ListingStore(), collection="manuals", retention=Retention(60))
+    letters, plain = KVRagVectorStore(collection="letters/"), KVRagVectorStore()
+    texts = chunks(4)
+    for store, text in zip((manuals, letters, plain), texts, strict=False):
+        store.add([node(text, id_="a", document="d")])
+    assert llm.engine.document_ids() == ["a", "letters/a", "manuals/a"]
+    assert (worth(llm, "manuals/a"), worth(llm, "letters/a")) == (60, 35)
+    manuals.add([node(texts[3], id_="a", document="d")])  # another text by the same id
+    assert kept(llm, texts) == [False, True, True, True]
+    plain.clear()
+    manuals.delete("d")
+    assert llm.engine.document_ids() == ["letters/a"]
+    KVRagVectorStore(letters.inner, collection="letters").delete("d")  # as after a restart
+    assert kept(llm, texts) == [False] * 4
+    for cls in (KVRagVectorStore, PrecomputeKV):
+        with pytest.raises(InputError, match="collection is"):
+            cls(collection="/")
+
+
+def test_a_text_of_a_collection_that_changed_leaves_no_old_kv_whatever_fails(
+    llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise StoreError("the disk is full")
+
+    store, texts = KVRagVectorStore(collection="manuals"), chunks(2)
+    store.add([node(texts[0], id_="a")])
+    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    with pytest.warns(UserWarning, match="the disk is full"):
+        store.add([node(texts[1], id_="a")])
+    assert (kept(llm, texts), llm.engine.document_ids()) == ([False, False], [])
+
+
+def test_the_transformation_passes_collection_and_worth_on(llm: KVRagLLM):
+    step = PrecomputeKV(collection="manuals", retention=Retention(60))
+    step([node(chunks(1)[0], id_="a")])
+    assert llm.engine.document_ids() == ["manuals/a"]
+    assert worth(llm, "manuals/a") == 60
+    assert step.to_dict() != PrecomputeKV(collection="manuals").to_dict() != PrecomputeKV().to_dict()
+    assert PrecomputeKV.from_dict(PrecomputeKV(retention=Retention(60, 5.0)).model_dump()).retention == Retention(
+        60, 5.0
+    )
 
 
 def test_kv_in_memory_is_deleted_too(tiny_dir: str):

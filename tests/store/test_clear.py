@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvrag.cli import app
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.fingerprint import chunk_key, namespace_digest
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind
 from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
@@ -58,6 +58,42 @@ def test_every_tier_is_emptied_and_says_so(tiers, seen):
     assert [tier.num_bytes for tier in store.stats().values()] == [0, 0, 0]
 
 
+def test_a_namespace_leaves_every_tier_and_only_that(tiers, seen):
+    store, gpu, host, disk = tiers
+    space = namespace_digest("other")
+    theirs = [make_identity(number, namespace=space) for number in range(3)]
+    put(store, 0)
+    put(store, 1, priority=10)  # in the host's memory alone
+    store.put(theirs[0], make_kv(theirs[0]), text=make_text("0"), doc_id="doc 0", retention=Retention(10))
+    store.put(theirs[1], make_kv(theirs[1]), text=None)
+    store.put(theirs[2], make_kv(theirs[2]), text=make_text("2"))
+    store.get_many([*CHUNKS[:2], *theirs], timeout_s=30)
+    seen.clear()
+    assert store.clear(space) == 3
+    gone = {chunk_key(one) for one in theirs}
+    assert {(e.medium, key) for e in seen for key in e.block_hashes} >= {("gpu", key) for key in gone}
+    assert {(e.type, e.reason) for e in seen} == {("BlockRemoved", "deleted")}
+    assert gpu.keys() == host.keys() == KEYS[:2]
+    assert store.get_many(theirs, timeout_s=30) == [None] * 3
+    assert (disk.index.documents(space), disk.index.documents(NAMESPACE)) == ([], ["doc 0", "doc 1"])
+    store.flush()
+    assert disk.files() == {KEYS[0]}
+    assert same_bits(store.get(CHUNKS[1]), make_kv(CHUNKS[1]))
+
+
+def test_a_file_without_a_row_is_cleared_with_its_namespace(root):
+    """The index may lag behind the files; whose a file is stands in its head."""
+    store = DiskStore(root, StoreConfig(min_free_bytes=0))
+    theirs = make_identity(7, namespace=namespace_digest("other"))
+    put(store, 0)
+    store.put(theirs, make_kv(theirs), text=None)
+    for key in store.index.keys():  # noqa: SIM118
+        store.index.remove(key)
+    assert store.clear(theirs.namespace) == 1
+    assert store.files() == {KEYS[0]}
+    store.close()
+
+
 def test_what_waits_to_be_written_does_not_come_back(root):
     disk = DiskStore(root, StoreConfig(min_free_bytes=0))
     store = WriteBehind(disk)
@@ -86,7 +122,21 @@ def test_a_read_that_began_before_does_not_bring_it_back(tiers, monkeypatch):
     assert gpu.keys() == host.keys() == []
 
 
-def test_what_was_put_away_is_erased_too(root):
+def test_what_waits_of_a_namespace_does_not_come_back_and_the_rest_is_written(root):
+    disk = DiskStore(root, StoreConfig(min_free_bytes=0))
+    store = WriteBehind(disk)
+    theirs = make_identity(7, namespace=namespace_digest("other"))
+    with store._own.writing:
+        put(store, 0)
+        store.put(theirs, make_kv(theirs), text=make_text("0"), doc_id="doc 0")
+        assert store.clear(theirs.namespace) == 1
+    assert store.flush() == {}
+    assert disk.files() == {KEYS[0]}
+    store.close()
+
+
+@pytest.mark.parametrize("namespace", [None, NAMESPACE])
+def test_what_was_put_away_is_erased_too(root, namespace):
     store = DiskStore(root, StoreConfig(min_free_bytes=0))
     put(store, 0)
     path = next((root / "objects").rglob("*.safetensors"))
@@ -95,7 +145,7 @@ def test_what_was_put_away_is_erased_too(root):
     assert os.listdir(root / "quarantine")
     (root / "objects" / KEYS[1][:2]).mkdir(exist_ok=True)
     shutil.copy(next((root / "quarantine").iterdir()), root / "objects" / KEYS[1][:2] / f"{KEYS[1]}.safetensors")
-    store.clear()
+    store.clear(namespace)
     assert os.listdir(root / "quarantine") == []
     assert store.files() == set()
     store.close()
@@ -117,6 +167,23 @@ def test_what_other_keys_protect_is_left_alone(root, kind):
     assert yours.clear() == 1
     mine.close()
     yours.close()
+
+
+@pytest.mark.parametrize("kind", ["secret", "mac", pytest.param("all", marks=needs_cryptography)])
+def test_a_namespace_of_other_keys_is_left_alone(root, kind):
+    """Both call it the same, and each clears its own: what stands in the store covers the keys."""
+    plain, keyed = DiskStore(root, StoreConfig(min_free_bytes=0)), DiskStore(root, config_of(kind))
+    identity = identity_of(kind)
+    put(plain, 0)
+    keyed.put(identity, make_kv(identity), text=make_text("yours"), doc_id="yours")
+    assert keyed.clear(identity.namespace) == 1
+    assert plain.files() == {KEYS[0]}
+    keyed.put(identity, make_kv(identity), text=make_text("yours"), doc_id="yours")
+    assert plain.clear(NAMESPACE) == 1
+    assert plain.files() == {chunk_key(identity)}
+    assert same_bits(keyed.get(identity), make_kv(identity))
+    plain.close()
+    keyed.close()
 
 
 def test_a_store_for_reading_only_is_not_cleared(root):
@@ -157,8 +224,35 @@ def test_the_command_line_asks_before_it_erases_everything(filled):
 
 
 def test_the_command_line_erases_everything_when_told_so_twice(filled):
-    for also in (["--document", "doc 1"], ["--collection", "c"], ["--namespace", "mine"], ["--namespace", "default"]):
+    for also in (["--document", "doc 1"], ["--collection", "c"], ["--namespace", "mine", "--document", "doc 1"]):
         run("rm", "--all", "--yes", *also, "--kv-dir", filled, code=2)
     assert chunks_in(filled) == 4
     assert '"erased_chunks": 4' in run("rm", "--all", "--yes", "--json", "--kv-dir", filled)
     assert chunks_in(filled) == 0
+
+
+def test_the_command_line_erases_a_namespace(filled):
+    store = DiskStore(filled, StoreConfig(min_free_bytes=0))
+    theirs = make_identity(7, namespace=namespace_digest("mine"))
+    store.put(theirs, make_kv(theirs), text=make_text("0"), doc_id="doc 0")
+    store.close()
+    asked = run("rm", "--all", "--namespace", "mine", "--kv-dir", filled, input="n\n", code=1)
+    assert "1 chunk(s) of the namespace 'mine'?" in asked
+    assert "nothing is known" in run("rm", "--all", "-y", "--namespace", "none", "--kv-dir", filled, code=1)
+    assert chunks_in(filled) == 5
+    assert "erased, with 1 chunk(s)" in run("rm", "--all", "-y", "--namespace", "mine", "--kv-dir", filled)
+    assert chunks_in(filled) == 4
+    assert '"erased_chunks": 4' in run("rm", "--all", "-y", "--json", "--namespace", "default", "--kv-dir", filled)
+    assert chunks_in(filled) == 0
+
+
+def test_the_command_line_erases_a_namespace_that_a_secret_hides(root, monkeypatch):
+    monkeypatch.setenv("KVRAG_NAMESPACE_SECRET", "ab" * 32)
+    config = StoreConfig(namespace_secret="env:KVRAG_NAMESPACE_SECRET", min_free_bytes=0)
+    store = DiskStore(root, config)
+    for name in ("mine", "yours"):
+        identity = make_identity(1, namespace=store.keys.names.namespace(name))
+        store.put(identity, make_kv(identity), text=make_text(name), doc_id=name)
+    assert "erased, with 1 chunk(s)" in run("rm", "--all", "-y", "--namespace", "mine", "--kv-dir", root)
+    assert store.files() == {chunk_key(identity)}
+    store.close()

@@ -59,6 +59,7 @@ ERASURES = {
     "unlink": lambda store: store.delete(store.index.unlink(NAMESPACE, "one")),
     "text": lambda store: store.delete(store.index.unlink_text(NAMESPACE, make_text("one").digest)),
     "clear": lambda store: store.clear(),
+    "clear a namespace": lambda store: store.clear(NAMESPACE),
 }
 
 
@@ -112,6 +113,18 @@ def test_what_was_only_pushed_off_the_disk_is_still_answered_with(tiers):
     assert one.other._evictor.evict(1) == 1
     assert same_bits(one.store.get(ONE), make_kv(ONE))
     assert one.other.get(ONE) is None
+
+
+@pytest.mark.parametrize("namespace", [None, NAMESPACE])
+def test_clearing_reaches_what_was_pushed_off_the_disk_and_has_no_document(tiers, namespace):
+    one = tiers()
+    one.store.put(ONE, make_kv(ONE), text=None)
+    one.store.get(ONE)
+    assert one.other._evictor.evict(1) == 1
+    assert same_bits(one.store.get(ONE), make_kv(ONE))
+    assert one.other.clear(namespace) == 0, "the disk has nothing of it"
+    assert one.store.get(ONE) is None
+    assert one.held() == (False, False)
 
 
 def test_one_look_serves_a_whole_request(tiers, monkeypatch):
@@ -214,7 +227,7 @@ def test_what_is_demoted_while_its_erasure_is_half_done_is_not_kept(tiers):
     kv = one.gpu.get(ONE)
     keys = one.other.index.unlink(NAMESPACE, "one")
     assert one.store.get(ONE) is None
-    one.below.demote(ONE, kv, 35)  # as by a thread that had taken it out before
+    one.below.demote(ONE, kv, Retention())  # as by a thread that had taken it out before
     one.other.delete(keys)
     assert one.held() == (False, False)
 

@@ -8,7 +8,17 @@ import torch
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, on_accelerator, open_store, sizes, tiered_reads
+from kvrag.store import (
+    DiskStore,
+    MemoryStore,
+    Retention,
+    TieredStore,
+    on_accelerator,
+    open_store,
+    sizes,
+    tiered_reads,
+    usage,
+)
 from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -180,8 +190,68 @@ def test_what_is_erased_while_it_is_demoted_does_not_come_back(tiers):
     put(one.store, 0)
     kv = one.store.get(IDENTITIES[0])
     one.store.delete(KEYS[:1])
-    one.below.demote(IDENTITIES[0], kv, 35)  # as by a thread that had taken it out before
+    one.below.demote(IDENTITIES[0], kv, Retention())  # as by a thread that had taken it out before
     assert held(one.host) == []
+
+
+def test_a_duration_goes_along_to_every_tier(tiers, monkeypatch):
+    """A pin that is over must not hold memory: what was promoted or demoted forgets it when the disk does."""
+    one = tiers(gpu=1, host=2)
+    one.disk.put(IDENTITIES[0], make_kv(IDENTITIES[0]), text=None, retention=Retention(99, 60, cost_ms=7.0))
+    one.store.get(IDENTITIES[0])
+    assert [round(one.gpu.retention(KEYS[0]).duration_s), one.host.retention(KEYS[0]).cost_ms] == [60, 7.0]
+    one.host.delete(KEYS[:1])
+    one.gpu.keep(IDENTITIES[7], make_kv(IDENTITIES[7]), retention=Retention(99))  # pushes the first one down
+    assert (held(one.gpu), held(one.host), one.events(0)[-1][2]) == ([7], [0], "demoted")
+    put(one.store, 1)
+    put(one.store, 2)
+    assert held(one.host) == [0, 2]
+    now = usage.since_boot()
+    monkeypatch.setattr(usage, "since_boot", lambda: now + 61)
+    assert one.host.retention(KEYS[0]) == Retention(cost_ms=7.0)
+    put(one.store, 3)
+    assert held(one.host) == [2, 3], "newcomers find room again"
+
+
+def test_a_priority_in_memory_alone_is_told_and_promoted(tiers):
+    one = tiers(lower_min_priority=30)
+    put(one.store, 0, priority=20)
+    one.store.get(IDENTITIES[0])
+    assert held(one.gpu) == [0]
+    told = one.store.retention(KEYS[0]), one.gpu.retention(KEYS[0]), one.store.priority(KEYS[0])
+    assert told == (Retention(20), Retention(20), 20)
+
+
+def test_worth_is_said_anew_in_every_tier(tiers):
+    one = tiers(lower_min_priority=30)
+    put(one.store, 0, priority=90)
+    put(one.store, 1, priority=20)  # in the host's memory alone
+    for number in (0, 1):
+        one.store.get(IDENTITIES[number])
+    assert (held(one.gpu), held(one.host), one.disk.files()) == ([0, 1], [0, 1], {KEYS[0]})
+    assert one.store.retain(KEYS[:3], Retention(50)) == 2
+    for tier in (one.gpu, one.host, one.store):
+        assert [tier.retention(key) for key in KEYS[:3]] == [Retention(50), Retention(50), None]
+    assert one.disk.files() == {KEYS[0]}, "where a chunk lies stays as it is"
+
+
+def test_a_read_that_began_before_does_not_bring_the_worth_of_then(tiers, monkeypatch):
+    one = tiers()
+    put(one.store, 0, priority=99)
+    one.host.delete(KEYS[:1])
+    real = one.below.retention
+
+    def slow(key):
+        found = real(key)
+        one.store.retain([key], Retention(1))
+        return found
+
+    monkeypatch.setattr(one.below, "retention", slow)
+    one.store.get(IDENTITIES[0])
+    monkeypatch.undo()
+    assert (held(one.gpu), held(one.host)) == ([], [])
+    one.store.get(IDENTITIES[0])
+    assert one.gpu.retention(KEYS[0]) == one.host.retention(KEYS[0]) == Retention(1)
 
 
 def test_low_priorities_stay_off_the_disk_until_they_are_pushed_out(root):

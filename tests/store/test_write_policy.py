@@ -150,6 +150,21 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(root, disk, monkeypatch, 
     store.close()
 
 
+def test_worth_is_said_anew_of_what_waits_and_of_what_is_being_written(store, disk, held_up):
+    with store._own.writing:
+        put(store, 0, retention=Retention(90, cost_ms=7.0))
+        assert store.retain(KEYS[:2], Retention(10)) == 1
+    assert store.flush() == {}
+    assert (disk.contains(KEYS[0]), disk.retention(KEYS[0])) == (True, Retention(10, cost_ms=7.0))
+    with held_up():
+        put(store, 1, retention=Retention(90))
+        late = threading.Thread(target=store.retain, args=(KEYS[1:2], Retention(10)))
+        late.start()
+    late.join()
+    assert store.flush() == {}
+    assert disk.retention(KEYS[1]) == Retention(10)
+
+
 def test_what_could_never_be_stored_is_refused_at_once(root):
     store = WriteBehind(DiskStore(root, StoreConfig(disk_bytes=2 * SIZE, high_watermark=1, low_watermark=1)))
     kv = make_kv(IDENTITIES[0])

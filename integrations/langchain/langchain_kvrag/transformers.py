@@ -7,7 +7,8 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 
-from kvrag import precompute_kv
+from kvrag import Retention, precompute_kv
+from kvrag.documents import in_collection
 from kvrag.hooks import OnError, engine_of
 
 
@@ -21,7 +22,7 @@ class KVPrecompute(BaseDocumentTransformer):
     ----------
     llm
         A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or :class:`kvrag.KVRagEngine`.
-    namespace, batch_size, show_progress
+    namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.KVRagEngine.precompute`.
     on_error
         ``"warn"`` and go on without KV, or ``"raise"``.
@@ -30,6 +31,8 @@ class KVPrecompute(BaseDocumentTransformer):
     ------
     ConfigError
         If ``llm`` is another kind of model.
+    InputError
+        If ``collection`` is no name.
     """
 
     def __init__(
@@ -40,14 +43,19 @@ class KVPrecompute(BaseDocumentTransformer):
         batch_size: int = 8,
         show_progress: bool = False,
         on_error: OnError = "warn",
+        retention: Retention | None = None,
+        collection: str | None = None,
     ) -> None:
         engine_of(llm)
+        in_collection((), collection)  # refuses what is no name
         self.llm = llm
         self._options: dict[str, Any] = {
             "namespace": namespace,
             "batch_size": batch_size,
             "show_progress": show_progress,
             "on_error": on_error,
+            "retention": retention,
+            "collection": collection,
         }
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:

@@ -11,7 +11,8 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from kvrag import ConfigError, delete_kv, precompute_kv
+from kvrag import ConfigError, Retention, delete_kv, precompute_kv
+from kvrag.documents import in_collection
 from kvrag.hooks import OnError, documents_in, engine_of
 from langchain_kvrag._faiss import FaissStore, Metric
 
@@ -40,6 +41,10 @@ class KVRagVectorStore(VectorStore):
         ``"warn"``: documents are added even if their KV can't be computed, or ``"raise"``.
     metric
         Of the own index: ``"l2"`` or ``"ip"``.
+    retention
+        How much the KV of documents is worth keeping that are added.
+    collection
+        Collection that the store's documents are in: their KV is known as ``collection/id``, which sets apart stores of one namespace.
 
     Raises
     ------
@@ -47,12 +52,14 @@ class KVRagVectorStore(VectorStore):
         If ``llm`` is another kind of model, or neither or both of ``inner`` and ``embedding`` are given.
     MissingDependencyError
         If the own index is wanted and FAISS is not installed.
+    InputError
+        If ``collection`` is no name.
 
     Examples
     --------
     >>> store = KVRagVectorStore.from_documents(splits, embeddings, llm=llm)  # doctest: +SKIP
     >>> store = KVRagVectorStore(existing_store, llm=llm)  # doctest: +SKIP
-    >>> llm.precompute_kv(store)  # what was in it before  # doctest: +SKIP
+    >>> llm.precompute_kv(store)  # what was in it before; with the collection, if it has one  # doctest: +SKIP
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class KVRagVectorStore(VectorStore):
         batch_size: int = 8,
         on_error: OnError = "warn",
         metric: Metric = "l2",
+        retention: Retention | None = None,
+        collection: str | None = None,
     ) -> None:
         if (inner is None) == (embedding is None):
             raise ConfigError("pass either a vector store to wrap, or embedding=... for an own FAISS index")
@@ -74,9 +83,12 @@ class KVRagVectorStore(VectorStore):
             )
         if llm is not None:
             engine_of(llm)
+        in_collection((), collection)  # refuses what is no name
         self.inner: VectorStore = FaissStore(embedding, metric=metric) if embedding is not None else inner  # type: ignore[assignment]
         self.llm = llm
         self.namespace = namespace
+        self.retention = retention
+        self.collection = collection
         self._batch_size: int = batch_size
         self._on_error: OnError = on_error
 
@@ -146,6 +158,8 @@ class KVRagVectorStore(VectorStore):
             namespace=self.namespace,
             batch_size=self._batch_size,
             on_error=self._on_error,
+            retention=self.retention,
+            collection=self.collection,
         )
 
     def _known(self, ids: list[str] | None) -> list[str]:
@@ -159,7 +173,7 @@ class KVRagVectorStore(VectorStore):
         kept = {document.id for document in self.inner.get_by_ids(ids)} if is_all and ids else set()
         gone = [name for name in ids if name not in kept]
         if gone:
-            delete_kv(gone, llm=self.llm, namespace=self.namespace)
+            delete_kv(gone, llm=self.llm, namespace=self.namespace, collection=self.collection)
 
     # -- files of the own index ----------------------------------------------------------------------------------------
 

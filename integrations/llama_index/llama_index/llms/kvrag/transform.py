@@ -13,8 +13,9 @@ from llama_index.core import Settings
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
-from kvrag import ConfigError, KVRagEngine, PrecomputeReport, precompute_kv
+from kvrag import ConfigError, KVRagEngine, PrecomputeReport, Retention, precompute_kv
 from kvrag.config import unknown_option
+from kvrag.documents import in_collection
 from kvrag.hooks import Content, OnError
 from llama_index.llms.kvrag.base import KVRagLLM
 
@@ -82,7 +83,7 @@ class PrecomputeKV(TransformComponent):
     ----------
     llm
         Whom the KV is for; default: ``Settings.llm`` at the time of the run.
-    namespace, prefix, batch_size, show_progress
+    namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
         ``"text"``: the node's text. ``"llm"``: the text with the metadata that the LLM is shown.
@@ -97,9 +98,12 @@ class PrecomputeKV(TransformComponent):
     batch_size: int = Field(default=8, ge=1)
     show_progress: bool = False
     on_error: OnError = "warn"
+    retention: Retention | None = None
+    collection: str | None = None
 
     def __init__(self, llm: Any = None, **options: Any) -> None:
         refuse_unknown(options, type(self))
+        in_collection((), options.get("collection"))  # refuses what is no name
         super().__init__(**{"llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
@@ -128,6 +132,8 @@ class PrecomputeKV(TransformComponent):
             content=self.content,
             batch_size=self.batch_size,
             show_progress=self.show_progress,
+            retention=self.retention,
+            collection=self.collection,
             on_error=self.on_error,
         )
         return nodes

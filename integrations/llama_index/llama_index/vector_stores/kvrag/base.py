@@ -17,7 +17,8 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvrag import ConfigError, KVRagEngine
+from kvrag import ConfigError, KVRagEngine, Retention
+from kvrag.documents import in_collection
 from kvrag.hooks import Content, OnError, engine_of
 from llama_index.llms.kvrag.transform import precompute_nodes, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
@@ -28,7 +29,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
 
     Queries and everything else pass through. KV is referred to by node id; the nodes of each document are remembered in
     ``<kv_dir>/llama_index/refs.sqlite``, so deletion by ``ref_doc_id`` works after a restart. Stores that share an LLM and a
-    namespace share KV; give each its own namespace to keep ``clear()`` of one from costing the other its KV.
+    namespace share KV; give each its own namespace or collection to keep ``clear()`` of one from costing the other its KV.
 
     Parameters
     ----------
@@ -36,7 +37,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         The store; default: a ``SimpleVectorStore``, which persists with the storage context.
     llm
         Whom the KV is for; default: ``Settings.llm`` when it is needed.
-    namespace, prefix, batch_size, show_progress
+    namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
         ``"text"``: KV of the node's text. ``"llm"``: of the text with the metadata that the LLM is shown.
@@ -48,6 +49,8 @@ class KVRagVectorStore(BasePydanticVectorStore):
     ------
     ConfigError
         If ``inner`` is no vector store of LlamaIndex, or ``llm`` can't use KV.
+    InputError
+        If ``collection`` is no name.
     """
 
     stores_text: bool = False
@@ -59,6 +62,8 @@ class KVRagVectorStore(BasePydanticVectorStore):
     batch_size: int = Field(default=8, ge=1)
     show_progress: bool = False
     on_error: OnError = "warn"
+    retention: Retention | None = None
+    collection: str | None = None
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
 
     def __init__(self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any) -> None:
@@ -70,6 +75,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         options.setdefault("stores_text", inner.stores_text)
         options.setdefault("is_embedding_query", inner.is_embedding_query)
         refuse_unknown(options, type(self))
+        in_collection((), options.get("collection"))  # refuses what is no name
         super().__init__(**{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
@@ -114,6 +120,8 @@ class KVRagVectorStore(BasePydanticVectorStore):
             content=self.content,
             batch_size=self.batch_size,
             show_progress=self.show_progress,
+            retention=self.retention,
+            collection=self.collection,
             on_error=self.on_error,
         )
 
@@ -123,7 +131,9 @@ class KVRagVectorStore(BasePydanticVectorStore):
         index, names = self._engine().store.index, self._engine().names
         space = names.namespace(self._space())
         digests = {node.node_id: names.digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
-        return [n for n in nodes if set(index.document_texts(space, n.node_id)) - {digests[n.node_id]}]
+        stored = in_collection((n.node_id for n in nodes), self.collection)
+        found = zip(nodes, stored, strict=True)
+        return [n for n, name in found if set(index.document_texts(space, name)) - {digests[n.node_id]}]
 
     # -- nodes go --------------------------------------------------------------------------------------------------
 
@@ -200,7 +210,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         if not node_ids:
             return
         try:
-            self._engine().delete(list(node_ids), namespace=self.namespace)
+            self._engine().delete(list(node_ids), collection=self.collection, namespace=self.namespace)
         except Exception as error:
             if self.on_error == "raise":
                 raise
@@ -245,5 +255,5 @@ class KVRagVectorStore(BasePydanticVectorStore):
         """Return the table beside the LLM's KV; ``Settings.llm`` may be another one than a moment ago."""
         kv_dir = getattr(resolve_kv_llm(self.llm), "kv_dir", None)
         if str(kv_dir) not in self._refs:
-            self._refs[str(kv_dir)] = RefTable(kv_dir)
+            self._refs[str(kv_dir)] = RefTable(kv_dir, self.collection)
         return self._refs[str(kv_dir)]

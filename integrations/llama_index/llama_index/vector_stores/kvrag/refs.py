@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvrag.fingerprint import namespace_digest
+from kvrag.store.base import below_collection
 
 logger = logging.getLogger(__name__)
 
@@ -35,29 +36,35 @@ class RefTable:
     ----------
     kv_dir
         Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. ``None``: in memory, as the KV then.
+    collection
+        Collection that the nodes are in, which has entries of its own.
     """
 
-    def __init__(self, kv_dir: str | os.PathLike[str] | None) -> None:
+    def __init__(self, kv_dir: str | os.PathLike[str] | None, collection: str | None = None) -> None:
+        self._below = "" if collection is None else f" {below_collection(collection)}"
         self._path = None if kv_dir is None else Path(os.path.abspath(kv_dir), "llama_index", "refs.sqlite")
         self._memory = sqlite3.connect(":memory:", check_same_thread=False) if kv_dir is None else None
         self._lock = threading.Lock()
 
     def add(self, namespace: str, documents: Iterable[tuple[str, str]]) -> None:
         """Remember ``(node_id, ref_doc_id)`` pairs."""
-        space = namespace_digest(namespace)
+        space = self._space(namespace)
         self._run("INSERT OR REPLACE INTO refs VALUES (?, ?, ?)", [(space, node, doc) for node, doc in documents])
 
     def nodes(self, namespace: str, document: str | None = None) -> list[str]:
         """Return the nodes of a document, or all."""
-        query, space = "SELECT node FROM refs WHERE namespace = ?", namespace_digest(namespace)
+        query, space = "SELECT node FROM refs WHERE namespace = ?", self._space(namespace)
         if document is None:
             return [row[0] for row in self._run(query, [(space,)])]
         return [row[0] for row in self._run(f"{query} AND document = ?", [(space, document)])]
 
     def remove(self, namespace: str, nodes: Iterable[str]) -> None:
         """Forget nodes."""
-        space = namespace_digest(namespace)
+        space = self._space(namespace)
         self._run("DELETE FROM refs WHERE namespace = ? AND node = ?", [(space, node) for node in nodes])
+
+    def _space(self, namespace: str) -> str:
+        return namespace_digest(namespace) + self._below
 
     def _run(self, statement: str, values: Sequence[tuple[str, ...]]) -> Rows:
         """Run a statement for each tuple of values, in one transaction; what it finds is returned."""

@@ -1,0 +1,113 @@
+"""What chunks are worth keeping, said anew: by ``retain``, by precomputing again, by hooks; in every tier, written or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from texts import make_chunks
+
+from kvrag import InputError, KVRagEngine, Retention, StoreConfig, StoreError, precompute_kv, sync_kv
+from kvrag.spans import text_entry
+from kvrag.store import MemoryStore
+from kvrag.types import ChunkKey
+
+CHUNKS = make_chunks(4, words=30, seed=53)
+IDS = ["a", "b", "c", "d"]
+ENTRIES = [text_entry(chunk) for chunk in CHUNKS]
+MakeEngine = Callable[..., KVRagEngine]
+WHERE = pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_dir": None}, {"store_config": StoreConfig(write_policy="back")}],
+    ids=["disk", "memory", "back"],
+)
+
+
+def worth(engine: KVRagEngine, texts: slice = slice(None), *, namespace: str = "default") -> list[int]:
+    """Priorities of the chunks that are stored in a namespace, in the order of the texts, and the prefix's last."""
+    index, space = engine.store.index, engine.names.namespace(namespace)
+    records = [index.get(key) for key in index.keys()]  # noqa: SIM118 - an index is no dict
+    found = {r.text: engine.store.retention(r.key) for r in records if r and r.namespace == space}
+    return [(found[entry] or Retention()).priority for entry in [*ENTRIES[texts], None] if entry in found]
+
+
+def cost(engine: KVRagEngine, key: str) -> float | None:
+    found = engine.store.retention(ChunkKey(key))
+    return None if found is None else found.cost_ms
+
+
+def held(engine: KVRagEngine) -> set[int]:
+    """Priorities of what is in the host's memory."""
+    memory = engine.store if isinstance(engine.store, MemoryStore) else engine.store._memory  # type: ignore[attr-defined]
+    return {entry.usage.priority_now() for entry in memory._shelf.chunks.values()}
+
+
+@WHERE
+def test_documents_are_worth_what_was_said_last_in_every_tier(
+    engine_of: MakeEngine, options: dict[str, object]
+) -> None:
+    engine = engine_of(**options)
+    engine.precompute(CHUNKS, ids=IDS, retention=Retention(20))
+    assert worth(engine) == [20, 20, 20, 20, 85]
+    assert engine.retain(["a", "b", "unknown"], retention=Retention(70)) == 2
+    assert engine.retain("c", retention=Retention(99, duration_s=3600)) == 1
+    assert worth(engine) == [70, 70, 99, 20, 85]
+    assert held(engine) == {70, 99, 20, 85}
+    engine.flush()
+    assert worth(engine) == [70, 70, 99, 20, 85]
+
+
+def test_a_cost_that_was_measured_stays(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    engine.precompute(CHUNKS[:1], ids=IDS[:1])
+    (key,) = engine.store.index.document_keys(engine.names.namespace("default"), "a")
+    before = engine.store.retention(key)
+    assert before is not None
+    engine.retain(IDS[:1], retention=Retention(50))
+    assert engine.store.retention(key) == Retention(50, None, before.cost_ms)
+
+
+def test_chunks_may_be_named_by_their_keys_and_collections(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    engine.precompute(CHUNKS[:2], ids=["manuals/a", "manuals/cars/b"])
+    engine.precompute(CHUNKS[:1], ids=["manuals/a"], namespace="other")
+    keys = engine.store.index.keys()
+    assert engine.retain(keys=[*keys, "unknown"], retention=Retention(10)) == 3, "two chunks and the prefix"
+    others = [key for key in keys if engine.store.retention(key) != Retention(10, cost_ms=cost(engine, key))]
+    assert len(others) == 2
+    assert engine.retain(keys=others[0], retention=Retention(11)) == engine.retain(retention=Retention(11)) == 0
+    assert worth(engine, namespace="other") == [35, 85]
+    assert engine.retain(collection="manuals", retention=Retention(50)) == 2
+    assert engine.retain(collection="manuals", retention=Retention(60), namespace="other") == 1
+    assert (worth(engine), worth(engine, namespace="other")) == ([50, 50, 10], [60, 85])
+    with pytest.raises(InputError, match="collection is"):
+        engine.retain(collection="/", retention=Retention(1))
+
+
+@WHERE
+def test_precomputing_again_says_it_anew_if_it_says_anything(engine_of: MakeEngine, options: dict[str, object]) -> None:
+    engine = engine_of(**options)
+    engine.precompute(CHUNKS[:2], retention=Retention(20))
+    report = engine.precompute(CHUNKS[:3], retention=Retention(90))
+    assert (report.stored, report.skipped) == (1, 2)
+    assert worth(engine) == [90, 90, 90, 90], "no prompt can do without the prefix"
+    engine.precompute(CHUNKS[:3])
+    engine.precompute(CHUNKS[:1], retention=Retention(10))
+    assert worth(engine) == [10, 90, 90, 90]
+    assert held(engine) == {10, 90}
+
+
+def test_a_store_for_reading_only_says_so(engine_of: MakeEngine, tmp_path: Path) -> None:
+    engine_of(kv_dir=tmp_path).precompute(CHUNKS[:1], ids=IDS[:1])
+    reader = engine_of(kv_dir=tmp_path, store_config=StoreConfig(read_only=True))
+    with pytest.raises(StoreError, match="reading only"):
+        reader.retain(IDS[:1], retention=Retention(1))
+
+
+def test_hooks_pass_it_on(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    precompute_kv(CHUNKS[:2], llm=engine, ids=IDS[:2], retention=Retention(40))
+    assert worth(engine) == [40, 40, 85]
+    sync_kv(CHUNKS[1:3], llm=engine, ids=IDS[1:3], retention=Retention(41))
+    assert worth(engine) == [41, 41, 85]
