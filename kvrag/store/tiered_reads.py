@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from kvrag.deadline import Deadline
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
 from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, Shared, Tier
@@ -18,6 +19,9 @@ from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Time that a look at what was erased is given in any case, so that what is in memory comes however little time there is."""
 
 
 class TieredReads:
@@ -54,26 +58,29 @@ class TieredReads:
         return kv
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
-        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes.
+        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes. So is all where the index hangs.
 
         A chunk that :meth:`prefetch` is reading is not read twice; whether it is waited for is the policy's business.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, looks = time.monotonic() + timeout_s, Deadline(max(timeout_s, LOOK_S))
         keys = {identity: chunk_key(identity) for identity in dict.fromkeys(identities)}
         with self.pinned(keys.values()):
-            found = self._held(keys)
+            nothing: dict[ChunkIdentity, ChunkKV | None] = dict.fromkeys(keys)
+            found = looks.ask(lambda: self._held(keys), nothing, what="the KV store's index")
             absent = [identity for identity, kv in found.items() if kv is None]
             for identity in found.keys() - set(absent):
                 self.touch(keys[identity])
             reads = self._prefetcher.begun([keys[identity] for identity in absent])
             ours = [identity for identity in absent if keys[identity] not in reads]
-            found.update(zip(ours, self._loader.load_many(ours, timeout_s=timeout_s), strict=True))
-            for identity in absent:
-                if keys[identity] in reads:
-                    brought = self._prefetcher.result(reads[keys[identity]], deadline)
-                    brought = self._memory.peek(identity) or brought
-                    # The read may have begun before an erasure that was over before this call.
-                    found[identity] = brought if self.is_known(keys[identity]) else None
+            left_s = max(0.0, deadline - time.monotonic())
+            found.update(zip(ours, self._loader.load_many(ours, timeout_s=left_s), strict=True))
+            brought = {i: self._prefetcher.result(reads[keys[i]], deadline) for i in absent if keys[i] in reads}
+            if brought:
+                # A read may have begun before an erasure that was over before this call.
+                known: set[ChunkIdentity] = looks.ask(
+                    lambda: {i for i in brought if self.is_known(keys[i])}, set(), what="the KV store's index"
+                )
+                found.update({i: (self._memory.peek(i) or kv) if i in known else None for i, kv in brought.items()})
         return [found[identity] for identity in identities]
 
     def prefetch(self, chunks: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
