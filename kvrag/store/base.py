@@ -254,7 +254,7 @@ class Shared(Protocol):
     """A store that other processes erase from, so that copies in memory above it must be asked about."""
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure, by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
 
     def is_known(self, key: ChunkKey) -> bool:
         """Whether a copy of a chunk may be answered with; not once it was erased."""

@@ -140,7 +140,7 @@ class DiskReads(ForkAware):
         return not self.is_held(key) and self.rows.abandon(key, is_abandoned)
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
         # Where nothing can be written the index is what it was when it was opened.
         return None if self.read_only else self.rows.erasure_mark()
 

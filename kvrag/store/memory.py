@@ -152,11 +152,16 @@ class MemoryStore(ForkAware):
         """Erase chunks and return how many were there."""
         with self._lock:
             self._erasures += 1
+        return self.drop(keys, "deleted")
+
+    def drop(self, keys: Sequence[ChunkKey], reason: str = "evicted") -> int:
+        """Let go of chunks that the tier below has evicted, and return how many were there; they may be kept again at any time."""
+        with self._lock:
             gone = [key for key in keys if self._shelf.drop(key)]
         for key in keys:
             self.index.remove(key)
         for key in gone:
-            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), "deleted"))
+            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), reason))
         return len(gone)
 
     def forget(self, namespace: str, doc_id: str) -> int:

@@ -16,6 +16,7 @@ from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, Shared
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
+from kvrag.store.rows import erasures_of
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
@@ -32,13 +33,14 @@ class TieredReads:
         self._disk = disk
         self._lower = disk if isinstance(disk, Tier) else None
         self._shared = disk if isinstance(disk, Shared) else None
-        self._followed: str | None = None
+        # In an empty tier there is nothing that could have been erased.
+        self._followed = None if memory.keys() else self.erasure_mark()
         self._loader = Loader(self._load)
         self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
         self.index: Index = disk.index
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
         return "" if self._shared is None else self._shared.erasure_mark()
 
     def is_known(self, key: ChunkKey) -> bool:
@@ -139,12 +141,14 @@ class TieredReads:
         return {**found, **dict.fromkeys(unknown)}
 
     def _follow(self) -> bool:
-        """Take out of memory what any process has erased since the last call; ``False`` if that can't be told."""
+        """Take out of memory what any process has erased or evicted since the last call; ``False`` if that can't be told."""
         mark = self.erasure_mark()
         if mark is not None and mark != self._followed:
-            # First, so that no read that began before is kept after the look at what is here.
-            self._memory.delete(())
-            self._memory.delete([key for key in self._memory.keys() if not self.is_known(key)])  # noqa: SIM118
+            is_erasure = self._followed is None or erasures_of(mark) != erasures_of(self._followed)
+            if is_erasure:  # first, so that no read that began before is kept after the look at what is here
+                self._memory.delete(())
+            unknown = [key for key in self._memory.keys() if not self.is_known(key)]  # noqa: SIM118
+            self._memory.delete(unknown) if is_erasure else self._memory.drop(unknown)
             if isinstance(self._disk, TieredReads):
                 self._disk._follow()
             self._followed = mark

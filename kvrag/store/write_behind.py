@@ -126,7 +126,7 @@ class WriteBehind:
         self._disk.hold(record, doc_id)
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
         return self._disk.erasure_mark()
 
     def is_known(self, key: ChunkKey) -> bool:
