@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvrag.errors import ConfigError, InputError
+from kvrag.store.layers import Layers
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 
@@ -170,6 +171,12 @@ class KVStore(Protocol):
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Load several chunks at once; one that is not there in time is ``None``. Repeated identities are loaded once."""
+
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order, layer 0 first, each proven when it is given; ``None`` for a miss.
+
+        All together have the bits that :meth:`get` gives. What is erased meanwhile may still be given, and is not kept.
+        """
 
     def put(
         self,

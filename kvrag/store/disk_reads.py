@@ -87,6 +87,9 @@ class DiskReads(ForkAware):
             if self._closed or self.rows.is_gone(key)
             else self._reading(key, lambda: self.objects.open(identity, key))
         )
+        if file is not None and self.rows.get(key) is None and not self._restore(file.header):
+            file.close()
+            file = None
         self._count(key, hit=file is not None)
         if file is None:
             return None

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key, content_key
+from kvrag.fingerprint import chunk_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
+from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory_index import MemoryIndex
-from kvrag.store.shelf import Entry, Shelf
+from kvrag.store.shelf import Entry, Shelf, record_for
 from kvrag.store.usage import Usage
 from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
@@ -84,6 +85,11 @@ class MemoryStore(ForkAware):
         """Return several chunks; memory is never late."""
         return [self.get(identity) for identity in identities]
 
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order; all are there at once. ``None`` for a miss."""
+        kv = self.get(identity)
+        return None if kv is None else HeldLayers(kv)
+
     def put(
         self,
         identity: ChunkIdentity,
@@ -104,7 +110,7 @@ class MemoryStore(ForkAware):
             return 0
         check_kv(identity, kv)
         kept = copy_kv(self.converted(kv), self.device)
-        record = _record(identity, kept.num_bytes, text)
+        record = record_for(identity, kept.num_bytes, text)
         # The row first: the chunk may be pushed out by another thread at once, and takes its row with it then.
         self.index.add(record, doc_id=doc_id)
         if not self.keep(identity, kept, retention=retention, reason="put"):
@@ -125,7 +131,7 @@ class MemoryStore(ForkAware):
         kv = self.peek(identity)
         if kv is None:
             return False
-        self.index.add(_record(identity, kv.num_bytes, text), doc_id=doc_id)
+        self.index.add(record_for(identity, kv.num_bytes, text), doc_id=doc_id)
         return True
 
     def contains(self, key: ChunkKey) -> bool:
@@ -215,6 +221,10 @@ class MemoryStore(ForkAware):
         """Return a chunk as it is kept here; raises as :func:`kvrag.quantise.convert`. It may be the chunk itself."""
         return kv if self._kv_dtype is None else convert(kv, self._kv_dtype)
 
+    def kept_as(self, kv_dtype: KVDtype) -> KVDtype:
+        """Return what :meth:`converted` makes of chunks that were rounded so."""
+        return self._kv_dtype or kv_dtype if kv_dtype == "auto" else kv_dtype
+
     @property
     def erasures(self) -> int:
         """Calls of :meth:`delete` and :meth:`clear` so far, for :meth:`keep`."""
@@ -283,16 +293,3 @@ def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
 def priority_of(retention: Retention | None) -> int:
     """Priority that a chunk is stored with."""
     return DEFAULT_PRIORITY if retention is None else retention.priority
-
-
-def _record(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:
-    return Record(
-        key=chunk_key(identity),
-        content=content_key(identity),
-        model=identity.model,
-        namespace=identity.namespace,
-        prefix=identity.prefix,
-        num_tokens=len(identity.token_ids),
-        num_bytes=num_bytes,
-        text=text,
-    )

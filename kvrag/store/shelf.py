@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
+from kvrag.fingerprint import chunk_key, content_key
+from kvrag.store.base import Record
 from kvrag.store.usage import Usage
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,20 @@ class Entry:
     identity: ChunkIdentity
     kv: ChunkKV
     usage: Usage
+
+
+def record_for(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:
+    """Return the row of a chunk in memory."""
+    return Record(
+        key=chunk_key(identity),
+        content=content_key(identity),
+        model=identity.model,
+        namespace=identity.namespace,
+        prefix=identity.prefix,
+        num_tokens=len(identity.token_ids),
+        num_bytes=num_bytes,
+        text=text,
+    )
 
 
 @dataclass(slots=True)

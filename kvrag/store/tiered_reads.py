@@ -13,6 +13,7 @@ from kvrag.deadline import Deadline
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
 from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, Shared, Tier
+from kvrag.store.layers import HeldLayers, Layers, PromotedLayers
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
@@ -58,6 +59,22 @@ class TieredReads:
             return self._promote(identity)
         self.touch(chunk_key(identity))
         return kv
+
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order from the nearest tier that has it; ``None`` for a miss.
+
+        What comes from below is promoted with its last layer, and not if it breaks off or is left before that.
+        """
+        kv = self._held([identity])[identity]
+        if kv is not None:
+            self.touch(chunk_key(identity))
+            return HeldLayers(kv)
+        erasures = self._memory.erasures
+        below = self._disk.stream(identity)
+        if below is None:
+            return None
+        kept_as = self._memory.kept_as(below.kv_dtype)
+        return PromotedLayers(below, kept_as, self._bring, lambda kv: self._keep(identity, kv, erasures))
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Load several chunks at once; one that is late is ``None``, and is promoted when it comes. So is all where the index hangs.
@@ -168,19 +185,28 @@ class TieredReads:
 
     def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
         erasures = self._memory.erasures
-        kv = self._disk.get(identity)
-        if kv is None:
+        below = self._disk.get(identity)
+        brought = None if below is None else self._bring(below)
+        if brought is None:
             return None
+        kv, may_keep = brought
+        if may_keep:
+            self._keep(identity, kv, erasures)
+        return kv
+
+    def _bring(self, kv: ChunkKV) -> tuple[ChunkKV, bool] | None:
+        """Return a chunk as this tier keeps it, and whether it has room for the copy; ``None`` if it can't be had so."""
         try:
             kv = self._memory.converted(kv)
         except StoreError as error:  # kept on disk by an engine that does not round
             log.warning("a chunk is computed: %s", error)
             return None
-        retention = Retention(self.priority(chunk_key(identity)))
         own = self._on_device(kv)
-        if own is not None:
-            self._memory.keep(identity, own, erasures=erasures, retention=retention)
-        return own or kv
+        return own or kv, own is not None
+
+    def _keep(self, identity: ChunkIdentity, kv: ChunkKV, erasures: int) -> None:
+        retention = Retention(self.priority(chunk_key(identity)))
+        self._memory.keep(identity, kv, erasures=erasures, retention=retention)
 
     def _on_device(self, kv: ChunkKV) -> ChunkKV | None:
         """Return the chunk's tensors in the upper tier's memory; ``None`` where that is full, and then it is given up."""

@@ -17,6 +17,7 @@ from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
 from kvrag.store.base import Index, Record, Retention, StoreStats
 from kvrag.store.disk import DiskStore
+from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory import copy_kv
 from kvrag.store.write_queue import Entry, Queue
 from kvrag.store.writer import check_kv
@@ -67,6 +68,14 @@ class WriteBehind:
         if absent:
             found.update(zip(absent, self._disk.get_many(absent, timeout_s=timeout_s), strict=True))
         return [found[identity] for identity in identities]
+
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order, from what waits or from the disk; ``None`` for a miss."""
+        kv = self.unwritten(identity)
+        if kv is None:
+            return self._disk.stream(identity)
+        self._hits += 1
+        return HeldLayers(kv)
 
     def unwritten(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the KV of a chunk that waits to be written, and was not erased since; its tensors are the store's own."""
