@@ -1,4 +1,4 @@
-"""A memory tier, on the host or on an accelerator: the lowest priority leaves first, then what was not used for longest."""
+"""A memory tier, on the host or on an accelerator: the lowest priority leaves first, then what saves least computing per byte."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class MemoryStore(ForkAware):
     Parameters
     ----------
     max_bytes
-        Budget; when it is exceeded, the lowest priority leaves, and of that what has not been used for longest. Neither a pinned chunk
-        does, nor one of a higher priority than the one that comes.
+        Budget; when it is exceeded, the lowest priority leaves, and of that what saves least computing per byte
+        (:meth:`~kvrag.store.usage.Usage.worth`), or has not been used for longest. Neither a pinned chunk does, nor one of a higher
+        priority than the one that comes.
     name
         The tier's name in statistics and events.
     device

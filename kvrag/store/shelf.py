@@ -1,23 +1,32 @@
-"""Chunks in memory up to a budget: what leaves when another one comes."""
+"""Chunks in memory up to a budget: what is worth least leaves when another one comes, by the same measure as on the disk."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 from kvrag.fingerprint import chunk_key, content_key
 from kvrag.store.base import Record
-from kvrag.store.usage import Usage
+from kvrag.store.usage import Usage, order, token_ms
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Entry:
     """A chunk with what decides when it leaves."""
 
     identity: ChunkIdentity
     kv: ChunkKV
     usage: Usage
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.kv.num_bytes  # counted once: it is asked for at each choice
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+        return len(self.identity.token_ids)
 
 
 def record_for(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) -> Record:
@@ -36,12 +45,16 @@ def record_for(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) 
 
 @dataclass(slots=True)
 class Shelf:
-    """Chunks in the order of their use, those that must stay, and their bytes; calls must be serialised."""
+    """Chunks, those that must stay, and their bytes; calls must be serialised.
+
+    Time is logical, as on the disk: ``now`` counts what came and what was used.
+    """
 
     max_bytes: int
-    chunks: OrderedDict[ChunkKey, Entry] = field(default_factory=OrderedDict)
+    chunks: dict[ChunkKey, Entry] = field(default_factory=dict)
     pins: Counter[ChunkKey] = field(default_factory=Counter)
     num_bytes: int = 0
+    now: int = 0
 
     def find(self, key: ChunkKey, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the KV of a chunk, if that is what the key is here."""
@@ -49,17 +62,23 @@ class Shelf:
         return entry.kv if entry is not None and entry.identity == identity else None
 
     def use(self, key: ChunkKey) -> None:
-        """Count a chunk as the last one used."""
-        self.chunks.move_to_end(key)
+        """Count a hit on a chunk."""
+        self.now += 1
+        entry = self.chunks[key]
+        entry.usage = entry.usage.touched(1, self.now)
 
     def take(self, key: ChunkKey, entry: Entry) -> dict[ChunkKey, Entry] | None:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
-        victims = self._victims(key, entry.kv.num_bytes, entry.usage.priority_now())
+        self.now += 1
+        known = self.chunks.get(key)
+        hits = entry.usage.hits if known is None else known.usage.recent_hits(self.now)
+        entry.usage = replace(entry.usage, hits=hits, last=self.now)
+        victims = self._victims(key, entry)
         if victims is not None:
             for old in (key, *victims):
                 self.drop(old)
             self.chunks[key] = entry
-            self.num_bytes += entry.kv.num_bytes
+            self.num_bytes += entry.num_bytes
         return victims
 
     def drop(self, key: ChunkKey) -> bool:
@@ -67,7 +86,7 @@ class Shelf:
         entry = self.chunks.pop(key, None)
         if entry is None:
             return False
-        self.num_bytes -= entry.kv.num_bytes
+        self.num_bytes -= entry.num_bytes
         return True
 
     def clear(self) -> list[ChunkKey]:
@@ -76,18 +95,18 @@ class Shelf:
         self.chunks.clear()
         return gone
 
-    def _victims(self, key: ChunkKey, size: int, priority: int) -> dict[ChunkKey, Entry] | None:
-        """Choose what leaves for ``size`` more bytes under ``key``; ``None`` if that is not enough."""
+    def _victims(self, key: ChunkKey, new: Entry) -> dict[ChunkKey, Entry] | None:
+        """Choose what leaves for a chunk under ``key``; ``None`` if that is not enough."""
         chosen: dict[ChunkKey, Entry] = {}
-        old = self.chunks.get(key)
-        excess = self.num_bytes + size - self.max_bytes - (0 if old is None else old.kv.num_bytes)
-        if excess > 0 and size <= self.max_bytes:
-            # Sorting is stable: what was used last stays last among its equals.
-            ranked = sorted(((e.usage.priority_now(), k, e) for k, e in self.chunks.items()), key=lambda item: item[0])
-            for rank, other, entry in ranked:
-                if excess <= 0 or rank > priority:
+        old, priority = self.chunks.get(key), new.usage.priority_now()
+        excess = self.num_bytes + new.num_bytes - self.max_bytes - (0 if old is None else old.num_bytes)
+        if excess > 0 and new.num_bytes <= self.max_bytes:
+            rank = order(self.now, token_ms((entry, entry.usage) for entry in (new, *self.chunks.values())))
+            free = ((k, e) for k, e in self.chunks.items() if k != key and not self.pins[k])
+            going = ((k, e) for k, e in free if e.usage.priority_now() <= priority)
+            for other, entry in sorted(going, key=lambda item: rank((item[1], item[1].usage))):
+                if excess <= 0:
                     break
-                if other != key and not self.pins[other]:
-                    chosen[other] = entry
-                    excess -= entry.kv.num_bytes
+                chosen[other] = entry
+                excess -= entry.num_bytes
         return chosen if excess <= 0 else None
