@@ -269,3 +269,11 @@ def test_what_another_process_pushes_off_the_disk_takes_no_memory(engine_of: Mak
     assert (host.chunks, left.chunks) == (4, 1)
     assert left.num_bytes < host.num_bytes
     other.close()
+
+
+def test_a_precompute_says_what_chunks_in_memory_cost(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    entries = engine.store._memory._shelf.chunks.values()  # type: ignore[attr-defined]
+    assert len(entries) == 5  # and the prefix
+    assert all(entry.usage.cost_ms > 0 for entry in entries)

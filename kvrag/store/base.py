@@ -240,6 +240,9 @@ class Tier(KVStore, Protocol):
     def touch(self, key: ChunkKey) -> None:
         """Count a hit that a tier above has answered."""
 
+    def hits(self, key: ChunkKey) -> float:
+        """Return a chunk's recent hits, those that tiers above have answered included."""
+
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being pushed out by this process, as long as a request needs them."""
 

@@ -238,6 +238,10 @@ class DiskReads(ForkAware):
             if not self.read_only:
                 self._touched[key] += 1
 
+    def hits(self, key: ChunkKey) -> float:
+        """Return a chunk's recent hits, those that have yet to be handed to the index included."""
+        return self.rows.hits(key) + self._touched[key]
+
     def _flush_hits(self) -> None:
         """Hand the counted hits to the index. Only changes do that: a read must not wait for another one's change."""
         with self._lock:

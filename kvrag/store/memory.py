@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -62,6 +63,8 @@ class MemoryStore(ForkAware):
         self.max_bytes = max_bytes
         self.pushed_out: PushedOut = lambda identity, kv, priority: None
         """Set by the tier that demotes what leaves."""
+        self.known_hits: Callable[[ChunkKey], float] = lambda key: 0.0
+        """Set by the tier that knows how often a chunk was hit while it was not here."""
         self.device = torch.device(device)
         self._events = events or Events()
         self._kv_dtype = kv_dtype
@@ -266,11 +269,12 @@ class MemoryStore(ForkAware):
             For the event.
         """
         key, size = chunk_key(identity), kv.num_bytes
-        usage = Usage() if retention is None else Usage().retained(retention)
+        usage = replace(Usage() if retention is None else Usage().retained(retention), hits=self.known_hits(key))
+        entry = Entry(identity, kv, usage)
         with self._lock:
             if erasures is not None and erasures != self._erasures:
                 return False
-            victims = self._shelf.take(key, Entry(identity, kv, usage))
+            victims = self._shelf.take(key, entry)
             if victims is None:
                 return False
         self._events.emit(StoreEvent("BlockStored", self.name, (key,), reason, kv.num_tokens, size))

@@ -71,8 +71,8 @@ class Shelf:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
         self.now += 1
         known = self.chunks.get(key)
-        hits = entry.usage.hits if known is None else known.usage.recent_hits(self.now)
-        entry.usage = replace(entry.usage, hits=hits, last=self.now)
+        hits = 0.0 if known is None else known.usage.recent_hits(self.now)
+        entry.usage = replace(entry.usage, hits=max(hits, entry.usage.hits), last=self.now)
         victims = self._victims(key, entry)
         if victims is not None:
             for old in (key, *victims):

@@ -154,6 +154,10 @@ class StoreIndex(RowIndex):
         """Return a chunk's priority at present."""
         return Usage.of(self._peek(row_of("use", key))).priority_now()
 
+    def hits(self, key: ChunkKey) -> float:
+        """Return a chunk's recent hits."""
+        return Usage.of(self._peek(row_of("use", key))).recent_hits(self._clock())
+
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return what was said of a chunk's worth, as it is at present, for another store to go by; ``None`` if nothing was."""
         retention = Usage.of(self._peek(row_of("use", key))).retention()

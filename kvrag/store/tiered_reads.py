@@ -39,6 +39,7 @@ class TieredReads:
         self._loader = Loader(self._load)
         self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
         self.index: Index = disk.index
+        memory.known_hits = self.hits
 
     def erasure_mark(self) -> str | None:
         """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
@@ -125,6 +126,10 @@ class TieredReads:
         """Let the lower tiers know that a chunk is in use, so that they do not evict it for want of hits."""
         if self._lower is not None:
             self._lower.touch(key)
+
+    def hits(self, key: ChunkKey) -> float:
+        """Return a chunk's recent hits, in whatever tier, as far as the lower one counts them."""
+        return 0.0 if self._lower is None else self._lower.hits(key)
 
     @contextmanager
     def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:

@@ -216,6 +216,10 @@ class WriteBehind:
         """Count a hit that a tier above has answered."""
         self._disk.touch(key)
 
+    def hits(self, key: ChunkKey) -> float:
+        """Return a chunk's recent hits."""
+        return self._disk.hits(key)
+
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being evicted by this process until the context ends."""
         return self._disk.pinned(keys)
