@@ -10,6 +10,9 @@ from kvrag.store.base import Record
 from kvrag.store.usage import Usage, order, token_ms
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
+DUE_SHARE = 16
+"""One chunk of so many may leave by the ranking that found it, before all are ranked again."""
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -47,7 +50,8 @@ def record_for(identity: ChunkIdentity, num_bytes: int, text: TextEntry | None) 
 class Shelf:
     """Chunks, those that must stay, and their bytes; calls must be serialised.
 
-    Time is logical, as on the disk: ``now`` counts what came and what was used.
+    Time is logical, as on the disk: ``now`` counts what came and what was used. Where there are many chunks, they are not ranked anew for
+    each one that comes: those found to be worth least leave one after the other, unless they are used meanwhile.
     """
 
     max_bytes: int
@@ -55,6 +59,8 @@ class Shelf:
     pins: Counter[ChunkKey] = field(default_factory=Counter)
     num_bytes: int = 0
     now: int = 0
+    _due: list[tuple[ChunkKey, Usage]] = field(default_factory=list)
+    _due_priority: int = 0
 
     def find(self, key: ChunkKey, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the KV of a chunk, if that is what the key is here."""
@@ -78,6 +84,8 @@ class Shelf:
             for old in (key, *victims):
                 self.drop(old)
             self.chunks[key] = entry
+            if entry.usage.priority_now() < self._due_priority:
+                self._due = []  # this one must leave before them
             self.num_bytes += entry.num_bytes
         return victims
 
@@ -97,16 +105,31 @@ class Shelf:
 
     def _victims(self, key: ChunkKey, new: Entry) -> dict[ChunkKey, Entry] | None:
         """Choose what leaves for a chunk under ``key``; ``None`` if that is not enough."""
-        chosen: dict[ChunkKey, Entry] = {}
         old, priority = self.chunks.get(key), new.usage.priority_now()
         excess = self.num_bytes + new.num_bytes - self.max_bytes - (0 if old is None else old.num_bytes)
-        if excess > 0 and new.num_bytes <= self.max_bytes:
-            rank = order(self.now, token_ms((entry, entry.usage) for entry in (new, *self.chunks.values())))
-            free = ((k, e) for k, e in self.chunks.items() if k != key and not self.pins[k])
-            going = ((k, e) for k, e in free if e.usage.priority_now() <= priority)
-            for other, entry in sorted(going, key=lambda item: rank((item[1], item[1].usage))):
-                if excess <= 0:
-                    break
-                chosen[other] = entry
-                excess -= entry.num_bytes
-        return chosen if excess <= 0 else None
+        if excess <= 0 or new.num_bytes > self.max_bytes:
+            return {} if excess <= 0 else None
+        for ranking in (self._ranked_before, self._ranked):
+            chosen, left = {}, excess
+            for other, entry in ranking(new):
+                if left > 0 and other != key and not self.pins[other] and entry.usage.priority_now() <= priority:
+                    chosen[other] = entry
+                    left -= entry.num_bytes
+            if left <= 0:
+                return chosen
+        return None
+
+    def _ranked_before(self, _: Entry) -> list[tuple[ChunkKey, Entry]]:
+        """Return what was worth least when all was ranked, but for what has gone or been used since."""
+        entries = ((key, self.chunks.get(key), usage) for key, usage in self._due)
+        due = [(key, entry) for key, entry, usage in entries if entry is not None and entry.usage is usage]
+        self._due = [(key, entry.usage) for key, entry in due]
+        return due
+
+    def _ranked(self, new: Entry) -> list[tuple[ChunkKey, Entry]]:
+        """Rank all chunks, worth least first, and note the first of them for the next times."""
+        rank = order(self.now, token_ms((entry, entry.usage) for entry in (new, *self.chunks.values())))
+        ranked = sorted(self.chunks.items(), key=lambda item: rank((item[1], item[1].usage)))
+        self._due = [(key, entry.usage) for key, entry in ranked[: len(ranked) // DUE_SHARE]]
+        self._due_priority = max((usage.priority_now() for _, usage in self._due), default=0)
+        return ranked

@@ -4,7 +4,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind
+from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, shelf
 from kvrag.store.usage import HALF_LIFE
 from kvrag.testing.chunks import make_identity, make_kv
 
@@ -154,3 +154,62 @@ def test_above_a_tier_that_counts_no_hits_they_begin_anew():
     put(store, 0)
     assert store.get(IDENTITIES[0]) is not None
     assert store.hits(chunk_key(IDENTITIES[0])) == 0
+
+
+def many(number):
+    return make_identity(number)
+
+
+def filled(count):
+    """A full store of chunks that were the dearer to compute the later they came."""
+    store = MemoryStore(count * SIZE)
+    for number in range(count):
+        identity = many(number)
+        store.keep(identity, make_kv(identity), retention=Retention(35, None, 1.0 + number))
+    return store
+
+
+def leaves(store, number, **retention):
+    """Numbers of what leaves when one more chunk comes."""
+    before = set(store.keys())
+    store.keep(many(number), make_kv(many(number)), retention=Retention(**retention))
+    return [n for n in range(number + 1) if chunk_key(many(n)) in before - set(store.keys())]
+
+
+def test_many_chunks_leave_by_one_ranking_and_it_is_the_right_one(monkeypatch):
+    store = filled(64)
+    rankings = []
+    real = shelf.order
+    monkeypatch.setattr(shelf, "order", lambda *args: rankings.append(args) or real(*args))
+    for number in range(12):
+        assert leaves(store, 100 + number, cost_ms=1000.0) == [number]
+    assert len(rankings) == 3  # one for four chunks of sixty-four
+
+
+def test_what_is_used_after_a_ranking_stays():
+    store = filled(64)
+    assert leaves(store, 100, cost_ms=1000.0) == [0]
+    store.get(many(1))
+    store.delete([chunk_key(many(2))])
+    store.keep(many(200), make_kv(many(200)), retention=Retention(cost_ms=1000.0))
+    assert leaves(store, 101, cost_ms=1000.0) == [3]
+    assert store.contains(chunk_key(many(1)))
+
+
+def test_a_lower_priority_that_comes_after_a_ranking_leaves_first():
+    store = filled(64)
+    assert leaves(store, 100, priority=35, cost_ms=1000.0) == [0]
+    store.delete([chunk_key(many(1))])
+    store.keep(many(200), make_kv(many(200)), retention=Retention(10, None, 1000.0))
+    assert leaves(store, 201, priority=35, cost_ms=1000.0) == [200]
+
+
+def test_more_may_leave_than_one_ranking_has_noted():
+    store = filled(64)
+    assert leaves(store, 100, cost_ms=1000.0) == [0]
+    big = make_identity(300, tokens=3 * 6)
+    assert store.keep(big, make_kv(big), retention=Retention(cost_ms=1.0))
+    assert [store.contains(chunk_key(many(number))) for number in range(1, 8)] == [False] * 6 + [True]
+    with store.pinned(map(chunk_key, map(many, range(300)))):
+        assert leaves(store, 301, priority=20) == []
+        assert not store.contains(chunk_key(many(301)))
