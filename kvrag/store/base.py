@@ -96,6 +96,14 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class Worth:
+    """What is known of a chunk's use: its recent hits, and the milliseconds that it took to compute; ``None`` if nobody said."""
+
+    hits: float = 0.0
+    cost_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """Counters of a store since it was opened, and its present size."""
 
@@ -240,8 +248,8 @@ class Tier(KVStore, Protocol):
     def touch(self, key: ChunkKey) -> None:
         """Count a hit that a tier above has answered."""
 
-    def hits(self, key: ChunkKey) -> float:
-        """Return a chunk's recent hits, those that tiers above have answered included."""
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return what is known of a chunk; the hits are those that tiers above have answered, too."""
 
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being pushed out by this process, as long as a request needs them."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats, Worth
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.layers import HeldLayers, Layers
@@ -63,8 +62,8 @@ class MemoryStore(ForkAware):
         self.max_bytes = max_bytes
         self.pushed_out: PushedOut = lambda identity, kv, priority: None
         """Set by the tier that demotes what leaves."""
-        self.known_hits: Callable[[ChunkKey], float] = lambda key: 0.0
-        """Set by the tier that knows how often a chunk was hit while it was not here."""
+        self.known_worth: Callable[[ChunkKey], Worth] = lambda key: Worth()
+        """Set by the tier that knows of a chunk what happened while it was not here."""
         self.device = torch.device(device)
         self._events = events or Events()
         self._kv_dtype = kv_dtype
@@ -269,8 +268,8 @@ class MemoryStore(ForkAware):
             For the event.
         """
         key, size = chunk_key(identity), kv.num_bytes
-        usage = replace(Usage() if retention is None else Usage().retained(retention), hits=self.known_hits(key))
-        entry = Entry(identity, kv, usage)
+        usage = Usage.brought(self.known_worth(key))
+        entry = Entry(identity, kv, usage if retention is None else usage.retained(retention))
         with self._lock:
             if erasures is not None and erasures != self._erasures:
                 return False

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from kvrag.store.base import Record, Retention
+from kvrag.store.base import Record, Retention, Worth
 from kvrag.store.row_index import RowIndex
 from kvrag.store.rows import erasures_of, first_names, names_of, row_of, sizes_of, strings_of, text_of, texts_of
 from kvrag.store.usage import Usage
@@ -154,9 +154,10 @@ class StoreIndex(RowIndex):
         """Return a chunk's priority at present."""
         return Usage.of(self._peek(row_of("use", key))).priority_now()
 
-    def hits(self, key: ChunkKey) -> float:
-        """Return a chunk's recent hits."""
-        return Usage.of(self._peek(row_of("use", key))).recent_hits(self._clock())
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return a chunk's recent hits and its cost."""
+        usage = Usage.of(self._peek(row_of("use", key)))
+        return Worth(usage.recent_hits(self._clock()), usage.retention().cost_ms)
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return what was said of a chunk's worth, as it is at present, for another store to go by; ``None`` if nothing was."""

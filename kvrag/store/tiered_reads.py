@@ -12,7 +12,7 @@ import torch
 from kvrag.deadline import Deadline
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
-from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, Shared, Tier
+from kvrag.store.base import DEFAULT_PRIORITY, Index, KVStore, Retention, Shared, Tier, Worth
 from kvrag.store.layers import HeldLayers, Layers, PromotedLayers
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
@@ -39,7 +39,7 @@ class TieredReads:
         self._loader = Loader(self._load)
         self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
         self.index: Index = disk.index
-        memory.known_hits = self.hits
+        memory.known_worth = self.worth
 
     def erasure_mark(self) -> str | None:
         """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
@@ -127,9 +127,9 @@ class TieredReads:
         if self._lower is not None:
             self._lower.touch(key)
 
-    def hits(self, key: ChunkKey) -> float:
-        """Return a chunk's recent hits, in whatever tier, as far as the lower one counts them."""
-        return 0.0 if self._lower is None else self._lower.hits(key)
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return a chunk's recent hits in whatever tier, and its cost, as far as the lower tier knows them."""
+        return Worth() if self._lower is None else self._lower.worth(key)
 
     @contextmanager
     def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:

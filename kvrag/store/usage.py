@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from kvrag.store.base import DEFAULT_PRIORITY, Retention
+from kvrag.store.base import DEFAULT_PRIORITY, Retention, Worth
 
 HALF_LIFE = 4096
 """Accesses of the store after which a hit counts half."""
@@ -89,6 +89,11 @@ class Usage:
             if bounds is not None and not (isinstance(item, (int, float)) and bounds[0] <= item <= bounds[1]):
                 return cls()
         return cls(*value)
+
+    @classmethod
+    def brought(cls, worth: Worth) -> Usage:
+        """Return the usage of a chunk that comes from elsewhere, of which this is known."""
+        return cls(hits=worth.hits, cost_ms=-1.0 if worth.cost_ms is None else worth.cost_ms)
 
     def row(self) -> list[object]:
         """Value of the row."""

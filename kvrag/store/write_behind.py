@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
-from kvrag.store.base import Index, Record, Retention, StoreStats
+from kvrag.store.base import Index, Record, Retention, StoreStats, Worth
 from kvrag.store.disk import DiskStore
 from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory import copy_kv
@@ -216,9 +216,9 @@ class WriteBehind:
         """Count a hit that a tier above has answered."""
         self._disk.touch(key)
 
-    def hits(self, key: ChunkKey) -> float:
-        """Return a chunk's recent hits."""
-        return self._disk.hits(key)
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return a chunk's recent hits and its cost."""
+        return self._disk.worth(key)
 
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being evicted by this process until the context ends."""

@@ -5,6 +5,7 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, shelf
+from kvrag.store.base import Worth
 from kvrag.store.usage import HALF_LIFE
 from kvrag.testing.chunks import make_identity, make_kv
 
@@ -123,7 +124,7 @@ def test_a_chunk_brings_the_hits_that_it_had_elsewhere(root, behind):
     assert held(gpu) == [0, 2]
     assert 0 in held(host)
     disk._flush_hits()
-    assert store.hits(chunk_key(IDENTITIES[0])) == pytest.approx(5, rel=0.01)
+    assert store.worth(chunk_key(IDENTITIES[0])).hits == pytest.approx(5, rel=0.01)
     gpu.delete([chunk_key(IDENTITIES[0])])
     host.delete([chunk_key(IDENTITIES[0])])
     for number in (0, 1, 2):
@@ -153,7 +154,26 @@ def test_above_a_tier_that_counts_no_hits_they_begin_anew():
     store = TieredStore(MemoryStore(SIZE, name="gpu"), MemoryStore(2**20), keeps_puts=False)
     put(store, 0)
     assert store.get(IDENTITIES[0]) is not None
-    assert store.hits(chunk_key(IDENTITIES[0])) == 0
+    assert store.worth(chunk_key(IDENTITIES[0])) == Worth()
+
+
+def test_a_chunk_brings_its_cost_when_it_is_promoted_and_when_it_is_demoted(root):
+    host, gpu = MemoryStore(2 * SIZE), MemoryStore(SIZE, name="gpu")
+    disk = DiskStore(root, StoreConfig(min_free_bytes=0))
+    below = TieredStore(host, disk, keeps_puts=False)
+    store = TieredStore(gpu, below, keeps_puts=False)
+    for number, cost in ((0, 100.0), (1, 1.0), (2, 50.0)):
+        put(store, number, cost_ms=cost)
+    for number in (0, 1, 2):
+        below.get(IDENTITIES[number])
+    assert held(host) == [0, 2]  # by age, or by hits, 0 would have left
+    gpu.keep(IDENTITIES[0], make_kv(IDENTITIES[0]))
+    host.delete([chunk_key(IDENTITIES[0])])
+    gpu.keep(IDENTITIES[1], make_kv(IDENTITIES[1]))  # 0 is demoted
+    assert held(host) == [0, 2]
+    below.get(IDENTITIES[1])
+    assert held(host) == [0, 1]
+    store.close()
 
 
 def many(number):
