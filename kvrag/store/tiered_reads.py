@@ -108,6 +108,7 @@ class TieredReads:
 
         What is there already, or is being read, is not read again; what finds no room beside the reads under way is left out.
         """
+        self._follow()
         wanted: dict[ChunkKey, ChunkIdentity | None] = {}
         for chunk in chunks:
             wanted.update({chunk: wanted.get(chunk)} if isinstance(chunk, str) else {chunk_key(chunk): chunk})

@@ -130,6 +130,13 @@ def test_what_was_only_pushed_off_the_disk_leaves_memory_as_evicted(tiers, who, 
     assert one.held(ONE) == (True, True)
 
 
+def test_what_was_pushed_off_the_disk_is_not_found_by_who_prefetches_it(tiers):
+    one = tiers()
+    one.put()
+    one.other._evictor.evict(1)
+    assert one.store.prefetch([ONE]).found == 0
+
+
 def test_a_put_that_pushes_another_chunk_off_the_disk_pushes_it_out_of_memory(root):
     size = make_kv(ONE).num_bytes
     host = MemoryStore(2**20)
