@@ -78,9 +78,12 @@ class Answering:
             self._spans[namespace] = (spans, cursor)
             return spans
 
-    def plan(self, request: Request) -> Plan:
-        """Plan a prompt; warn once when chunks that it will use were encoded behind another prefix than it has."""
-        deadline = Deadline(self.store_config.load_timeout_s)
+    def plan(self, request: Request, deadline: Deadline | None = None) -> Plan:
+        """Plan a prompt; warn once when chunks that it will use were encoded behind another prefix than it has.
+
+        ``deadline`` is the time that the store has for this prompt; default: ``load_timeout_s``.
+        """
+        deadline = Deadline(self.store_config.load_timeout_s) if deadline is None else deadline
         plan = plan_prompt(
             request.prompt,
             self.loaded.encoder,
@@ -121,10 +124,10 @@ class Answering:
         ContextLengthError, OutOfMemoryError, InputError
             As :meth:`kvrag.engine.KVRagEngine.generate`.
         """
-        clock = Clock()
+        clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
         with clock.stage("plan"):
-            plan = self.plan(request)
+            plan = self.plan(request, deadline)
         lm = self.loaded.lm
         total, window = len(plan.token_ids) + max_new_tokens, lm.context_window
         if total > window:
@@ -143,7 +146,7 @@ class Answering:
                 mode=mode,
                 config=request.repair,
                 max_new_tokens=max_new_tokens,
-                load_timeout_s=self.store_config.load_timeout_s,
+                load_timeout_s=deadline.left_s,
                 clock=clock,
             )
 

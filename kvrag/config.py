@@ -197,7 +197,8 @@ class StoreConfig:
     on_event
         Called with each :class:`kvrag.store.StoreEvent`; must be quick, and not use the store.
     load_timeout_s
-        Chunks not loaded within this time count as misses and are computed.
+        Time that a request waits for the store in all, in seconds: for what is looked up and for what is loaded. What is not there by
+        then is computed.
     min_chunk_tokens
         Shorter chunks are not stored: a row that must be repaired anyway saves nothing.
     on_miss

@@ -18,34 +18,44 @@ class Deadline:
     Parameters
     ----------
     seconds
-        The budget, counted from here.
+        The budget. What counts is the time that answers are waited for, not what the asker does between its questions.
     """
 
     def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
-        self._is_over = False
+        self._seconds = seconds
+        self.left_s = float(seconds)
+        """What is left of the budget, in seconds."""
+        self.fault: str | None = None
+        """Why the rest gets no answers, in words; ``None`` as long as it does."""
 
     def ask(self, action: Callable[[], T], default: T, *, what: str) -> T:
         """Run an action in a thread of its own and return its result, or the default when it is late or raises.
 
         A thread that hangs in a read is left behind: it is a daemon and holds nothing that a request needs.
         """
-        if self._is_over:
+        if self.fault is not None:
             return default
         answer: list[Any] = []
+        failure: list[str] = []
 
         def run() -> None:
             try:
                 answer.append(action())
             except Exception as error:  # a fault of the store must not break the answer
                 logger.warning("%s failed (%s); computing instead", what, error)
+                failure.append(f"the store failed ({error})")
 
         thread = threading.Thread(target=run, name="kvrag-ask", daemon=True)
+        start = time.monotonic()
         thread.start()
-        thread.join(max(0.0, self._until - time.monotonic()))
+        thread.join(min(self.left_s, threading.TIMEOUT_MAX))
+        self.left_s = max(0.0, self.left_s - (time.monotonic() - start))
         if answer:
             return answer[0]  # type: ignore[no-any-return]
-        self._is_over = True
-        if thread.is_alive():
+        if failure:
+            self.fault = failure[0]
+        else:
+            self.left_s = 0.0
+            self.fault = f"the store did not answer within {self._seconds:g} s"
             logger.warning("%s did not answer in time; computing instead", what)
         return default

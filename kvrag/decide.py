@@ -10,6 +10,14 @@ from kvrag.types import Mode
 OVERHEAD_TOKENS = 160
 """Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
 
+NOT_STORED = frozenset({"no stored KV for this prompt", "no stored KV for the head of this prompt"})
+"""Reasons that are untrue of what is stored and could not be loaded, or asked for."""
+
+
+def because(cause: str | None, reason: str | None) -> str | None:
+    """Say first what befell the store, if something did, and then why less is used than was asked for, where that is still true."""
+    return "; ".join(filter(None, (cause, None if cause and reason in NOT_STORED else reason))) or None
+
 
 def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
     """Choose how much of the possible reuse to use.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrag.config import RepairConfig
-from kvrag.decide import decide
+from kvrag.decide import because, decide
 from kvrag.plan import Plan, lay_out, why_inexact
 from kvrag.types import ChunkKV, ExplainedSpan, Explanation, Mode
 
@@ -23,10 +23,10 @@ def explain_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: in
     inexact = why_inexact(plan, mode)
     possible = lay_out(plan, dict.fromkeys(plan.identities, ChunkKV(())))[0]
     layout, reason = decide(possible, "full" if inexact else mode, config, num_layers=num_layers)
-    reason = inexact or reason
+    reason = inexact or because(None if mode == "full" else plan.fault, reason)
     spans = _spans(plan)
     notes = [reason] if reason else []
-    if not any(span.kind == "chunk" for span in spans):
+    if plan.fault is None and not any(span.kind == "chunk" for span in spans):
         notes.append(
             "no known chunk text stands in this prompt; if documents were precomputed, check that the prompt holds their text verbatim "
             "(not escaped by repr() or JSON) and that the namespace is the same"

@@ -46,6 +46,10 @@ class Lookup:
         key = chunk_key(identity)
         return self.deadline.ask(lambda: self.store.contains(key), False, what="the KV store")
 
+    def why_not(self, otherwise: str) -> str:
+        """Return why nothing was found: because the store gave no answer, or for the reason given."""
+        return self.deadline.fault or otherwise
+
     def is_stored(self, ids: tuple[int, ...]) -> bool:
         """Whether there is KV of this chunk behind any prefix."""
         return self.other_prefix(ids) is not None

@@ -54,10 +54,14 @@ class PlannedPiece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prompt's pieces in order, and what the stored KV that is read for them has been rounded to."""
+    """A prompt's pieces in order, and what the stored KV that is read for them has been rounded to.
+
+    ``fault`` says why the store gave no answers, if it did not: then there may be more stored KV than was found.
+    """
 
     pieces: tuple[PlannedPiece, ...]
     kv_dtype: KVDtype = "auto"
+    fault: str | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -145,7 +149,7 @@ def plan_prompt(
     planned = [p for p in planned if p.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
-    return Plan(tuple(planned), read_dtype)
+    return Plan(tuple(planned), read_dtype, deadline.fault)
 
 
 def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:
@@ -180,7 +184,7 @@ def _plan_head(head: Piece, ids: tuple[int, ...], lookup: Lookup) -> PlannedPiec
     identity = lookup.identity(ids, ids_digest(()))
     if lookup.has(identity):
         return PlannedPiece(head, ids, identity, is_exact=True)
-    return PlannedPiece(head, ids, reason="no stored KV for this prefix")
+    return PlannedPiece(head, ids, reason=lookup.why_not("no stored KV for this prefix"))
 
 
 def _plan_piece(
@@ -207,7 +211,8 @@ def _plan_piece(
         reason = f"kept with kv_dtype={dtypes[0]!r}, and {lookup.kv_dtype!r} is asked for: precompute it again, or ask for that"
         return [PlannedPiece(piece, ids, reason=reason, missed=missed)]
     known = "the text is known, but there is no KV of this model for it" if not piece.is_given else "not precomputed"
-    return [PlannedPiece(piece, ids, reason=f"{known}: precompute it with this model", missed=missed)]
+    reason = lookup.why_not(f"{known}: precompute it with this model")
+    return [PlannedPiece(piece, ids, reason=reason, missed=missed)]
 
 
 def _plan_stored(piece: Piece, ids: tuple[int, ...], lookup: Lookup, is_next_to_head: bool) -> PlannedPiece | None:

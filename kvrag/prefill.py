@@ -12,7 +12,7 @@ import torch
 
 from kvrag.cache import KVBuffer, LayerShape
 from kvrag.config import RepairConfig
-from kvrag.decide import decide
+from kvrag.decide import because, decide
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.layout import Layout
@@ -24,7 +24,7 @@ from kvrag.repair import deviation, may_shift, probe, repair
 from kvrag.selection import select_rows, strategy_of
 from kvrag.stitch import stitch
 from kvrag.store.base import KVStore
-from kvrag.store.holes import holes_of
+from kvrag.store.holes import holes_of, in_words
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def prefill(
     max_new_tokens
         Room for the answer.
     load_timeout_s
-        Deadline for loading; late chunks are computed.
+        What planning has left of the time that the store has; chunks that are later are computed.
     clock
         Collects milliseconds per stage.
     """
@@ -148,11 +148,8 @@ def prefill(
     possible, kvs = lay_out(plan, loaded if wanted.reused else _present(plan))
     layout, reason = decide(possible, mode, config, num_layers=model.num_layers)
     holes = tuple(replace(h, reason="damaged") if h.key in misfits else h for h in holes_of(store, loaded))
-    if holes:
-        what = "; ".join(map(str, holes))
-        reason = (
-            reason or f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
-        )
+    if mode != "full":
+        reason = because(in_words(holes), because(plan.fault, reason))
     token_ids = plan.token_ids
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     num_bytes = sum(kv.num_bytes for kv in kvs) if layout.reused else 0

@@ -18,7 +18,7 @@ from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreC
 from kvrag.fingerprint import chunk_key
 from kvrag.hooks import prefetch_kv
 from kvrag.spans import text_entry
-from kvrag.store import MemoryStore, TieredStore, reader, writer
+from kvrag.store import DiskStore, MemoryStore, TieredStore, reader, writer
 
 CHUNKS = make_chunks(4, words=30, seed=3)
 ALL = RepairConfig(strategy="all")
@@ -255,3 +255,25 @@ def test_an_engine_gives_up_the_rows_of_what_memory_alone_had(engine_of: MakeEng
     assert engine.store.release() > 0
     assert engine.explain(ask(0)).hits == 0
     assert engine.prefill(ask(0), mode="stitch").holes == ()
+
+
+def test_what_another_process_pushes_off_the_disk_takes_no_memory(engine_of: MakeEngine, tmp_path: Path) -> None:
+    engine = engine_of(kv_dir=tmp_path)
+    engine.precompute(CHUNKS[:3])
+    assert engine.prefill(ask(0, 1, 2), mode="stitch").cached_tokens > 0
+    host = engine.stats()["store"]["host"]
+    other = DiskStore(tmp_path, StoreConfig(min_free_bytes=0))
+    other._evictor.evict(2**40, max_priority=50)  # all but the prefix
+    assert engine.prefill(ask(1, 2), mode="stitch").exactness == "exact"  # its prefix
+    left = engine.stats()["store"]["host"]
+    assert (host.chunks, left.chunks) == (4, 1)
+    assert left.num_bytes < host.num_bytes
+    other.close()
+
+
+def test_a_precompute_says_what_chunks_in_memory_cost(engine_of: MakeEngine) -> None:
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    entries = engine.store._memory._shelf.chunks.values()  # type: ignore[attr-defined]
+    assert len(entries) == 5  # and the prefix
+    assert all(entry.usage.cost_ms > 0 for entry in entries)

@@ -12,6 +12,7 @@ from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, Text
 from kvrag.store.disk import DiskStore
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.index import DiskIndex
+from kvrag.store.layers import Layers
 from kvrag.store.memory import MemoryStore
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.prefetch import Prefetch
@@ -24,6 +25,7 @@ __all__ = [
     "DiskStore",
     "Index",
     "KVStore",
+    "Layers",
     "MemoryIndex",
     "MemoryStore",
     "Prefetch",

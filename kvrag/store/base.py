@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvrag.errors import ConfigError, InputError
+from kvrag.store.layers import Layers
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 
@@ -100,6 +101,14 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
+class Worth:
+    """What is known of a chunk's use: its recent hits, and the milliseconds that it took to compute; ``None`` if nobody said."""
+
+    hits: float = 0.0
+    cost_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """Counters of a store since it was opened, and its present size."""
 
@@ -175,6 +184,12 @@ class KVStore(Protocol):
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Load several chunks at once; one that is not there in time is ``None``. Repeated identities are loaded once."""
+
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order, layer 0 first, each proven when it is given; ``None`` for a miss.
+
+        All together have the bits that :meth:`get` gives. What is erased meanwhile may still be given, and is not kept.
+        """
 
     def put(
         self,
@@ -255,6 +270,9 @@ class Tier(KVStore, Protocol):
     def touch(self, key: ChunkKey) -> None:
         """Count a hit that a tier above has answered."""
 
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return what is known of a chunk; the hits are those that tiers above have answered, too."""
+
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being pushed out by this process, as long as a request needs them."""
 
@@ -276,7 +294,7 @@ class Shared(Protocol):
     """A store that other processes erase from, so that copies in memory above it must be asked about."""
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure, by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
 
     def is_known(self, key: ChunkKey) -> bool:
         """Whether a copy of a chunk may be answered with; not once it was erased."""

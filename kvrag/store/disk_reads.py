@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.keys import Keys
-from kvrag.store.base import Index, Retention, StoreStats
+from kvrag.store.base import Index, Retention, StoreStats, Worth
 from kvrag.store.claims import Claim, is_alive
 from kvrag.store.directory import Directory
 from kvrag.store.events import Events, StoreEvent
@@ -82,11 +83,12 @@ class DiskReads(ForkAware):
         the rest is to be computed. It holds a file open and must be exhausted or closed.
         """
         key = chunk_key(identity)
-        file = (
-            None
-            if self._closed or self.rows.is_gone(key)
-            else self._reading(key, lambda: self.objects.open(identity, key))
-        )
+        file = None
+        if not (self._closed or self.rows.is_gone(key)):
+            file = self._reading(key, lambda: self.objects.open(identity, key))
+        if file is not None and self.rows.get(key) is None and not self._restore(file.header):
+            file.close()
+            file = None
         self._count(key, hit=file is not None)
         if file is None:
             return None
@@ -140,7 +142,7 @@ class DiskReads(ForkAware):
         return not self.is_held(key) and self.rows.abandon(key, is_abandoned)
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
         # Where nothing can be written the index is what it was when it was opened.
         return None if self.read_only else self.rows.erasure_mark()
 
@@ -238,6 +240,11 @@ class DiskReads(ForkAware):
         with self._lock:
             if not self.read_only:
                 self._touched[key] += 1
+
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return a chunk's recent hits, those that have yet to be handed to the index included, and its cost."""
+        known = self.rows.worth(key)
+        return replace(known, hits=known.hits + self._touched[key])
 
     def _flush_hits(self) -> None:
         """Hand the counted hits to the index. Only changes do that: a read must not wait for another one's change."""

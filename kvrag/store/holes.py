@@ -8,7 +8,7 @@ forward that fills it gives every layer, the good ones too. The bitmap says how 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +68,16 @@ class Readings(ForkAware):
         blob = reading.blob
         good, total = (0, 0) if blob is None else (blob.good_layers, blob.num_layers)
         return Hole(key, good, total, reading.reason or "late")
+
+
+def in_words(holes: Sequence[Hole]) -> str | None:
+    """Say which chunks could not be loaded, and why; ``None`` if there are none."""
+    what = "; ".join(map(str, holes))
+    return (
+        f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
+        if holes
+        else None
+    )
 
 
 def holes_of(store: KVStore, loaded: Mapping[ChunkIdentity, ChunkKV | None]) -> tuple[Hole, ...]:

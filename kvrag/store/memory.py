@@ -1,4 +1,4 @@
-"""A memory tier, on the host or on an accelerator: the lowest priority leaves first, then what was not used for longest."""
+"""A memory tier, on the host or on an accelerator: the lowest priority leaves first, then what saves least computing per byte."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats, Worth
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
+from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory_index import MemoryIndex
-from kvrag.store.shelf import Entry, Shelf, record_of
+from kvrag.store.shelf import Entry, Shelf, record_for
 from kvrag.store.usage import Usage
 from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, TextEntry
@@ -32,8 +33,9 @@ class MemoryStore(ForkAware):
     Parameters
     ----------
     max_bytes
-        Budget; when it is exceeded, the lowest priority leaves, and of that what has not been used for longest. Neither a pinned chunk
-        does, nor one of a higher priority than the one that comes.
+        Budget; when it is exceeded, the lowest priority leaves, and of that what saves least computing per byte
+        (:meth:`~kvrag.store.usage.Usage.worth`), or has not been used for longest. Neither a pinned chunk does, nor one of a higher
+        priority than the one that comes.
     name
         The tier's name in statistics and events.
     device
@@ -60,6 +62,8 @@ class MemoryStore(ForkAware):
         self.max_bytes = max_bytes
         self.pushed_out: PushedOut = lambda identity, kv, retention: None
         """Set by the tier that demotes what leaves."""
+        self.known_worth: Callable[[ChunkKey], Worth] = lambda key: Worth()
+        """Set by the tier that knows of a chunk what happened while it was not here."""
         self.device = torch.device(device)
         self._events = events or Events()
         self._kv_dtype = kv_dtype
@@ -84,6 +88,11 @@ class MemoryStore(ForkAware):
         """Return several chunks; memory is never late."""
         return [self.get(identity) for identity in identities]
 
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order; all are there at once. ``None`` for a miss."""
+        kv = self.get(identity)
+        return None if kv is None else HeldLayers(kv)
+
     def put(
         self,
         identity: ChunkIdentity,
@@ -104,7 +113,7 @@ class MemoryStore(ForkAware):
             return 0
         check_kv(identity, kv)
         kept = copy_kv(self.converted(kv), self.device)
-        record = record_of(identity, kept.num_bytes, text)
+        record = record_for(identity, kept.num_bytes, text)
         # The row first: the chunk may be pushed out by another thread at once, and takes its row with it then.
         self.index.add(record, doc_id=doc_id)
         if not self.keep(identity, kept, retention=retention, reason="put"):
@@ -125,7 +134,7 @@ class MemoryStore(ForkAware):
         kv = self.peek(identity)
         if kv is None:
             return False
-        self.index.add(record_of(identity, kv.num_bytes, text), doc_id=doc_id)
+        self.index.add(record_for(identity, kv.num_bytes, text), doc_id=doc_id)
         return True
 
     def contains(self, key: ChunkKey) -> bool:
@@ -163,11 +172,16 @@ class MemoryStore(ForkAware):
         """Erase chunks and return how many were there."""
         with self._lock:
             self._erasures += 1
+        return self.drop(keys, "deleted")
+
+    def drop(self, keys: Sequence[ChunkKey], reason: str = "evicted") -> int:
+        """Let go of chunks that the tier below has evicted, and return how many were there; they may be kept again at any time."""
+        with self._lock:
             gone = [key for key in keys if self._shelf.drop(key)]
         for key in keys:
             self.index.remove(key)
         for key in gone:
-            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), "deleted"))
+            self._events.emit(StoreEvent("BlockRemoved", self.name, (key,), reason))
         return len(gone)
 
     def forget(self, namespace: str, doc_id: str) -> int:
@@ -225,6 +239,10 @@ class MemoryStore(ForkAware):
         """Return a chunk as it is kept here; raises as :func:`kvrag.quantise.convert`. It may be the chunk itself."""
         return kv if self._kv_dtype is None else convert(kv, self._kv_dtype)
 
+    def kept_as(self, kv_dtype: KVDtype) -> KVDtype:
+        """Return what :meth:`converted` makes of chunks that were rounded so."""
+        return self._kv_dtype or kv_dtype if kv_dtype == "auto" else kv_dtype
+
     @property
     def erasures(self) -> int:
         """Calls of :meth:`delete`, :meth:`clear` and :meth:`retain` so far, for :meth:`keep`."""
@@ -265,11 +283,12 @@ class MemoryStore(ForkAware):
             For the event.
         """
         key, size = chunk_key(identity), kv.num_bytes
-        usage = Usage() if retention is None else Usage().retained(retention)
+        usage = Usage.brought(self.known_worth(key))
+        entry = Entry(identity, kv, usage if retention is None else usage.retained(retention))
         with self._lock:
             if erasures is not None and erasures != self._erasures:
                 return False
-            victims = self._shelf.take(key, Entry(identity, kv, usage))
+            victims = self._shelf.take(key, entry)
             if victims is None:
                 return False
         self._events.emit(StoreEvent("BlockStored", self.name, (key,), reason, kv.num_tokens, size))

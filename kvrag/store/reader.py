@@ -79,7 +79,7 @@ def steps_of(offsets: tuple[int, ...], step_bytes: int) -> tuple[range, ...]:
 
 
 class LayerStream:
-    """Layers of a chunk, in order, each proven when it is given; an iterator and a context manager.
+    """Layers of a chunk in a file; the :class:`~kvrag.store.layers.Layers` of the disk.
 
     Parameters
     ----------
@@ -105,6 +105,7 @@ class LayerStream:
         self.num_layers = blob.num_layers
         """Layers of the chunk; fewer may come."""
         self.num_bytes = blob.header.num_bytes
+        self.kv_dtype = blob.header.identity.kv_dtype
 
     def __iter__(self) -> LayerStream:
         return self

@@ -13,7 +13,7 @@ row                            value                             for
 ``held K``                     name of a claim                   a chunk without a file, in its holder's memory
 ``gone K``                     1                                 a chunk whose file has yet to be erased
 ``unref N D I``                1                                 a reference whose file has yet to be erased
-``erased``                     random                            another one after each erasure
+``erased``                     random, and another one behind +  another one after each erasure, and each eviction
 ``total``, ``clock``           chunks, bytes; accesses           statistics, logical time
 =============================  ================================  ===============================================
 
@@ -111,6 +111,11 @@ def totals_of(value: object) -> tuple[int, int]:
         case [int(chunks), int(num_bytes)]:
             return chunks, num_bytes
     return 0, 0
+
+
+def erasures_of(mark: str) -> str:
+    """Return the part of the row ``erased`` that changes with erasures, and not with evictions."""
+    return mark.partition("+")[0]
 
 
 def record_of(key: ChunkKey, row: Any) -> Record | None:

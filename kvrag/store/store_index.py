@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from kvrag.store.base import Record, Retention
+from kvrag.store.base import Record, Retention, Worth
 from kvrag.store.row_index import RowIndex
-from kvrag.store.rows import first_names, names_of, row_of, sizes_of, strings_of, text_of, texts_of
+from kvrag.store.rows import erasures_of, first_names, names_of, row_of, sizes_of, strings_of, text_of, texts_of
 from kvrag.store.usage import Usage
 from kvrag.types import ChunkKey, TextEntry
 
@@ -77,7 +77,10 @@ class StoreIndex(RowIndex):
         return True
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure, by whatever process; ``None`` where that can't be told."""
+        """Return what is another value after every erasure and every eviction, by whatever process; ``None`` where that can't be told.
+
+        :func:`~kvrag.store.rows.erasures_of` is the part of it that changes with erasures alone.
+        """
         value = self._peek("erased")
         return value if isinstance(value, str) else None
 
@@ -140,6 +143,8 @@ class StoreIndex(RowIndex):
             self._erase(row_of("gone", key))
             if is_erasure:
                 self._on_erased()
+            else:
+                self._on_evicted()
         return erased
 
     def scrub(self) -> None:
@@ -148,6 +153,11 @@ class StoreIndex(RowIndex):
     def priority(self, key: ChunkKey) -> int:
         """Return a chunk's priority at present."""
         return Usage.of(self._peek(row_of("use", key))).priority_now()
+
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return a chunk's recent hits and its cost."""
+        usage = Usage.of(self._peek(row_of("use", key)))
+        return Worth(usage.recent_hits(self._clock()), usage.retention().cost_ms)
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return what was said of a chunk's worth, as it is at present, for another store to go by; ``None`` if nothing was."""
@@ -190,6 +200,11 @@ class StoreIndex(RowIndex):
         # By chance and not by counting: an index that is made anew must not come to a value that it had before.
         if self.has_files:
             self._write("erased", secrets.token_hex(8))
+
+    def _on_evicted(self) -> None:
+        if self.has_files:
+            before = self._read("erased")
+            self._write("erased", f"{erasures_of(before if isinstance(before, str) else '')}+{secrets.token_hex(8)}")
 
     def _drop_key(self, key: ChunkKey) -> None:
         super()._drop_key(key)

@@ -84,6 +84,8 @@ class TieredStore(TieredReads):
         erasures = self._memory.erasures
         written = self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
         self._only_here.discard(chunk_key(identity))
+        if self._shared is not None:
+            self._follow()  # what had to leave below for this chunk is of no use here
         if written and self._keeps_puts:
             unwritten = self._disk.unwritten(identity) if isinstance(self._disk, WriteBehind) else None
             shared = unwritten if converted is kv else None  # never a third copy

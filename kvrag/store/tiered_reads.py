@@ -9,15 +9,21 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from kvrag.deadline import Deadline
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
-from kvrag.store.base import Index, KVStore, Retention, Shared, Tier
+from kvrag.store.base import Index, KVStore, Retention, Shared, Tier, Worth
+from kvrag.store.layers import HeldLayers, Layers, PromotedLayers
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv, priority_of
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
+from kvrag.store.rows import erasures_of
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+"""Time that a look at what was erased is given in any case, so that what is in memory comes however little time there is."""
 
 
 class TieredReads:
@@ -28,13 +34,15 @@ class TieredReads:
         self._disk = disk
         self._lower = disk if isinstance(disk, Tier) else None
         self._shared = disk if isinstance(disk, Shared) else None
-        self._followed: str | None = None
+        # In an empty tier there is nothing that could have been erased.
+        self._followed = None if memory.keys() else self.erasure_mark()
         self._loader = Loader(self._load)
         self._prefetcher = Prefetcher(memory.max_bytes, prefetch)
         self.index: Index = disk.index
+        memory.known_worth = self.worth
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
         return "" if self._shared is None else self._shared.erasure_mark()
 
     def is_known(self, key: ChunkKey) -> bool:
@@ -53,27 +61,46 @@ class TieredReads:
         self.touch(chunk_key(identity))
         return kv
 
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order from the nearest tier that has it; ``None`` for a miss.
+
+        What comes from below is promoted with its last layer, and not if it breaks off or is left before that.
+        """
+        kv = self._held([identity])[identity]
+        if kv is not None:
+            self.touch(chunk_key(identity))
+            return HeldLayers(kv)
+        erasures = self._memory.erasures
+        below = self._disk.stream(identity)
+        if below is None:
+            return None
+        kept_as = self._memory.kept_as(below.kv_dtype)
+        return PromotedLayers(below, kept_as, self._bring, lambda kv: self._keep(identity, kv, erasures))
+
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
-        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes.
+        """Load several chunks at once; one that is late is ``None``, and is promoted when it comes. So is all where the index hangs.
 
         A chunk that :meth:`prefetch` is reading is not read twice; whether it is waited for is the policy's business.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, looks = time.monotonic() + timeout_s, Deadline(max(timeout_s, LOOK_S))
         keys = {identity: chunk_key(identity) for identity in dict.fromkeys(identities)}
         with self.pinned(keys.values()):
-            found = self._held(keys)
+            nothing: dict[ChunkIdentity, ChunkKV | None] = dict.fromkeys(keys)
+            found = looks.ask(lambda: self._held(keys), nothing, what="the KV store's index")
             absent = [identity for identity, kv in found.items() if kv is None]
             for identity in found.keys() - set(absent):
                 self.touch(keys[identity])
             reads = self._prefetcher.begun([keys[identity] for identity in absent])
             ours = [identity for identity in absent if keys[identity] not in reads]
-            found.update(zip(ours, self._loader.load_many(ours, timeout_s=timeout_s), strict=True))
-            for identity in absent:
-                if keys[identity] in reads:
-                    brought = self._prefetcher.result(reads[keys[identity]], deadline)
-                    brought = self._memory.peek(identity) or brought
-                    # The read may have begun before an erasure that was over before this call.
-                    found[identity] = brought if self.is_known(keys[identity]) else None
+            left_s = max(0.0, deadline - time.monotonic())
+            found.update(zip(ours, self._loader.load_many(ours, timeout_s=left_s), strict=True))
+            brought = {i: self._prefetcher.result(reads[keys[i]], deadline) for i in absent if keys[i] in reads}
+            if brought:
+                # A read may have begun before an erasure that was over before this call.
+                known: set[ChunkIdentity] = looks.ask(
+                    lambda: {i for i in brought if self.is_known(keys[i])}, set(), what="the KV store's index"
+                )
+                found.update({i: (self._memory.peek(i) or kv) if i in known else None for i, kv in brought.items()})
         return [found[identity] for identity in identities]
 
     def prefetch(self, chunks: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
@@ -81,6 +108,7 @@ class TieredReads:
 
         What is there already, or is being read, is not read again; what finds no room beside the reads under way is left out.
         """
+        self._follow()
         wanted: dict[ChunkKey, ChunkIdentity | None] = {}
         for chunk in chunks:
             wanted.update({chunk: wanted.get(chunk)} if isinstance(chunk, str) else {chunk_key(chunk): chunk})
@@ -99,6 +127,10 @@ class TieredReads:
         """Let the lower tiers know that a chunk is in use, so that they do not evict it for want of hits."""
         if self._lower is not None:
             self._lower.touch(key)
+
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return a chunk's recent hits in whatever tier, and its cost, as far as the lower tier knows them."""
+        return Worth() if self._lower is None else self._lower.worth(key)
 
     @contextmanager
     def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
@@ -136,12 +168,14 @@ class TieredReads:
         return {**found, **dict.fromkeys(unknown)}
 
     def _follow(self) -> bool:
-        """Take out of memory what any process has erased since the last call; ``False`` if that can't be told."""
+        """Take out of memory what any process has erased or evicted since the last call; ``False`` if that can't be told."""
         mark = self.erasure_mark()
         if mark is not None and mark != self._followed:
-            # First, so that no read that began before is kept after the look at what is here.
-            self._memory.delete(())
-            self._memory.delete([key for key in self._memory.keys() if not self.is_known(key)])  # noqa: SIM118
+            is_erasure = self._followed is None or erasures_of(mark) != erasures_of(self._followed)
+            if is_erasure:  # first, so that no read that began before is kept after the look at what is here
+                self._memory.delete(())
+            unknown = [key for key in self._memory.keys() if not self.is_known(key)]  # noqa: SIM118
+            self._memory.delete(unknown) if is_erasure else self._memory.drop(unknown)
             if isinstance(self._disk, TieredReads):
                 self._disk._follow()
             self._followed = mark
@@ -161,19 +195,28 @@ class TieredReads:
 
     def _promote(self, identity: ChunkIdentity) -> ChunkKV | None:
         erasures = self._memory.erasures
-        kv = self._disk.get(identity)
-        if kv is None:
+        below = self._disk.get(identity)
+        brought = None if below is None else self._bring(below)
+        if brought is None:
             return None
+        kv, may_keep = brought
+        if may_keep:
+            self._keep(identity, kv, erasures)
+        return kv
+
+    def _bring(self, kv: ChunkKV) -> tuple[ChunkKV, bool] | None:
+        """Return a chunk as this tier keeps it, and whether it has room for the copy; ``None`` if it can't be had so."""
         try:
             kv = self._memory.converted(kv)
         except StoreError as error:  # kept on disk by an engine that does not round
             log.warning("a chunk is computed: %s", error)
             return None
-        retention = self.retention(chunk_key(identity))
         own = self._on_device(kv)
-        if own is not None:
-            self._memory.keep(identity, own, erasures=erasures, retention=retention)
-        return own or kv
+        return own or kv, own is not None
+
+    def _keep(self, identity: ChunkIdentity, kv: ChunkKV, erasures: int) -> None:
+        retention = self.retention(chunk_key(identity))
+        self._memory.keep(identity, kv, erasures=erasures, retention=retention)
 
     def _on_device(self, kv: ChunkKV) -> ChunkKV | None:
         """Return the chunk's tensors in the upper tier's memory; ``None`` where that is full, and then it is given up."""

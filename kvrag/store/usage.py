@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from kvrag.store.base import DEFAULT_PRIORITY, Record, Retention
+from kvrag.store.base import DEFAULT_PRIORITY, Retention, Worth
 
 HALF_LIFE = 4096
 """Accesses of the store after which a hit counts half."""
@@ -38,6 +39,18 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+class Sized(Protocol):
+    """What is known of a chunk's size: a row of the index, or a chunk in memory."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,11 @@ class Usage:
             if bounds is not None and not (isinstance(item, (int, float)) and bounds[0] <= item <= bounds[1]):
                 return cls()
         return cls(*value)
+
+    @classmethod
+    def brought(cls, worth: Worth) -> Usage:
+        """Return the usage of a chunk that comes from elsewhere, of which this is known."""
+        return cls(hits=worth.hits, cost_ms=-1.0 if worth.cost_ms is None else worth.cost_ms)
 
     def row(self) -> list[object]:
         """Value of the row."""
@@ -117,24 +135,24 @@ class Usage:
         """Seconds since the machine's start at which the priority ends, if it does; after a restart its duration begins anew."""
         return self.deadline if self.boot == boot_id() else since_boot() + self.duration_s
 
-    def worth(self, record: Record, now: int, token_ms: float = TOKEN_MS) -> float:
+    def worth(self, chunk: Sized, now: int, token_ms: float = TOKEN_MS) -> float:
         """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes. ``token_ms`` stands in for an unknown cost."""
-        cost = self.cost_ms if self.cost_ms >= 0 else record.num_tokens * token_ms
-        return cost * (1.0 + self.recent_hits(now)) / max(1, record.num_bytes)
+        cost = self.cost_ms if self.cost_ms >= 0 else chunk.num_tokens * token_ms
+        return cost * (1.0 + self.recent_hits(now)) / max(1, chunk.num_bytes)
 
 
-def token_ms(chunks: Sequence[tuple[Record, Usage]]) -> float:
+def token_ms(chunks: Iterable[tuple[Sized, Usage]]) -> float:
     """Mean cost of a token of those chunks whose cost is known: chunks of which it is not must not seem dearer or cheaper."""
-    known = [(usage.cost_ms, record.num_tokens) for record, usage in chunks if usage.cost_ms >= 0]
+    known = [(usage.cost_ms, chunk.num_tokens) for chunk, usage in chunks if usage.cost_ms >= 0]
     tokens = sum(count for _, count in known)
     return sum(cost for cost, _ in known) / tokens if tokens else TOKEN_MS
 
 
-def order(now: int, token_ms: float = TOKEN_MS) -> Callable[[tuple[Record, Usage]], tuple[int, float, int]]:
+def order(now: int, token_ms: float = TOKEN_MS) -> Callable[[tuple[Sized, Usage]], tuple[int, float, int]]:
     """Sort key: what is to be evicted first comes first."""
 
-    def key(item: tuple[Record, Usage]) -> tuple[int, float, int]:
-        record, usage = item
-        return usage.priority_now(), usage.worth(record, now, token_ms), usage.last
+    def key(item: tuple[Sized, Usage]) -> tuple[int, float, int]:
+        chunk, usage = item
+        return usage.priority_now(), usage.worth(chunk, now, token_ms), usage.last
 
     return key

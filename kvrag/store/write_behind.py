@@ -15,8 +15,9 @@ from dataclasses import replace
 
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
-from kvrag.store.base import Index, Record, Retention, StoreStats
+from kvrag.store.base import Index, Record, Retention, StoreStats, Worth
 from kvrag.store.disk import DiskStore
+from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory import copy_kv
 from kvrag.store.write_queue import Entry, Queue
 from kvrag.store.writer import check_kv
@@ -67,6 +68,14 @@ class WriteBehind:
         if absent:
             found.update(zip(absent, self._disk.get_many(absent, timeout_s=timeout_s), strict=True))
         return [found[identity] for identity in identities]
+
+    def stream(self, identity: ChunkIdentity) -> Layers | None:
+        """Return the chunk's layers in order, from what waits or from the disk; ``None`` for a miss."""
+        kv = self.unwritten(identity)
+        if kv is None:
+            return self._disk.stream(identity)
+        self._hits += 1
+        return HeldLayers(kv)
 
     def unwritten(self, identity: ChunkIdentity) -> ChunkKV | None:
         """Return the KV of a chunk that waits to be written, and was not erased since; its tensors are the store's own."""
@@ -126,7 +135,7 @@ class WriteBehind:
         self._disk.hold(record, doc_id)
 
     def erasure_mark(self) -> str | None:
-        """Return what is another value after every erasure by whatever process; ``None``: ask :meth:`is_known` about each chunk."""
+        """Return what is another value after each erasure or eviction by any process; ``None``: ask :meth:`is_known` about each chunk."""
         return self._disk.erasure_mark()
 
     def is_known(self, key: ChunkKey) -> bool:
@@ -217,6 +226,10 @@ class WriteBehind:
     def touch(self, key: ChunkKey) -> None:
         """Count a hit that a tier above has answered."""
         self._disk.touch(key)
+
+    def worth(self, key: ChunkKey) -> Worth:
+        """Return a chunk's recent hits and its cost."""
+        return self._disk.worth(key)
 
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being evicted by this process until the context ends."""

@@ -1,4 +1,4 @@
-"""What another process has erased is not answered with, from no tier; what it only pushed off the disk may be.
+"""What another process has erased is not answered with, from no tier; what it only pushed off the disk leaves memory too.
 
 Two stores on one directory have nothing in common but the directory, like two processes; one test takes a real one.
 """
@@ -14,6 +14,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob, reader, writer
+from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 ONE, TWO = make_identity(1), make_identity(2)
@@ -71,7 +72,7 @@ def test_what_another_process_has_erased_is_in_no_tier(tiers, erase, is_evicted,
     one.put()
     if is_evicted:  # its row is gone, so that no erasure finds its key
         one.other.rows.drop(chunk_key(ONE), lambda: one.other.objects.erase(chunk_key(ONE)))
-        assert same_bits(one.store.get(ONE), make_kv(ONE))
+        assert one.held() == (True, True)
     erase(one.other)
     assert one.store.get_many([ONE], timeout_s=30) == [None]
     assert one.store.get(ONE) is None
@@ -107,12 +108,73 @@ def test_the_rest_stays_in_memory(tiers, monkeypatch):
     assert (one.held(ONE), one.held(TWO)) == ((False, False), (True, True))
 
 
-def test_what_was_only_pushed_off_the_disk_is_still_answered_with(tiers):
+@pytest.mark.parametrize("behind", [False, True], ids=["through", "back"])
+@pytest.mark.parametrize("who", ["this process", "another one"])
+def test_what_was_only_pushed_off_the_disk_leaves_memory_as_evicted(tiers, who, behind):
+    """It is not found for a prompt any more: memory must not fill with what nobody can use."""
+    log = []
+    one = tiers(behind=behind, config=StoreConfig(min_free_bytes=0, on_event=log.append))
+    for memory in (one.gpu, one.host):
+        memory._events = Events(log.append)
+    one.put()
+    one.put(TWO, "two")
+    evictor = (one.other if who == "another one" else getattr(one.below._disk, "_disk", one.below._disk))._evictor
+    with evictor.pinned([chunk_key(TWO)]):
+        assert evictor.evict(1) == 1
+    assert not one.store.contains(chunk_key(ONE))
+    assert one.store.get(ONE) is None
+    assert (one.held(ONE), one.held(TWO)) == ((False, False), (True, True))
+    gone = [(e.medium, e.reason) for e in log if e.type == "BlockRemoved" and e.block_hashes == (chunk_key(ONE),)]
+    below = [("disk", "evicted")] if who == "this process" else []
+    assert sorted(gone) == [*below, ("gpu", "evicted"), ("host", "evicted")]
+    one.put()
+    assert one.held(ONE) == (True, True)
+
+
+def test_what_was_pushed_off_the_disk_is_not_found_by_who_prefetches_it(tiers):
     one = tiers()
     one.put()
+    one.other._evictor.evict(1)
+    assert one.store.prefetch([ONE]).found == 0
+
+
+def test_a_put_that_pushes_another_chunk_off_the_disk_pushes_it_out_of_memory(root):
+    size = make_kv(ONE).num_bytes
+    host = MemoryStore(2**20)
+    store = TieredStore(host, DiskStore(root, StoreConfig(disk_bytes=2 * size, min_free_bytes=0)))
+    for number in range(6):
+        identity = make_identity(number)
+        store.put(identity, make_kv(identity), text=None)
+        assert same_bits(host.peek(identity), make_kv(identity))
+        assert sorted(host.keys()) == sorted(store.index.keys())
+    store.close()
+
+
+def test_a_read_from_before_an_eviction_may_be_kept_and_one_from_before_an_erasure_not(tiers):
+    one = tiers()
+    one.put()
+    erasures = one.host.erasures
+    one.other._evictor.evict(1)
+    assert one.store.get(TWO) is None
+    assert one.host.keep(ONE, make_kv(ONE), erasures=erasures)
+    one.other.delete([chunk_key(TWO)])
+    one.put(TWO, "two")
+    one.other.delete([chunk_key(TWO)])
+    assert one.store.get(TWO) is None
+    assert not one.host.keep(ONE, make_kv(ONE), erasures=erasures)
+    assert one.held() == (False, False)
+
+
+def test_an_eviction_after_an_erasure_does_not_hide_it(tiers):
+    one = tiers()
+    one.put()
+    one.put(TWO, "two")
+    erasures = one.host.erasures
+    one.other.delete([chunk_key(ONE)])
     assert one.other._evictor.evict(1) == 1
-    assert same_bits(one.store.get(ONE), make_kv(ONE))
-    assert one.other.get(ONE) is None
+    assert one.store.get_many([ONE, TWO], timeout_s=30) == [None, None]
+    assert one.host.erasures > erasures
+    assert (one.held(ONE), one.held(TWO)) == ((False, False), (False, False))
 
 
 @pytest.mark.parametrize("namespace", [None, NAMESPACE])
