@@ -24,6 +24,9 @@ PREFETCHES = ("best_effort", "wait", "timeout")
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
+NEAR = 0.8
+"""How like an option's name (:func:`difflib.SequenceMatcher.ratio`) a misspelt one is."""
+
 KEY_OPTIONS = ("namespace_secret", "mac_key", "encryption_key")
 """The keys of a :class:`StoreConfig`."""
 
@@ -37,6 +40,53 @@ def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
     return ConfigError(f"{of} has no option {name!r}; {hint}")
+
+
+def refuse_store_options(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
+    """Refuse options of a :class:`StoreConfig` that were passed to something else, where they would be dropped or come too late.
+
+    Without ``encryption_key``, KV that was to be encrypted would be written plain.
+
+    Parameters
+    ----------
+    given
+        Names of options that are about to be handed on, or left out.
+    own
+        Names of options that exist; one that is closer to these is no option of the store.
+    of
+        What they were passed to.
+
+    Raises
+    ------
+    ConfigError
+        Names the option, and where it belongs.
+    """
+    stored = {f.name for f in fields(StoreConfig)}
+    known = sorted(stored.union(own))
+    for name in given:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+        if near and near[0] in stored:
+            raise ConfigError(
+                f"{of} has no option {name!r}; pass it to the store: store_config=StoreConfig({near[0]}=...)"
+            )
+
+
+def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
+    """Refuse misspelt options of our own too: they would travel far before transformers refused them. As :func:`refuse_store_options`."""
+    own, given = list(own), list(given)
+    refuse_store_options(given, own, of=of)
+    for name in given:
+        if difflib.get_close_matches(name, own, n=1, cutoff=NEAR):
+            raise unknown_option(name, own, of=of)
+
+
+def check_model_kwargs(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
+    """Refuse, among options for ``from_pretrained``, those of the class itself and of the store. As :func:`refuse_store_options`."""
+    own, given = set(own), list(given)
+    for name in given:
+        if name in own:
+            raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
+    refuse_store_options(given, own, of=f"model_kwargs of {of}")
 
 
 def build(cls: type[T], options: dict[str, Any]) -> T:

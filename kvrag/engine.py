@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import threading
@@ -16,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.gate import Gate
@@ -147,22 +146,20 @@ class KVRagEngine:
         extra_keys
             Names and values of your own: KV is shared only where they are equal.
         **hf_kwargs
-            For ``AutoModelForCausalLM.from_pretrained``.
+            For ``AutoModelForCausalLM.from_pretrained``; a model that is loaded already takes none.
 
         Raises
         ------
         ModelError
             If the model can't be found or is no causal LM.
         ConfigError
-            If an option has an impossible value, or CUDA is requested and absent.
+            If an option has an impossible value, would change nothing, or belongs in ``store_config``, or CUDA is requested and absent.
         StoreError
             If ``kv_dir`` can't be used.
         """
         given = inspect.signature(cls.from_pretrained).parameters.values()
         own = [p.name for p in given if p.kind is p.KEYWORD_ONLY]
-        for name in hf_kwargs:  # a misspelt option of ours would travel far before transformers refused it
-            if difflib.get_close_matches(name, own, n=1, cutoff=0.8):
-                raise unknown_option(name, own, of="KVRagEngine.from_pretrained")
+        refuse_misplaced(hf_kwargs, own, of="KVRagEngine.from_pretrained")
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
         return cls(source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config)
 
@@ -172,6 +169,7 @@ class KVRagEngine:
         names = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
         own = ("kv_dir", "prefix", "repair", "namespace", "store_config")
         hf_kwargs = {k: v for k, v in options.items() if k not in (*names, *own)}
+        refuse_misplaced(hf_kwargs, (*names, *own), of="KVRagEngine.get")
         source = ModelSource(model, **{k: options[k] for k in names if options.get(k) is not None}, hf_kwargs=hf_kwargs)
         check_source(source)
         _check_repair(options.get("repair"))

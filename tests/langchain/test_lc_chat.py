@@ -59,6 +59,19 @@ def test_unknown_options_of_the_constructor_are_named(tiny_dir: str) -> None:
         ChatKVRag(model=tiny_dir, timeout=3, max_retries=2, api_key="x", streaming=True, cache=False, verbose=False)
 
 
+@pytest.mark.parametrize("name", ["encryption_key", "encription_key", "disk_bytes", "write_policy"])
+def test_options_of_the_store_are_refused_wherever_they_stand(tiny_dir: str, name: str) -> None:
+    for options in ({name: "env:KK"}, {"model_kwargs": {name: "env:KK"}}):
+        with pytest.raises(ConfigError, match=rf"no option '{name}'.*store_config=StoreConfig\("):
+            ChatKVRag(model=tiny_dir, **options)
+
+
+@pytest.mark.parametrize("name", ["store_config", "kv_dir", "namespace"])
+def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"holds '{name}'.*pass ChatKVRag\({name}="):
+        ChatKVRag(model=tiny_dir, model_kwargs={name: "x"})
+
+
 def test_ready_objects_are_used_and_survive_a_copy(tokenizer: Any) -> None:
     model = tiny_model()
     llm = ChatKVRag.from_pretrained_model(model, tokenizer, max_tokens=2)

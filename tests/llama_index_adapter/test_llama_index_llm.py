@@ -108,6 +108,9 @@ def test_other_spellings_are_understood(tiny_dir: str):
         ({"model": "x", "temperature": -1}, "temperature"),
         ({"model": "x", "mode": "fast"}, "mode is 'fast'"),
         ({"model": "x", "generate_kwargs": {"max_token": 3}}, "max_token"),
+        ({"model": "x", "encryption_key": "env:KK"}, r"'encryption_key'.*store_config=StoreConfig\("),
+        ({"model": "x", "model_kwargs": {"disk_bytes": 5}}, r"'disk_bytes'.*store_config=StoreConfig\("),
+        ({"model": "x", "model_kwargs": {"kv_dir": "y"}}, r"holds 'kv_dir'.*pass KVRagLLM\(kv_dir="),
     ],
 )
 def test_impossible_options_are_refused_at_once(options: dict[str, Any], message: str):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
-from kvrag.config import build, check_mode, check_prove, unknown_option
+from kvrag.config import build, check_mode, check_model_kwargs, check_prove, refuse_store_options, unknown_option
 from kvrag.source import ModelSource
 from kvrag.types import Mode, Prove
 from langchain_kvrag._convert import engine_prefix
@@ -114,18 +114,27 @@ class KVRagModel(BaseModel):
         if isinstance(data.get("stop"), str):
             data["stop"] = [data["stop"]]
         super().__init__(**data)
+        check_model_kwargs(self.model_kwargs, type(self).model_fields, of=type(self).__name__)
         check_mode(self.mode)
         check_prove(self.prove)
         build(SamplingConfig, self._sampling())
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
-        """Say what would be ignored; no error, as applications pass one set of options to models of all vendors."""
+        """Say what would be ignored; no error, as applications pass one set of options to models of all vendors.
+
+        Raises
+        ------
+        ConfigError
+            If the store was meant: it would be left plain, or without a budget.
+        """
         known = set(cls.model_fields)
         for field in cls.model_fields.values():
             if isinstance(field.validation_alias, AliasChoices):
                 known.update(name for name in field.validation_alias.choices if isinstance(name, str))
-        for name in data.keys() - known:
+        unknown = data.keys() - known
+        refuse_store_options(unknown, known, of=cls.__name__)
+        for name in unknown:
             fault = unknown_option(name, known, of=cls.__name__)
             warnings.warn(
                 f"{fault}. It is ignored; model_kwargs takes options of from_pretrained.", UserWarning, stacklevel=4

@@ -34,7 +34,7 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import build, check_mode, check_prove
+from kvrag.config import build, check_mode, check_model_kwargs, check_prove
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
@@ -119,6 +119,7 @@ class KVRagLLM(CustomLLM):
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
+        check_model_kwargs(self.model_kwargs, type(self).model_fields, of="KVRagLLM")
         self._check_request(self._defaults())
         check_prove(self.prove)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvrag.config import unknown_option
+from kvrag.config import refuse_store_options, unknown_option
 from kvrag.errors import ConfigError
 
 ALIASES = {
@@ -41,6 +41,7 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     elif device_map is not None:
         out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
     names = set(known)
+    refuse_store_options(out.keys() - names, names, of=OWNER)
     for name in out:
         if name not in names:
             raise unknown_option(name, {*names, *ALIASES, "device_map"}, of=OWNER)
