@@ -316,6 +316,7 @@ class KVRagEngine:
             show_progress=show_progress,
             kv_dtype=self.store_config.kv_dtype,
             retention=retention,
+            disk_min_priority=self.store_config.disk_min_priority,
         )
 
     def prefetch(
