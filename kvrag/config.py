@@ -6,9 +6,9 @@ Long because every field is documented where it is declared.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, Mode, Prove
@@ -89,19 +89,26 @@ def check_model_kwargs(given: Iterable[str], own: Iterable[str], *, of: str) -> 
     refuse_store_options(given, own, of=f"model_kwargs of {of}")
 
 
-def build(cls: type[T], options: dict[str, Any]) -> T:
-    """Build a config from keyword options, refusing unknown ones by name.
+class Named:
+    """Base of configs: an option that doesn't exist is refused by name, with the nearest that does."""
 
-    Raises
-    ------
-    ConfigError
-        If an option does not exist or has a value outside its range.
-    """
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    for name in options:
-        if name not in known:
-            raise unknown_option(name, known, of=cls.__name__)
-    return cls(**options)
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {
+        "extra": "forbid"
+    }  # as pydantic makes a config from a dict, without asking this class
+
+    def __new__(cls, *values: object, **options: object) -> Self:
+        """Raise :class:`ConfigError` for an option that doesn't exist."""
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                raise unknown_option(name, known, of=cls.__name__)
+        return super().__new__(cls)
+
+
+def from_mapping(cls: type[T], value: Any) -> Any:
+    """Build a config from a mapping of options; anything else stays as it is. Raises :class:`ConfigError`."""
+    return cls(**value) if isinstance(value, Mapping) else value
 
 
 def check_mode(mode: str) -> None:
@@ -148,7 +155,7 @@ def _check_key_source(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RepairConfig:
+class RepairConfig(Named):
     """How stitched KV is repaired.
 
     Parameters
@@ -204,7 +211,7 @@ class RepairConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreConfig:
+class StoreConfig(Named):
     """Budgets and limits of the KV store.
 
     Parameters
@@ -384,7 +391,7 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingConfig:
+class SamplingConfig(Named):
     """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``.
 
     Parameters

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, refuse_misplaced
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
 from kvrag.gate import Gate
@@ -30,7 +30,7 @@ from kvrag.prompt import Prompt
 from kvrag.source import ModelSource
 from kvrag.stats import EngineStats
 from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
-from kvrag.store.base import members
+from kvrag.store.base import check_retention, members
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import (
     Chunk,
@@ -297,6 +297,7 @@ class KVRagEngine:
         """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
         items = check_items(items)
         check_batch_size(batch_size)
+        check_retention(retention)
         space = self._namespace(namespace)
         self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         self._gate.admit(self.loaded)
@@ -613,7 +614,7 @@ class KVRagEngine:
         start = time.perf_counter()
         check_mode(mode)
         repair = _check_repair(repair)
-        config = build(SamplingConfig, {**sampling, "stop": stop})
+        config = SamplingConfig(**{**sampling, "stop": stop})
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             request = self._request(prompt, mode, repair, namespace)

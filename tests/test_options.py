@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvrag import ConfigError, KVRagEngine, StoreConfig
+from kvrag import ConfigError, KVRagEngine, RepairConfig, Retention, SamplingConfig, StoreConfig
 from kvrag.config import refuse_misplaced
+from kvrag.fingerprint import chunk_key
+from kvrag.store import KVStore, MemoryStore, TieredStore, open_store
+from kvrag.testing.chunks import make_identity, make_kv
 from kvrag.testing.models import tiny_model
 
 STORED = [f.name for f in fields(StoreConfig)]
@@ -110,3 +115,72 @@ def test_where_a_tokenizer_is_may_be_said_beside_a_loaded_model(tiny_dir: str) -
 def test_options_of_transformers_are_not_taken_for_ours(tiny_dir: str) -> None:
     refuse_misplaced(HUGGING_FACE, ["kv_dir", "prefix", "dtype", "device", "revision", "namespace"], of="x")
     KVRagEngine.from_pretrained(tiny_dir, local_files_only=True, use_cache=True).close()
+
+
+# -- configs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "near"),
+    [
+        (StoreConfig, "ram_byte", "ram_bytes"),
+        (RepairConfig, "recompute_ration", "recompute_ratio"),
+        (SamplingConfig, "temprature", "temperature"),
+        (Retention, "prio", "priority"),
+    ],
+)
+def test_a_misspelt_option_of_a_config_is_named_with_the_nearest(config: Any, name: str, near: str) -> None:
+    message = f"{config.__name__} has no option '{name}'; did you mean '{near}'"
+    with pytest.raises(ConfigError, match=message):
+        config(**{name: 1})
+    with pytest.raises(ConfigError, match=message):
+        replace(config(), **{name: 1})
+
+
+def test_configs_are_still_copied_and_pickled() -> None:
+    for config in (StoreConfig(ram_bytes=5), RepairConfig(first_k=2), SamplingConfig(seed=3), Retention(90)):
+        assert (
+            pickle.loads(pickle.dumps(config))
+            == copy.copy(config)
+            == copy.deepcopy(config)
+            == replace(config)
+            == config
+        )
+
+
+@pytest.mark.parametrize("retention", [90, {"priority": 90}, "90"])
+def test_a_retention_of_another_type_is_refused_before_anything_is_computed(
+    retention: Any, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.loaded.lm, "forward", lambda *args, **kwargs: pytest.fail("a forward ran"))
+    with pytest.raises(ConfigError, match=r"retention is .*90.*pass a kvrag\.Retention"):
+        engine.precompute(["A text that is long enough to be a chunk of its own. " * 8], retention=retention)
+
+
+@pytest.fixture(params=["memory", "tiered", "behind", "no disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    """Every kind of store that puts with a retention."""
+    config = StoreConfig(
+        write_policy="back" if request.param == "behind" else "through",
+        disk_min_priority=50 if request.param == "no disk" else 0,
+    )
+    store = MemoryStore(2**20) if request.param == "memory" else open_store(tmp_path, config)
+    yield store
+    store.close()
+
+
+def test_no_store_takes_a_retention_of_another_type(store: KVStore) -> None:
+    identity = make_identity()
+    with pytest.raises(ConfigError, match="retention is 90"):
+        store.put(identity, make_kv(identity), text=None, retention=90)  # type: ignore[arg-type]
+    assert not store.contains(chunk_key(identity))
+    assert store.index.keys() == []
+
+
+@pytest.mark.parametrize("retention", [90, None])
+def test_retaining_takes_a_retention_alone(retention: Any, tmp_path: Path) -> None:
+    store = open_store(tmp_path, StoreConfig())
+    assert isinstance(store, TieredStore)
+    with pytest.raises(ConfigError, match=f"retention is {retention}"):
+        store._disk.retain(["0" * 64], retention)  # type: ignore[attr-defined]
+    store.close()

@@ -11,7 +11,7 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Record, Retention, StoreStats, check_retention
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.memory_index import MemoryIndex
@@ -100,6 +100,7 @@ class MemoryStore(ForkAware):
         StoreError
             If the KV must not be stored, is larger than the whole budget, or finds it taken by what may not leave.
         """
+        check_retention(retention)
         if self.link(identity, text=text, doc_id=doc_id):
             return 0
         check_kv(identity, kv)
@@ -276,7 +277,8 @@ def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
 
 
 def priority_of(retention: Retention | None) -> int:
-    """Priority that a chunk is stored with."""
+    """Priority that a chunk is stored with; raises ``ConfigError`` if ``retention`` is none."""
+    check_retention(retention)
     return DEFAULT_PRIORITY if retention is None else retention.priority
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
-from kvrag.store.base import Index, Record, Retention, StoreStats
+from kvrag.store.base import Index, Record, Retention, StoreStats, check_retention
 from kvrag.store.disk import DiskStore
 from kvrag.store.memory import copy_kv
 from kvrag.store.write_queue import Entry, Queue
@@ -92,6 +92,7 @@ class WriteBehind:
         StoreError
             If it must not be stored, or there is no room for it. What fails later is told by :meth:`flush`.
         """
+        check_retention(retention)
         queue = self._queue
         with queue.changes:
             if self.link(identity, text=text, doc_id=doc_id):

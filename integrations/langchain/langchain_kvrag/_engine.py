@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
-from kvrag.config import build, check_mode, check_model_kwargs, check_prove, refuse_store_options, unknown_option
+from kvrag.config import check_mode, check_model_kwargs, check_prove, from_mapping, refuse_store_options, unknown_option
 from kvrag.source import ModelSource
 from kvrag.types import Mode, Prove
 from langchain_kvrag._convert import engine_prefix
@@ -113,11 +113,14 @@ class KVRagModel(BaseModel):
         self._warn_of_unknown(data)
         if isinstance(data.get("stop"), str):
             data["stop"] = [data["stop"]]
+        for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
+            if name in data:
+                data[name] = from_mapping(kind, data[name])  # pydantic would repeat a key in its message
         super().__init__(**data)
         check_model_kwargs(self.model_kwargs, type(self).model_fields, of=type(self).__name__)
         check_mode(self.mode)
         check_prove(self.prove)
-        build(SamplingConfig, self._sampling())
+        SamplingConfig(**self._sampling())
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import build, check_mode, check_model_kwargs, check_prove
+from kvrag.config import check_mode, check_model_kwargs, check_prove
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
@@ -229,7 +229,7 @@ class KVRagLLM(CustomLLM):
         """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
         own = {"mode", "repair", "namespace"}
         check_mode(options.get("mode", "auto"))
-        build(SamplingConfig, {name: value for name, value in options.items() if name not in own})
+        SamplingConfig(**{name: value for name, value in options.items() if name not in own})
 
     def _request(self, overrides: dict[str, Any]) -> tuple[KVRagEngine, dict[str, Any]]:
         options = request_options(self._defaults(), overrides)
