@@ -123,7 +123,7 @@ def test_an_exception_of_the_function_shows_no_key():
         key = KEY
         raise OSError("the vault is closed") if key else None
 
-    with pytest.raises(ConfigError, match="StoreConfig.mac_key raises OSError") as caught:
+    with pytest.raises(ConfigError, match=r"StoreConfig\.mac_key raises OSError") as caught:
         Keys.of(StoreConfig(mac_key=vault))
     shown = "".join(traceback.format_exception(caught.value))
     assert "the vault is closed" in shown
