@@ -410,7 +410,11 @@ class KVRagEngine:
             return self.store.clear()
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
-        """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""
+        """Return the ids of all documents that were precomputed and not deleted, or of those below ``collection/``.
+
+        A document is listed whether or not its KV is there now: what a budget has evicted is computed at query time, or by the next
+        precompute, and deleting the document erases what is left. :meth:`explain` tells what a prompt would find.
+        """
         found = self.store.index.documents(self._namespace(namespace))
         return found if collection is None else members(found, collection)
 
