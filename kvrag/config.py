@@ -200,6 +200,7 @@ class RepairConfig(Named):
         for name in ("recompute_ratio", "shift", "mismatch_ratio"):
             _check_number("RepairConfig", name, getattr(self, name), 0, 1)
         _check_span("RepairConfig", "probe_span", self.probe_span)
+        object.__setattr__(self, "probe_span", tuple(self.probe_span))  # JSON has lists, which have no hash
         _check_count("RepairConfig", "first_k", self.first_k, 0)
         _check_count("RepairConfig", "check_layer", self.check_layer, 1)
         _check_count("RepairConfig", "seed", self.seed, 0)

@@ -17,10 +17,9 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, field_serializer
+from llama_index.core.bridge.pydantic import ConfigDict, Field
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
 from transformers import PreTrainedModel
 
 from kvrag import (
@@ -38,6 +37,7 @@ from kvrag.config import check_mode, check_model_kwargs, check_prove
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
+from llama_index.llms.kvrag.serialised import SerialisedLLM
 
 _REQUEST_FIELDS = (
     "max_new_tokens",
@@ -51,7 +51,7 @@ _REQUEST_FIELDS = (
 )
 
 
-class KVRagLLM(CustomLLM):
+class KVRagLLM(SerialisedLLM):
     """A Hugging Face model that answers from the precomputed KV of the retrieved chunks.
 
     Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and
@@ -101,7 +101,7 @@ class KVRagLLM(CustomLLM):
     device: Any = Field(default=None, description="cpu, cuda, ...; default: CUDA if there is one.")
     prove: str = Field(default="auto", description="auto: prove once that reuse is exact for this model; or off.")
     model_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="For from_pretrained; also revision and store_config.", exclude=True
+        default_factory=dict, description="For from_pretrained; also revision.", exclude=True
     )
     temperature: float = Field(default=0.0, description="0 is greedy.")
     max_new_tokens: int | None = Field(
@@ -148,6 +148,7 @@ class KVRagLLM(CustomLLM):
             dtype=self.dtype,
             device=self.device,
             prove=self.prove,
+            store_config=self.store_config,
             **self.model_kwargs,
         )
 
@@ -205,14 +206,6 @@ class KVRagLLM(CustomLLM):
         """Show a loaded model by its name."""
         for name, value in super().__repr_args__():
             yield name, short_name(value) if name == "model" else value
-
-    @field_serializer("model", "tokenizer", "kv_dir", "dtype", "device")
-    def _serialise_name(self, value: Any) -> str | None:
-        return None if value is None else short_name(value)
-
-    @field_serializer("prefix")
-    def _serialise_prefix(self, value: Any) -> str | None:
-        return value if isinstance(value, str) else None
 
     # -- requests --------------------------------------------------------------------------------------------------
 
