@@ -70,6 +70,10 @@ def test_options_of_the_store_are_refused_wherever_they_stand(tiny_dir: str, nam
 def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir: str, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"holds '{name}'.*pass ChatKVRag\({name}="):
         ChatKVRag(model=tiny_dir, model_kwargs={name: "x"})
+    llm = ChatKVRag(model=tiny_dir)
+    llm.model_kwargs[name] = "x"
+    with pytest.raises(ConfigError, match=f"holds '{name}'"):
+        _ = llm.engine
 
 
 def test_configs_in_dicts_are_read_by_the_same_rules(tiny_dir: str) -> None:

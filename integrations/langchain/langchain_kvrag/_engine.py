@@ -117,10 +117,13 @@ class KVRagModel(BaseModel):
             if name in data:
                 data[name] = from_mapping(kind, data[name])  # pydantic would repeat a key in its message
         super().__init__(**data)
-        check_model_kwargs(self.model_kwargs, type(self).model_fields, of=type(self).__name__)
+        self._check_model_kwargs()
         check_mode(self.mode)
         check_prove(self.prove)
         SamplingConfig(**self._sampling())
+
+    def _check_model_kwargs(self) -> None:
+        check_model_kwargs(self.model_kwargs, type(self).model_fields, of=type(self).__name__)
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
@@ -161,6 +164,7 @@ class KVRagModel(BaseModel):
 
     def _engine(self, model: Any = None) -> KVRagEngine:
         """Return the engine, or the one of another model that was named for a single call."""
+        self._check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
         tokenizer = os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
         options = {
