@@ -6,9 +6,9 @@ Long because every field is documented where it is declared.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, Mode, Prove
@@ -23,6 +23,9 @@ WRITE_POLICIES = ("through", "back")
 PREFETCHES = ("best_effort", "wait", "timeout")
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
+
+NEAR = 0.8
+"""How like an option's name (:func:`difflib.SequenceMatcher.ratio`) a misspelt one is."""
 
 KEY_OPTIONS = ("namespace_secret", "mac_key", "encryption_key")
 """The keys of a :class:`StoreConfig`."""
@@ -39,19 +42,73 @@ def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
     return ConfigError(f"{of} has no option {name!r}; {hint}")
 
 
-def build(cls: type[T], options: dict[str, Any]) -> T:
-    """Build a config from keyword options, refusing unknown ones by name.
+def refuse_store_options(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
+    """Refuse options of a :class:`StoreConfig` that were passed to something else, where they would be dropped or come too late.
+
+    Without ``encryption_key``, KV that was to be encrypted would be written plain.
+
+    Parameters
+    ----------
+    given
+        Names of options that are about to be handed on, or left out.
+    own
+        Names of options that exist; one that is closer to these is no option of the store.
+    of
+        What they were passed to.
 
     Raises
     ------
     ConfigError
-        If an option does not exist or has a value outside its range.
+        Names the option, and where it belongs.
     """
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    for name in options:
-        if name not in known:
-            raise unknown_option(name, known, of=cls.__name__)
-    return cls(**options)
+    stored = {f.name for f in fields(StoreConfig)}
+    known = sorted(stored.union(own))
+    for name in given:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+        if near and near[0] in stored:
+            raise ConfigError(
+                f"{of} has no option {name!r}; pass it to the store: store_config=StoreConfig({near[0]}=...)"
+            )
+
+
+def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
+    """Refuse misspelt options of our own too: they would travel far before transformers refused them. As :func:`refuse_store_options`."""
+    own, given = list(own), list(given)
+    refuse_store_options(given, own, of=of)
+    for name in given:
+        if difflib.get_close_matches(name, own, n=1, cutoff=NEAR):
+            raise unknown_option(name, own, of=of)
+
+
+def check_model_kwargs(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
+    """Refuse, among options for ``from_pretrained``, those of the class itself and of the store. As :func:`refuse_store_options`."""
+    own, given = set(own), list(given)
+    for name in given:
+        if name in own:
+            raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
+    refuse_store_options(given, own, of=f"model_kwargs of {of}")
+
+
+class Named:
+    """Base of configs: an option that doesn't exist is refused by name, with the nearest that does."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {
+        "extra": "forbid"
+    }  # as pydantic makes a config from a dict, without asking this class
+
+    def __new__(cls, *values: object, **options: object) -> Self:
+        """Raise :class:`ConfigError` for an option that doesn't exist."""
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                raise unknown_option(name, known, of=cls.__name__)
+        return super().__new__(cls)
+
+
+def from_mapping(cls: type[T], value: Any) -> Any:
+    """Build a config from a mapping of options; anything else stays as it is. Raises :class:`ConfigError`."""
+    return cls(**value) if isinstance(value, Mapping) else value
 
 
 def check_mode(mode: str) -> None:
@@ -98,7 +155,7 @@ def _check_key_source(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RepairConfig:
+class RepairConfig(Named):
     """How stitched KV is repaired.
 
     Parameters
@@ -143,6 +200,7 @@ class RepairConfig:
         for name in ("recompute_ratio", "shift", "mismatch_ratio"):
             _check_number("RepairConfig", name, getattr(self, name), 0, 1)
         _check_span("RepairConfig", "probe_span", self.probe_span)
+        object.__setattr__(self, "probe_span", tuple(self.probe_span))  # JSON has lists, which have no hash
         _check_count("RepairConfig", "first_k", self.first_k, 0)
         _check_count("RepairConfig", "check_layer", self.check_layer, 1)
         _check_count("RepairConfig", "seed", self.seed, 0)
@@ -154,7 +212,7 @@ class RepairConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreConfig:
+class StoreConfig(Named):
     """Budgets and limits of the KV store.
 
     Parameters
@@ -335,7 +393,7 @@ class StoreConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingConfig:
+class SamplingConfig(Named):
     """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``.
 
     Parameters

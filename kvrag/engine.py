@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import threading
@@ -16,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, build, check_mode, unknown_option
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode, refuse_misplaced
 from kvrag.documents import items_in, keys_of, named
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
@@ -32,7 +31,7 @@ from kvrag.prompt import Prompt
 from kvrag.source import ModelSource
 from kvrag.stats import EngineStats
 from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
-from kvrag.store.base import members
+from kvrag.store.base import check_retention, members
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import (
     Chunk,
@@ -148,22 +147,20 @@ class KVRagEngine:
         extra_keys
             Names and values of your own: KV is shared only where they are equal.
         **hf_kwargs
-            For ``AutoModelForCausalLM.from_pretrained``.
+            For ``AutoModelForCausalLM.from_pretrained``; a model that is loaded already takes none.
 
         Raises
         ------
         ModelError
             If the model can't be found or is no causal LM.
         ConfigError
-            If an option has an impossible value, or CUDA is requested and absent.
+            If an option has an impossible value, would change nothing, or belongs in ``store_config``, or CUDA is requested and absent.
         StoreError
             If ``kv_dir`` can't be used.
         """
         given = inspect.signature(cls.from_pretrained).parameters.values()
         own = [p.name for p in given if p.kind is p.KEYWORD_ONLY]
-        for name in hf_kwargs:  # a misspelt option of ours would travel far before transformers refused it
-            if difflib.get_close_matches(name, own, n=1, cutoff=0.8):
-                raise unknown_option(name, own, of="KVRagEngine.from_pretrained")
+        refuse_misplaced(hf_kwargs, own, of="KVRagEngine.from_pretrained")
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
         return cls(source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config)
 
@@ -173,6 +170,7 @@ class KVRagEngine:
         names = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
         own = ("kv_dir", "prefix", "repair", "namespace", "store_config")
         hf_kwargs = {k: v for k, v in options.items() if k not in (*names, *own)}
+        refuse_misplaced(hf_kwargs, (*names, *own), of="KVRagEngine.get")
         source = ModelSource(model, **{k: options[k] for k in names if options.get(k) is not None}, hf_kwargs=hf_kwargs)
         check_source(source)
         _check_repair(options.get("repair"))
@@ -306,6 +304,7 @@ class KVRagEngine:
         """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
         items = items_in(check_items(items), collection)
         check_batch_size(batch_size)
+        check_retention(retention)
         space = self._namespace(namespace)
         self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         self._gate.admit(self.loaded)
@@ -325,6 +324,7 @@ class KVRagEngine:
             show_progress=show_progress,
             kv_dtype=self.store_config.kv_dtype,
             retention=retention,
+            disk_min_priority=self.store_config.disk_min_priority,
         )
 
     def prefetch(
@@ -437,9 +437,12 @@ class KVRagEngine:
         ------
         InputError
             If ``collection`` is no name, or an id is no string.
+        ConfigError
+            If ``retention`` is none.
         StoreError
             If the store can't be written to.
         """
+        check_retention(retention, is_needed=True)
         space, index = self._namespace(namespace), self.store.index
         chosen = keys_of(index, space, named(index, space, ids, collection), keys)
         return self.store.retain(chosen, retention)
@@ -464,7 +467,11 @@ class KVRagEngine:
             return self.store.clear(space)
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
-        """Return the ids of all documents that KV is kept for, or of those below ``collection/``."""
+        """Return the ids of all documents that were precomputed and not deleted, or of those below ``collection/``.
+
+        A document is listed whether or not its KV is there now: what a budget has evicted is computed at query time, or by the next
+        precompute, and deleting the document erases what is left. :meth:`explain` tells what a prompt would find.
+        """
         found = self.store.index.documents(self._namespace(namespace))
         return found if collection is None else members(found, collection)
 
@@ -668,7 +675,7 @@ class KVRagEngine:
         start = time.perf_counter()
         check_mode(mode)
         repair = _check_repair(repair)
-        config = build(SamplingConfig, {**sampling, "stop": stop})
+        config = SamplingConfig(**{**sampling, "stop": stop})
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             request = self._request(prompt, mode, repair, namespace)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -26,12 +27,15 @@ from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.quantise import pack
 from kvrag.stitch import stitch
 from kvrag.types import ChunkKV, KVDtype
-from kvrag.verify import MAX_MEAN_KL, kl_divergence
+from kvrag.verify import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 
 logger = logging.getLogger(__name__)
 
-GATE_VERSION = 1
+GATE_VERSION = 2
 """Version of the comparison; a change makes every kept verdict void."""
+
+AS_LIKELY = 0.5
+"""What part of the best token's probability another one has that may take its place."""
 
 MAX_TOKENS = (16, 64, 64, 32)
 """Most tokens of the prompt's parts: a second or two for a small model on a CPU, whatever the tokenizer makes of the texts."""
@@ -62,7 +66,8 @@ class Verdict:
     mean_kl
         KL(without ‖ with rounding) in nats per token.
     top1
-        Share of the tokens whose most likely successor is the same; for information, because it says little where several are as likely.
+        Share of the tokens whose most likely successor is the same, or was at least :data:`AS_LIKELY` times as likely as the best one: of
+        several that are about as likely, any rounding brings another to the top.
     tokens
         How many were compared.
     seconds
@@ -76,8 +81,8 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether it is within the limit of ``verify``; NaN is not."""
-        return self.mean_kl <= MAX_MEAN_KL
+        """Whether it is within both limits of ``verify``; NaN is not."""
+        return self.mean_kl <= MAX_MEAN_KL and self.top1 >= MIN_TOP1
 
 
 class Gate:
@@ -121,7 +126,8 @@ class Gate:
         if not verdict.passed:
             raise ConfigError(
                 f"this model does not bear KV rounded to {self._kv_dtype}: KL {verdict.mean_kl:.3g} nats per token from the same reuse "
-                f"without rounding (at most {MAX_MEAN_KL:g} is allowed), the same next token for {verdict.top1:.0%}; "
+                f"without rounding (at most {MAX_MEAN_KL:g} is allowed), the same next token, or one about as likely, for "
+                f"{verdict.top1:.0%} (at least {MIN_TOP1:.0%} is needed); "
                 f"use {remedy(self._kv_dtype)}"
             )
         logger.info("KV rounded to %s moves this model by %.2g nats", self._kv_dtype, verdict.mean_kl)
@@ -174,8 +180,13 @@ def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
     reference = _answers(lm, layout, stored, tail)
     rounded = _answers(lm, layout, [pack(each, kv_dtype) for each in stored], tail)
     mean_kl = float(kl_divergence(reference, rounded).mean())
-    top1 = float((reference.argmax(-1) == rounded.argmax(-1)).double().mean())
-    return Verdict(mean_kl, top1, len(tail), time.perf_counter() - start)
+    return Verdict(mean_kl, _same_top(reference, rounded), len(tail), time.perf_counter() - start)
+
+
+def _same_top(reference: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Share of rows of logits ``(T, vocab)`` whose best token with rounding is the best without, or about as likely there."""
+    chosen = reference.gather(-1, rounded.argmax(-1, keepdim=True)).squeeze(-1)
+    return float((chosen - reference.amax(-1) >= math.log(AS_LIKELY)).double().mean())
 
 
 def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:

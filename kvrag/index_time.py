@@ -19,6 +19,7 @@ from kvrag.quantise import pack
 from kvrag.spans import text_entry
 from kvrag.store.base import KVStore, Retention, Tier
 from kvrag.store.sink import ChunkSink
+from kvrag.store.sizes import want_of_room
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def precompute_texts(
     before_batch: Callable[[], None] | None = None,
     kv_dtype: KVDtype = "auto",
     retention: Retention | None = None,
+    disk_min_priority: int = 0,
 ) -> PrecomputeReport:
     """Store the KV of the prefix and of every text that has none yet.
 
@@ -97,13 +99,15 @@ def precompute_texts(
         How much the chunks are worth keeping, those too that are stored already; ``None``: the default, and those keep theirs. The prefix,
         which every prompt has, is worth :data:`PREFIX_PRIORITY` at least. Where it gives no cost, that is measured: each forward's time,
         split among its chunks by their tokens.
+    disk_min_priority
+        What has less is kept in memory alone.
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     model = loaded.fingerprint
     jobs = _jobs(loaded, items, ChunkIdentity(model, namespace, ids_digest(prefix_ids), (), kv_dtype), names)
     room = loaded.reusable.reuse_window - len(prefix_ids)
-    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype, retention)
+    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype, retention, disk_min_priority)
     todo: list[Job] = []
     for job in jobs:
         length = len(job.identity.token_ids)
@@ -171,8 +175,9 @@ class _Run:
         namespace: str,
         kv_dtype: KVDtype,
         retention: Retention | None,
+        disk_min_priority: int,
     ) -> None:
-        self._retention = retention
+        self._retention, self._disk_min_priority = retention, disk_min_priority
         self._kv_dtype: KVDtype = kv_dtype
         self._loaded, self._store, self._model = loaded, store, model
         self._prefix_ids = prefix_ids
@@ -238,13 +243,14 @@ class _Run:
             return [], 0.0, str(error)
 
     def recount(self) -> None:
-        """Report what did not reach the disk, and what a store without one has pushed out again for want of room."""
+        """Report what did not reach the disk, and what has been pushed out again for want of room."""
         errors = self._store.flush() if isinstance(self._store, Tier) else {}
         for job in self._done:
             key = chunk_key(job.identity)
             reason = errors.get(key)
             if reason is None and not self._store.contains(key):
-                reason = "pushed out again by later chunks: ram_bytes is too small, or pass kv_dir"
+                fault = want_of_room(self._store.stats(), self._retention, self._disk_min_priority)
+                reason = f"pushed out again by later chunks: {fault}"
             if reason is not None:
                 self.stored -= 1
                 self.fail(job, reason)

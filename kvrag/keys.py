@@ -47,7 +47,7 @@ def read_key(source: KeySource, option: str) -> bytes:
     Raises
     ------
     ConfigError
-        If it has none, or one that is no key. What it has is not repeated.
+        If it has none, or one that is no key, or fails. What it has, or says, is not repeated.
     """
     where = f"StoreConfig.{option}"
     remedy = f"give at least {MIN_KEY_BYTES} random bytes"
@@ -56,7 +56,10 @@ def read_key(source: KeySource, option: str) -> bytes:
         where, remedy = f"the environment variable {name} ({where})", "set it to the output of: openssl rand -hex 32"
         key = _decoded(os.environ.get(name, ""))
     else:
-        key = source()
+        try:
+            key = source()
+        except Exception as error:  # it is the user's; its message may hold anything
+            raise ConfigError(f"the function of {where} raises {type(error).__name__}; {remedy}") from error
     if not isinstance(key, bytes) or not key:
         raise ConfigError(f"{where} gives no key; {remedy}")
     if len(key) < MIN_KEY_BYTES:

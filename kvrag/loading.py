@@ -24,6 +24,7 @@ from kvrag.prompt import PromptEncoder
 from kvrag.source import (
     ModelSource,
     base_directory,
+    check_given,
     directory,
     gguf_options,
     hub_options,
@@ -108,8 +109,7 @@ def check_source(source: ModelSource) -> None:
     resolve_device(source)
     resolve_dtype(source)
     if isinstance(source.model, PreTrainedModel):
-        if source.tokenizer is None:
-            raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
+        check_given(source, source.model)
         check_generates(source.model)
         check_placement(source.model)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,6 +115,36 @@ def resolve_dtype(source: ModelSource) -> str | torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"dtype is {source.dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
     return dtype
+
+
+def check_given(source: ModelSource, model: PreTrainedModel) -> None:
+    """Refuse what a model that was loaded already can't follow: it stays as it is, wherever it is.
+
+    Raises
+    ------
+    ConfigError
+        If the tokenizer is missing, or an option is for loading or says something else of the model than what holds.
+    """
+    if source.tokenizer is None:
+        raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
+    usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()  # they tell where its files are
+    idle = [name for name in source.hf_kwargs if name not in usable]
+    if idle or source.revision is not None:
+        name = idle[0] if idle else "revision"
+        raise ConfigError(
+            f"{name!r} is given with a model that is loaded already, and would change nothing: leave it out, or pass it to what loads "
+            "the model"
+        )
+    if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
+        raise ConfigError(
+            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: leave it out, or load the model with that dtype"
+        )
+    if source.device is not None:
+        wanted = resolve_device(replace(source, model=""))
+        if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
+            raise ConfigError(
+                f"device is {source.device!r}, and the loaded model is on {model.device}: leave it out, or move the model first"
+            )
 
 
 def directory(source: ModelSource) -> str:

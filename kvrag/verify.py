@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 MAX_MEAN_KL = 0.1
 """Most mean KL from the reference, in nats, that passes."""
 
+MIN_TOP1 = 0.8
+"""Least share of tokens at which both find the same one most likely, that passes."""
+
 
 class Answers(Protocol):
     """The part of an engine that verification needs."""
@@ -61,7 +64,7 @@ def verify_prompts(
     namespace: str | None = None,
     max_new_tokens: int = 16,
     max_mean_kl: float = MAX_MEAN_KL,
-    min_top1: float = 0.8,
+    min_top1: float = MIN_TOP1,
 ) -> VerifyReport:
     """Run each prompt with reuse and by full prefill of the same ids; where nothing is reused, it does not pass.
 

@@ -22,7 +22,7 @@ from kvrag.fingerprint import content_key
 from kvrag.index_time import precompute_texts
 from kvrag.keys import Naming
 from kvrag.loading import LoadedModel
-from kvrag.store.base import KVStore, Retention, TextLookup
+from kvrag.store.base import KVStore, Retention, StoreStats, TextLookup
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -194,6 +194,7 @@ class WriteBack:
                     batch_size=1,
                     min_chunk_tokens=self._config.min_chunk_tokens,
                     kv_dtype=self._config.kv_dtype,
+                    disk_min_priority=self._config.disk_min_priority,
                     show_progress=False,
                     before_batch=lambda: self._wait_for_turn(missed),
                 )
@@ -259,6 +260,10 @@ class _GuardedStore:
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Say anew what chunks are worth."""
         return self._store.retain(keys, retention)
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of each tier by name."""
+        return self._store.stats()
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference, as the store does."""

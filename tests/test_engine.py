@@ -29,6 +29,7 @@ from kvrag import (
     ModelError,
     OutOfMemoryError,
     RepairConfig,
+    Retention,
     StoreConfig,
     StoreError,
     StoreFormatError,
@@ -678,7 +679,27 @@ def test_chunks_pushed_out_of_a_small_memory_are_reported(engine_of: MakeEngine)
     report = engine.precompute(CHUNKS)
     assert report.stored + len(report.failed) == len(CHUNKS)
     assert report.failed
-    assert "ram_bytes" in report.failed[0][1]
+    assert "ram_bytes or ram_fraction, or pass kv_dir" in report.failed[0][1]
+
+
+@pytest.mark.parametrize(
+    ("config", "priority", "remedy"),
+    [
+        ({"disk_bytes": 250_000}, 35, "disk_bytes"),
+        ({"disk_bytes": 250_000, "disk_min_priority": 50}, 60, "disk_bytes"),
+        ({"ram_bytes": 250_000, "disk_min_priority": 50}, 20, "ram_bytes"),
+    ],
+)
+def test_chunks_pushed_out_name_the_budget_that_was_too_small(
+    config: dict[str, int], priority: int, remedy: str, engine_of: MakeEngine
+) -> None:
+    engine = engine_of(store_config=StoreConfig(**config))
+    report = engine.precompute(CHUNKS, retention=Retention(priority))
+    reasons = [reason for _, reason in report.failed if "pushed out" in reason]
+    assert reasons
+    for reason in reasons:
+        assert f"raise StoreConfig.{remedy}" in reason
+        assert "kv_dir" not in reason
 
 
 def test_verify_does_not_pass_when_nothing_was_reused(engine: KVRagEngine) -> None:

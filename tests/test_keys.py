@@ -74,6 +74,17 @@ def test_a_function_must_return_a_key(key):
 
 
 @pytest.mark.parametrize("option", KEY_OPTIONS)
+def test_a_function_that_raises_is_named_and_what_it_says_is_not(option):
+    def broken():
+        raise ZeroDivisionError(KEY.hex())
+
+    with pytest.raises(ConfigError, match=f"StoreConfig.{option} raises ZeroDivisionError") as caught:
+        Keys.of(StoreConfig(**{option: broken}))
+    assert KEY.hex() not in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("option", KEY_OPTIONS)
 @pytest.mark.parametrize("value", [KEY, KEY.hex(), "env:", 7])
 def test_a_key_itself_is_refused_and_not_repeated(option, value):
     with pytest.raises(ConfigError, match=f"{option} is of type {type(value).__name__}.*'env:NAME'") as caught:
@@ -112,9 +123,11 @@ def test_an_exception_of_the_function_shows_no_key():
         key = KEY
         raise OSError("the vault is closed") if key else None
 
-    with pytest.raises(OSError, match="the vault is closed") as caught:
+    with pytest.raises(ConfigError, match=r"StoreConfig\.mac_key raises OSError") as caught:
         Keys.of(StoreConfig(mac_key=vault))
-    assert repr(KEY) not in "".join(traceback.format_exception(caught.value))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "the vault is closed" in shown
+    assert repr(KEY) not in shown
 
 
 def test_without_keys_names_are_plain_digests():

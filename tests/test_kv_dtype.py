@@ -15,11 +15,11 @@ import kvrag.gate
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.estimate import PRESETS, ModelShape, kept_bytes_per_token, kv_bytes_per_token
 from kvrag.fingerprint import chunk_key, ids_digest, namespace_digest
-from kvrag.gate import Gate, Verdict, draw_parts, judge, kept_verdict
+from kvrag.gate import Gate, Verdict, _same_top, draw_parts, judge, kept_verdict
 from kvrag.models import CausalLM
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkIdentity
-from kvrag.verify import kl_divergence
+from kvrag.verify import MIN_TOP1, kl_divergence
 
 LOSSY = ("int8", "int4", "fp8")
 CHUNKS = make_chunks(4, words=30, seed=5)
@@ -223,6 +223,29 @@ def test_a_model_that_does_not_bear_a_type_is_refused(tokenizer: Any, tmp_path: 
     plain.close()
 
 
+def test_a_type_that_changes_too_many_tokens_is_refused_whatever_the_kl(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvrag.gate, "MAX_MEAN_KL", 1e9)
+    config = StoreConfig(kv_dtype="int4")
+    engine = KVRagEngine.from_pretrained(sensitive(), tokenizer=tokenizer, store_config=config, prove="off")
+    verdict = judge(engine.loaded, engine.loaded.reusable, "int4")
+    assert verdict.top1 < MIN_TOP1
+    with pytest.raises(ConfigError, match=rf"for {verdict.top1:.0%} \(at least 80% is needed\)"):
+        engine.precompute(CHUNKS)
+    engine.close()
+
+
+def test_another_best_token_counts_where_it_was_about_as_likely() -> None:
+    logits = torch.tensor(
+        [[2.0, 1.9, 0.0], [2.0, 1.4, 0.0], [2.0, 1.2, 0.0], [2.0, 1.9, 0.0]]
+    )  # half as likely: 0.69 less
+    other = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    assert _same_top(logits, other) == 0.75
+    assert not Verdict(0.0, 0.79, 32, 0.0).passed
+    assert Verdict(0.0, 0.8, 32, 0.0).passed
+
+
 def test_rounding_in_memory_alone_passes_the_same_gate(tokenizer: Any) -> None:
     engine = KVRagEngine.from_pretrained(
         sensitive(), tokenizer=tokenizer, store_config=StoreConfig(ram_dtype="int4"), prove="off"
@@ -248,7 +271,13 @@ def test_a_verdict_is_kept_and_a_damaged_one_made_again(
     assert calls == ["int8"]
     make(engine_of, kv_dtype="fp8").precompute(CHUNKS)
     assert calls == ["int8", "fp8"], "each type by itself"
-    for damage in ("{", "[]", '{"mean_kl": 3.0, "top1": 1, "tokens": 1, "seconds": 1}', '{"mean_kl": "nan"}'):
+    for damage in (
+        "{",
+        "[]",
+        '{"mean_kl": 3.0, "top1": 1, "tokens": 1, "seconds": 1}',
+        '{"mean_kl": 0, "top1": 0.5, "tokens": 1, "seconds": 1}',
+        '{"mean_kl": "nan"}',
+    ):
         for file in (own_cache / "verdicts here" / "verdicts").iterdir():
             file.write_text(damage)
             assert kept_verdict(file) is None

@@ -40,7 +40,7 @@ class LlamaIndexPipeline:
             model=config.model,
             kv_dir=config.kv_dir,
             prefix=TemplatePrefix(self._template, "context"),
-            model_kwargs={"store_config": STORE},
+            store_config=STORE,
             **config.options,
         )
         self.engine = self.llm.engine

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from kvrag.config import Named
 from kvrag.errors import ConfigError, InputError
 from kvrag.store.layers import Layers
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
@@ -67,7 +68,7 @@ DEFAULT_PRIORITY = 35
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Named):
     """How much a chunk is worth keeping.
 
     Parameters
@@ -98,6 +99,12 @@ class Retention:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 <= value < float("inf")):
                 raise ConfigError(f"Retention.{name} is {value!r}; it must be a number of at least 0, or None")
+
+
+def check_retention(value: object, *, is_needed: bool = False) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`, or ``None`` where that is not needed."""
+    if not isinstance(value, Retention) and (is_needed or value is not None):
+        raise ConfigError(f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from functools import partial
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, recovery
-from kvrag.store.base import DEFAULT_PRIORITY, Retention
+from kvrag.store.base import DEFAULT_PRIORITY, Retention, check_retention
 from kvrag.store.disk_writes import ATTEMPTS, DiskWrites
 from kvrag.store.events import StoreEvent
 from kvrag.store.objects import KEY
@@ -107,6 +107,7 @@ class DiskStore(DiskWrites):
         reason: str = "put",
     ) -> int:
         self._check_writable()
+        check_retention(retention)
         for _ in range(ATTEMPTS):
             if self._link(identity, text, doc_id, is_reserved=is_reserved):
                 return 0
@@ -228,6 +229,7 @@ class DiskStore(DiskWrites):
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Say anew what chunks are worth, and return how many there are; unknown ones are left out."""
         self._check_writable()
+        check_retention(retention, is_needed=True)
         # Few at a time: others wait for each step.
         return sum(self.rows.retain(batch, retention) for batch in recovery.batches(dict.fromkeys(keys)))
 

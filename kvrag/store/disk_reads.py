@@ -272,10 +272,16 @@ class DiskReads(ForkAware):
                 self._warn_once(str(error))
         return True
 
-    def _on_rejected(self, key: ChunkKey, reason: str) -> None:
-        """Note that a file was put away that is not what its name says, and drop its row."""
+    def _on_rejected(self, key: ChunkKey, reason: str, is_put_away: bool) -> None:
+        """Note that a file is not what its name says, and drop its row, unless file and row stay because nothing may change."""
         with self._lock:
             self._rejected += 1
+        if not is_put_away:
+            self._warn_once(
+                f"a file in {self._root} is not used, because {reason}; it stays there, as the store is open for reading only, and its "
+                "chunk is computed again"
+            )
+            return
         self._warn_once(
             f"a file was moved to {self._root / 'quarantine'}, because {reason}; its chunk is computed again"
         )

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class StoreEvent:
         ``"rejected"``; ``"cleared"``.
     block_size, num_bytes
         Tokens and bytes of a stored chunk.
+    ts
+        When it happened, in seconds since 1970 (UTC); two events of the same thing are equal whenever they happened.
     """
 
     type: Kind
@@ -40,6 +43,7 @@ class StoreEvent:
     reason: str = ""
     block_size: int | None = None
     num_bytes: int | None = None
+    ts: float = field(default_factory=time.time, compare=False)
 
 
 OnEvent = Callable[[StoreEvent], None]

@@ -11,7 +11,7 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats, Worth
+from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats, Worth, check_retention
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.layers import HeldLayers, Layers
@@ -109,6 +109,7 @@ class MemoryStore(ForkAware):
         StoreError
             If the KV must not be stored, is larger than the whole budget, or finds it taken by what may not leave.
         """
+        check_retention(retention)
         if self.link(identity, text=text, doc_id=doc_id):
             return 0
         check_kv(identity, kv)
@@ -164,6 +165,7 @@ class MemoryStore(ForkAware):
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Say anew what chunks are worth, and return how many there are; unknown ones are left out."""
+        check_retention(retention, is_needed=True)
         with self._lock:
             self._erasures += 1  # a read that has begun would bring what the chunk was worth before
             return sum(self._shelf.retain(key, retention) for key in dict.fromkeys(keys))
@@ -310,5 +312,6 @@ def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
 
 
 def priority_of(retention: Retention | None) -> int:
-    """Priority that a chunk is stored with."""
+    """Priority that a chunk is stored with; raises ``ConfigError`` if ``retention`` is none."""
+    check_retention(retention)
     return DEFAULT_PRIORITY if retention is None else retention.priority

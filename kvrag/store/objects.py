@@ -25,7 +25,9 @@ KEY = re.compile(r"[0-9a-f]{64}")
 SUFFIX = ".safetensors"
 OBJECTS, QUARANTINE = "objects", "quarantine"
 
-Rejected = Callable[[ChunkKey, str], None]
+Rejected = Callable[[ChunkKey, str, bool], None]
+"""Told key and reason of a file that is not what its name says, and whether it was put away: where nothing may change, it stays."""
+
 Confirm = Callable[[Callable[[], bool]], bool]
 
 
@@ -37,7 +39,7 @@ class Objects:
     directory
         The store's.
     rejected
-        Told key and reason of what is put away.
+        Told of what is put away, or would be.
     read_only
         Leave everything where it is.
     guard
@@ -50,7 +52,7 @@ class Objects:
         self.guard = guard
         self.foreign: set[ChunkKey] = set()
         """Files met that other keys protect, or none: they are left alone."""
-        self.on_left: Rejected = lambda key, reason: None
+        self.on_left: Callable[[ChunkKey, str], None] = lambda key, reason: None
         """Told key and reason of a file that was asked for and left alone."""
         self._directory = directory
         self._rejected = rejected
@@ -163,12 +165,12 @@ class Objects:
                 self._directory.unlink(QUARANTINE, name)
 
     def put_away(self, key: ChunkKey, seen: tuple[int, int] | None, reason: str) -> None:
-        """Move a file that is not what its name says to quarantine, and tell."""
+        """Move a file that is not what its name says to quarantine, unless nothing may change here, and tell."""
         with suppress(OSError):
             # Another process may have put it away and written a good one since.
             if not self._read_only and self._directory.inode(*place_of(key)) == seen:
                 self._move_away(place_of(key))
-        self._rejected(key, reason)
+        self._rejected(key, reason, not self._read_only)
 
     def _move_away(self, place: tuple[str, ...]) -> None:
         """Move a file, or a link or whatever, to quarantine; files keep their names, to be erased with their chunks."""

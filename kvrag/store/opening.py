@@ -23,6 +23,7 @@ from kvrag.store.guard import Guard
 from kvrag.store.index import COMPLETE, FILES, DiskIndex
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
+from kvrag.store.privacy import make_private
 from kvrag.store.references import FOLDER as REFERENCES
 from kvrag.store.references import References
 from kvrag.store.row_seal import RowSeal, folder_of, load_rows
@@ -99,6 +100,7 @@ def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejec
     with files.locked(directory.root / LOCK_FILE):
         files.check_format(directory, FORMAT_VERSION)
         sweep(directory)
+        make_private(directory)
         index = DiskIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
         index.make_room = lambda: give_up_ballast(directory)
         recovery.finish_erasures(index, objects, references)

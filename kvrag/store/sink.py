@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvrag.store.base import Retention
+from kvrag.store.base import Retention, StoreStats
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 
@@ -38,4 +38,8 @@ class ChunkSink(Protocol):
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Say anew what chunks are worth."""
+        ...
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of each tier by name."""
         ...

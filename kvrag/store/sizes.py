@@ -5,14 +5,37 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import torch
 
+from kvrag.store.base import Retention
+
 log = logging.getLogger(__name__)
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def want_of_room(tiers: Container[str], retention: Retention | None, disk_min_priority: int) -> str:
+    """Say which tier was too small for a chunk that was stored and pushed out again, and what to do.
+
+    Parameters
+    ----------
+    tiers
+        Names of the store's tiers.
+    retention
+        What the chunk was stored with.
+    disk_min_priority
+        What has less is kept in memory alone.
+    """
+    priority = (retention or Retention()).priority
+    remedy = "memory is too small; raise StoreConfig.ram_bytes or ram_fraction"
+    if "disk" not in tiers:
+        return f"{remedy}, or pass kv_dir"
+    if priority < disk_min_priority:
+        return f"{remedy}, or lower disk_min_priority, below which {priority} is kept in memory alone"
+    return "the disk's budget is too small; raise StoreConfig.disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
 
 
 def lesser(limit: int | None, fraction: float, total: Callable[[], int]) -> int | None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
-from kvrag.store.base import Index, Record, Retention, StoreStats, Worth
+from kvrag.store.base import Index, Record, Retention, StoreStats, Worth, check_retention
 from kvrag.store.disk import DiskStore
 from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory import copy_kv
@@ -101,6 +101,7 @@ class WriteBehind:
         StoreError
             If it must not be stored, or there is no room for it. What fails later is told by :meth:`flush`.
         """
+        check_retention(retention)
         queue = self._queue
         with queue.changes:
             if self.link(identity, text=text, doc_id=doc_id):
@@ -155,6 +156,7 @@ class WriteBehind:
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Say anew what chunks are worth, written or not, and return how many there are; raises as :meth:`DiskStore.retain`."""
+        check_retention(retention, is_needed=True)
         queue, keys = self._queue, list(keys)
         with queue.writing:  # a write that is under way would end with what its put was told
             with queue.changes:

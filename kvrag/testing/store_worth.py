@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 # ruff: noqa: D102  (the name of a test is its sentence)
+import pytest
+
+from kvrag.errors import ConfigError
 from kvrag.fingerprint import chunk_key
 from kvrag.store.base import KVStore, Retention
 from kvrag.testing.chunks import make_identity, make_text
@@ -57,6 +60,8 @@ class RetentionTests:
         assert store.retain(keys[1:], Retention()) == 1
         assert store.retention(keys[1]) is None
         assert store.retain([], Retention(1)) == 0
+        with pytest.raises(ConfigError, match="retention is 90"):
+            store.retain(keys, 90)  # type: ignore[arg-type]
         assert store.delete(keys) == 2
         assert store.retain(keys, Retention(1)) == 0
         assert store.retention(keys[0]) is None

@@ -15,9 +15,9 @@ from langchain_core.messages import (
     SystemMessage,
 )
 from langchain_core.runnables import ConfigurableField
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, ModelError, RepairConfig
+from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
 from kvrag.testing.models import tiny_model
 from langchain_kvrag import ChatKVRag
 
@@ -57,6 +57,36 @@ def test_unknown_options_of_the_constructor_are_named(tiny_dir: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ChatKVRag(model=tiny_dir, timeout=3, max_retries=2, api_key="x", streaming=True, cache=False, verbose=False)
+
+
+@pytest.mark.parametrize("name", ["encryption_key", "encription_key", "disk_bytes", "write_policy"])
+def test_options_of_the_store_are_refused_wherever_they_stand(tiny_dir: str, name: str) -> None:
+    for options in ({name: "env:KK"}, {"model_kwargs": {name: "env:KK"}}):
+        with pytest.raises(ConfigError, match=rf"no option '{name}'.*store_config=StoreConfig\("):
+            ChatKVRag(model=tiny_dir, **options)
+
+
+@pytest.mark.parametrize("name", ["store_config", "kv_dir", "namespace"])
+def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"holds '{name}'.*pass ChatKVRag\({name}="):
+        ChatKVRag(model=tiny_dir, model_kwargs={name: "x"})
+    llm = ChatKVRag(model=tiny_dir)
+    llm.model_kwargs[name] = "x"
+    with pytest.raises(ConfigError, match=f"holds '{name}'"):
+        _ = llm.engine
+
+
+def test_configs_in_dicts_are_read_by_the_same_rules(tiny_dir: str) -> None:
+    assert ChatKVRag(model=tiny_dir, store_config={"ram_bytes": 5}).store_config == StoreConfig(ram_bytes=5)
+    with pytest.raises(ConfigError, match="did you mean 'encryption_key'"):
+        ChatKVRag(model=tiny_dir, store_config={"encription_key": "env:KK"})
+    with pytest.raises(ConfigError, match="did you mean 'recompute_ratio'"):
+        ChatKVRag(model=tiny_dir, repair={"recompute_ration": 0.5})
+    with pytest.raises(ConfigError, match="encryption_key is of type str") as caught:
+        ChatKVRag(model=tiny_dir, store_config={"encryption_key": "ab" * 32})
+    assert "abab" not in str(caught.value)
+    with pytest.raises(ValidationError, match="ram_byte"):
+        TypeAdapter(StoreConfig).validate_python({"ram_byte": 5})
 
 
 def test_ready_objects_are_used_and_survive_a_copy(tokenizer: Any) -> None:

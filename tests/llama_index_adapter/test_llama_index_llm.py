@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +19,9 @@ from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, Token
 from llama_index_kit import Forwards, Make, make_llm, record_prompts, settings
 
 import kvrag.engine
-from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, RepairConfig
+from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.testing.models import tiny_model
-from llama_index.llms.kvrag import KVRagLLM
+from llama_index.llms.kvrag import KVRagLLM, PrecomputeKV
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 PROMPT = "Who keeps the copper ledger in the harbour?"
@@ -108,6 +110,9 @@ def test_other_spellings_are_understood(tiny_dir: str):
         ({"model": "x", "temperature": -1}, "temperature"),
         ({"model": "x", "mode": "fast"}, "mode is 'fast'"),
         ({"model": "x", "generate_kwargs": {"max_token": 3}}, "max_token"),
+        ({"model": "x", "encryption_key": "env:KK"}, r"'encryption_key'.*store_config=StoreConfig\("),
+        ({"model": "x", "model_kwargs": {"disk_bytes": 5}}, r"'disk_bytes'.*store_config=StoreConfig\("),
+        ({"model": "x", "model_kwargs": {"kv_dir": "y"}}, r"holds 'kv_dir'.*pass KVRagLLM\(kv_dir="),
     ],
 )
 def test_impossible_options_are_refused_at_once(options: dict[str, Any], message: str):
@@ -128,6 +133,58 @@ def test_the_serialised_form_makes_the_same_llm(make: Make):
     again = KVRagLLM.from_dict(json.loads(llm.to_json()))
     assert again.engine is llm.engine
     assert (again.top_p, again.stop, again.repair) == (0.5, ["x"], llm.repair)
+
+
+def test_the_stores_config_is_a_field_and_survives_serialising(make: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVRAG_TEST_KEY", "ab" * 32)
+    config = StoreConfig(ram_bytes=5 * 2**20, mac_key="env:KVRAG_TEST_KEY", kv_dtype="int8")
+    llm = make(store_config=config)
+    assert llm.engine.store_config is llm.store_config is config
+    again = KVRagLLM.from_dict(json.loads(llm.to_json()))
+    assert again.store_config == config
+    assert again.engine is llm.engine
+    assert pickle.loads(pickle.dumps(llm)).store_config == config
+    assert copy.deepcopy(llm).engine is llm.engine
+    assert make().to_dict()["store_config"] is None
+
+
+def test_the_stores_config_may_stand_among_the_models_options_but_not_twice(make: Make):
+    config = StoreConfig(ram_bytes=5)
+    llm = make(model_kwargs={"store_config": config})
+    assert llm.store_config is llm.engine.store_config is config
+    assert KVRagLLM.from_dict(json.loads(llm.to_json())).store_config == config
+    with pytest.raises(ConfigError, match="store_config was given twice"):
+        make(store_config=config, model_kwargs={"store_config": config})
+
+
+@pytest.mark.parametrize("name", ["mac_key", "encryption_key", "on_event"])
+def test_a_config_with_a_function_is_not_left_out_of_a_copy(make: Make, name: str):
+    """LlamaIndex leaves out what it can't pickle: the copy would store plain."""
+    llm = make(store_config=StoreConfig(**{name: lambda *_: b"k" * 32}))
+    for form in (KVRagLLM.to_json, KVRagLLM.to_dict, pickle.dumps):
+        with pytest.raises(ConfigError, match=f"function for {name}"):
+            form(llm)
+    with pytest.raises(Exception, match=f"function for {name}"):
+        llm.model_dump()
+    assert copy.deepcopy(llm).store_config is llm.store_config
+    assert llm.model_copy().store_config is llm.store_config
+    llm.to_payload()
+    repr(llm)
+    PrecomputeKV(llm).to_dict()  # as a pipeline with a cache does
+    KVRagLLM(llm.model, store_config=None)
+
+
+def test_configs_in_dicts_are_read_by_the_same_rules():
+    assert KVRagLLM("x", store_config={"ram_bytes": 5}).store_config == StoreConfig(ram_bytes=5)
+    with pytest.raises(ConfigError, match="did you mean 'encryption_key'"):
+        KVRagLLM("x", store_config={"encription_key": "env:KK"})
+    with pytest.raises(ConfigError, match="did you mean 'recompute_ratio'"):
+        KVRagLLM("x", repair={"recompute_ration": 0.5})
+
+
+def test_it_has_a_json_schema():
+    assert "store_config" in KVRagLLM.model_json_schema()["properties"]
+    assert KVRagLLM.model_json_schema(mode="serialization")["type"] == "object"
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def test_an_evicted_document_keeps_its_claim(make):
 
 
 def test_events_are_named_after_vllms(make, events, root, tmp_path):
-    store = make(event_log=str(tmp_path / "events.jsonl"))
+    begin, store = time.time(), make(event_log=str(tmp_path / "events.jsonl"))
     for number in range(6):
         put(store, number)
     store.delete([chunk_key(CHUNKS[5])])
@@ -220,7 +220,10 @@ def test_events_are_named_after_vllms(make, events, root, tmp_path):
     assert [(line["type"], line["reason"]) for line in lines] == kinds
     key = chunk_key(CHUNKS[0])
     stored = {"type": "BlockStored", "medium": "disk", "block_hashes": [key], "reason": "put", "block_size": 3}
+    times = [line.pop("ts") for line in lines]
     assert lines[0] == {**stored, "num_bytes": SIZE}
+    assert all(begin - 1 < moment < time.time() + 1 for moment in times)  # clocks may be set back a little
+    assert times == [event.ts for event in events]
     assert stat.S_IMODE((tmp_path / "events.jsonl").stat().st_mode) == 0o600
 
 

@@ -85,14 +85,38 @@ def test_nothing_can_be_changed(shipped, kind):
     store.close()
 
 
-def test_a_damaged_blob_is_a_miss_and_stays(shipped, kind):
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_damaged_blob_is_a_miss_and_stays(shipped, kind, has_index, caplog):
     path = shipped.joinpath(*place_of(chunk_key(IDENTITIES[0])))
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    store = open_shipped(shipped, kind)
+    before, events = listing(shipped), []
+    if not has_index:
+        shutil.rmtree(shipped / "index")  # the headers are read at opening then
+        raw[20] ^= 1
+        path.write_bytes(raw)
+        before = listing(shipped)
+    store = DiskStore(shipped, StoreConfig(index=kind, read_only=True, on_event=events.append))
     assert store.get(IDENTITIES[0]) is None
-    assert path.read_bytes() == raw
+    assert listing(shipped) == before
+    assert "stays there" in caplog.text
+    assert "quarantine" not in caplog.text
+    assert events == []
+    assert store.stats()["disk"].rejected > 0
+    store.close()
+
+
+def test_a_store_for_writing_says_what_it_put_away_as_it_was_opened(shipped, kind, caplog):
+    """Also when it was found while the store was being opened, before it is known whether it can be written to."""
+    path = shipped.joinpath(*place_of(chunk_key(IDENTITIES[0])))
+    path.write_bytes(b"x" * 5000)
+    shutil.rmtree(shipped / "index")
+    events = []
+    store = DiskStore(shipped, StoreConfig(index=kind, min_free_bytes=0, on_event=events.append))
+    assert [(event.type, event.block_hashes) for event in events] == [("BlockRemoved", (chunk_key(IDENTITIES[0]),))]
+    assert "was moved to" in caplog.text
+    assert not path.exists()
     store.close()
 
 

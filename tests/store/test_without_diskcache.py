@@ -1,8 +1,11 @@
 """Where diskcache must not be installed, everything works with the standard library's sqlite3, and one line says so."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from kvrag.store import DiskStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 ONE = make_identity(1)
+ROOT = Path(__file__).parents[2]
 
 ABSENT = """
 import logging, sys
@@ -63,3 +67,22 @@ def test_a_store_that_was_made_with_it_is_read_without(root, options):
     store = DiskStore(root, StoreConfig(min_free_bytes=0))
     assert store.contains(chunk_key(ONE))
     store.close()
+
+
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout")
+def test_the_recipe_of_the_documents_lists_all_but_diskcache(tmp_path):
+    """It reads the metadata of an installed kvrag: here, of one made from pyproject.toml."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted, extras = declared["dependencies"], declared["optional-dependencies"]
+    lines = [*wanted, *(f'{each}; extra == "{name}"' for name, group in extras.items() for each in group)]
+    made = tmp_path / "kvrag-1.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Name: kvrag\nVersion: 1\n" + "".join(f"Requires-Dist: {line}\n" for line in lines))
+    (line,) = re.findall(
+        r"^python -c \"(.*)\" > requirements.txt$", (ROOT / "docs" / "store.md").read_text(), re.MULTILINE
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split("\n")[:-1] == [each for each in wanted if not each.startswith("diskcache")]
+    assert any(each.startswith("diskcache") for each in wanted)
+    assert not any("diskcache" in each for group in extras.values() for each in group)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
-from kvrag.config import build, check_mode, check_prove, unknown_option
+from kvrag.config import check_mode, check_model_kwargs, check_prove, from_mapping, refuse_store_options, unknown_option
 from kvrag.source import ModelSource
 from kvrag.types import Mode, Prove
 from langchain_kvrag._convert import engine_prefix
@@ -113,19 +113,34 @@ class KVRagModel(BaseModel):
         self._warn_of_unknown(data)
         if isinstance(data.get("stop"), str):
             data["stop"] = [data["stop"]]
+        for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
+            if name in data:
+                data[name] = from_mapping(kind, data[name])  # pydantic would repeat a key in its message
         super().__init__(**data)
+        self._check_model_kwargs()
         check_mode(self.mode)
         check_prove(self.prove)
-        build(SamplingConfig, self._sampling())
+        SamplingConfig(**self._sampling())
+
+    def _check_model_kwargs(self) -> None:
+        check_model_kwargs(self.model_kwargs, type(self).model_fields, of=type(self).__name__)
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
-        """Say what would be ignored; no error, as applications pass one set of options to models of all vendors."""
+        """Say what would be ignored; no error, as applications pass one set of options to models of all vendors.
+
+        Raises
+        ------
+        ConfigError
+            If the store was meant: it would be left plain, or without a budget.
+        """
         known = set(cls.model_fields)
         for field in cls.model_fields.values():
             if isinstance(field.validation_alias, AliasChoices):
                 known.update(name for name in field.validation_alias.choices if isinstance(name, str))
-        for name in data.keys() - known:
+        unknown = data.keys() - known
+        refuse_store_options(unknown, known, of=cls.__name__)
+        for name in unknown:
             fault = unknown_option(name, known, of=cls.__name__)
             warnings.warn(
                 f"{fault}. It is ignored; model_kwargs takes options of from_pretrained.", UserWarning, stacklevel=4
@@ -149,6 +164,7 @@ class KVRagModel(BaseModel):
 
     def _engine(self, model: Any = None) -> KVRagEngine:
         """Return the engine, or the one of another model that was named for a single call."""
+        self._check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
         tokenizer = os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
         options = {

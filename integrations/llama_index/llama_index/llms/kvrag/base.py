@@ -17,10 +17,9 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, field_serializer
+from llama_index.core.bridge.pydantic import ConfigDict, Field
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
 from transformers import PreTrainedModel
 
 from kvrag import (
@@ -34,10 +33,11 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import build, check_mode, check_prove
+from kvrag.config import check_mode, check_model_kwargs, check_prove
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
+from llama_index.llms.kvrag.serialised import SerialisedLLM
 
 _REQUEST_FIELDS = (
     "max_new_tokens",
@@ -51,7 +51,7 @@ _REQUEST_FIELDS = (
 )
 
 
-class KVRagLLM(CustomLLM):
+class KVRagLLM(SerialisedLLM):
     """A Hugging Face model that answers from the precomputed KV of the retrieved chunks.
 
     Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and
@@ -101,7 +101,7 @@ class KVRagLLM(CustomLLM):
     device: Any = Field(default=None, description="cpu, cuda, ...; default: CUDA if there is one.")
     prove: str = Field(default="auto", description="auto: prove once that reuse is exact for this model; or off.")
     model_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="For from_pretrained; also revision and store_config.", exclude=True
+        default_factory=dict, description="For from_pretrained; also revision.", exclude=True
     )
     temperature: float = Field(default=0.0, description="0 is greedy.")
     max_new_tokens: int | None = Field(
@@ -119,6 +119,7 @@ class KVRagLLM(CustomLLM):
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
+        check_model_kwargs(self.model_kwargs, type(self).model_fields, of="KVRagLLM")
         self._check_request(self._defaults())
         check_prove(self.prove)
 
@@ -147,6 +148,7 @@ class KVRagLLM(CustomLLM):
             dtype=self.dtype,
             device=self.device,
             prove=self.prove,
+            store_config=self.store_config,
             **self.model_kwargs,
         )
 
@@ -205,14 +207,6 @@ class KVRagLLM(CustomLLM):
         for name, value in super().__repr_args__():
             yield name, short_name(value) if name == "model" else value
 
-    @field_serializer("model", "tokenizer", "kv_dir", "dtype", "device")
-    def _serialise_name(self, value: Any) -> str | None:
-        return None if value is None else short_name(value)
-
-    @field_serializer("prefix")
-    def _serialise_prefix(self, value: Any) -> str | None:
-        return value if isinstance(value, str) else None
-
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _defaults(self) -> dict[str, Any]:
@@ -228,7 +222,7 @@ class KVRagLLM(CustomLLM):
         """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
         own = {"mode", "repair", "namespace"}
         check_mode(options.get("mode", "auto"))
-        build(SamplingConfig, {name: value for name, value in options.items() if name not in own})
+        SamplingConfig(**{name: value for name, value in options.items() if name not in own})
 
     def _request(self, overrides: dict[str, Any]) -> tuple[KVRagEngine, dict[str, Any]]:
         options = request_options(self._defaults(), overrides)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
-from kvrag.config import unknown_option
+from kvrag.config import KEY_OPTIONS, RepairConfig, StoreConfig, from_mapping, refuse_store_options, unknown_option
 from kvrag.errors import ConfigError
 
 ALIASES = {
@@ -40,7 +41,12 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
         out.setdefault("device", None if device_map == "auto" else device_map)
     elif device_map is not None:
         out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
+    _take_store_config(out)
+    for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
+        if name in out:
+            out[name] = from_mapping(kind, out[name])
     names = set(known)
+    refuse_store_options(out.keys() - names, names, of=OWNER)
     for name in out:
         if name not in names:
             raise unknown_option(name, {*names, *ALIASES, "device_map"}, of=OWNER)
@@ -49,6 +55,35 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
             "KVRagLLM has no model; pass model= a hub id, a local directory, a .gguf file or a loaded model"
         )
     return out
+
+
+def _take_store_config(out: dict[str, Any]) -> None:
+    """Take the store's config from ``model_kwargs``, where it may stand too."""
+    given = dict(out.get("model_kwargs") or {})
+    if "store_config" in given:
+        if out.get("store_config") is not None:
+            raise ConfigError("store_config was given twice, once in model_kwargs; pass it once")
+        out["store_config"] = given.pop("store_config")
+        out["model_kwargs"] = given
+
+
+def portable(config: StoreConfig) -> dict[str, Any]:
+    """Return what a store's config says other than the default, for a serialised form.
+
+    Raises
+    ------
+    ConfigError
+        If it holds a function, which has no such form.
+    """
+    given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    for name, value in given.items():
+        if callable(value):
+            remedy = "use 'env:NAME' instead" if name in KEY_OPTIONS else "use event_log instead, or"
+            raise ConfigError(
+                f"the store_config of this {OWNER} has a function for {name}, so it can't be serialised or pickled; {remedy} make the "
+                f"{OWNER} anew where it is needed"
+            )
+    return given
 
 
 def request_options(*layers: Mapping[str, Any]) -> dict[str, Any]:

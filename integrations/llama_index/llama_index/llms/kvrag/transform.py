@@ -119,7 +119,7 @@ class PrecomputeKV(TransformComponent):
         llm = resolve_kv_llm(self.llm)
         if isinstance(llm, KVRagLLM):
             names = ("model", "kv_dir", "namespace", "dtype", "prefix", "system_prompt")
-            return {name: str(value) for name, value in llm.to_dict().items() if name in names}
+            return {name: str(value) for name, value in llm.model_dump(include=set(names)).items() if name in names}
         return {"model": llm.source.name, "namespace": llm.namespace, "dtype": str(llm.source.dtype)}
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
