@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvrag.commands.keys import key_options
-from kvrag.commands.maintenance import existing_store, index_kind, report_copy
+from kvrag.commands.maintenance import existing_store, report_copy
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
 
 
@@ -34,9 +34,7 @@ def export(
         keys = None
         if document:
             keys = sorted({key for name in document for key in store.index.document_keys(space, name)})
-        other = DiskStore(
-            target, StoreConfig(index=index_kind(target, plain=plain), **({} if plain else key_options()))
-        )
+        other = DiskStore(target, StoreConfig(**({} if plain else key_options())))
         try:
             counts = checks.copy(store, other, keys, namespaces=[namespace])
         finally:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvrag.commands.keys import key_options
-from kvrag.commands.maintenance import check_is_store, index_kind, report_copy
+from kvrag.commands.maintenance import check_is_store, report_copy
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
 
 
@@ -30,8 +30,8 @@ def import_(
     from kvrag.store import fsck as checks
 
     options = {} if plain else key_options()
-    other = DiskStore(source, StoreConfig(index=index_kind(source, plain=plain), read_only=True, **options))
-    store = DiskStore(kv_dir, StoreConfig(index=index_kind(kv_dir), **key_options()))
+    other = DiskStore(source, StoreConfig(read_only=True, **options))
+    store = DiskStore(kv_dir, StoreConfig(**key_options()))
     try:
         counts = checks.copy(other, store, namespaces=[namespace])
     finally:

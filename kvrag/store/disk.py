@@ -164,9 +164,8 @@ class DiskStore(DiskWrites):
         recovery.drop_references(self.rows, self.references)
         self.rows.scrub()
         if fault is not None:
-            raise StoreError(
-                f"not everything could be erased from {self._root}: {fault}; make it writable, then delete again"
-            )
+            remedy = "" if isinstance(fault, StoreError) else "; make it writable, then delete again"
+            raise StoreError(f"not everything could be erased from {self._root}: {fault}{remedy}")
         return found
 
     def forget(self, namespace: str, doc_id: str) -> int:
@@ -182,13 +181,18 @@ class DiskStore(DiskWrites):
         """
         self._check_writable()
         erased = 0
-        for key in self.rows.unlink(namespace, doc_id):
-            if self.rows.settle((key,), partial(self.objects.erase, key)):
-                erased += 1
-                self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
-        recovery.drop_references(self.rows, self.references)
-        self.rows.scrub()
-        return erased
+        for _ in range(ATTEMPTS):
+            generation = self.rows.generation
+            for key in self.rows.unlink(namespace, doc_id):
+                if self.rows.settle((key,), partial(self.objects.erase, key)):
+                    erased += 1
+                    self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
+            recovery.drop_references(self.rows, self.references)
+            if self.rows.generation == generation:
+                self.rows.scrub()
+                return erased
+        # What was to go was noted in an index that is lost, and the new one has it back from the files.
+        raise StoreError(f"the index of {self._root} is lost as fast as it is rebuilt; try again later")
 
     def clear(self) -> int:
         """Erase all chunks, texts and references but what other keys protect, and return how many chunks there were."""

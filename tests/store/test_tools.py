@@ -12,7 +12,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, Retention, fsck, usage
-from kvrag.store.index import FILES
+from kvrag.store.index_kinds import FILES
 from kvrag.store.objects import place_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
