@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,6 @@ def test_commands_that_load_a_model_use_the_index_that_is_there(run: Run, root: 
         assert done.exit_code == 0, done.output
         assert [name for name in FILES.values() if (root / "index" / name).exists()] == [FILES[kind]]
         assert live.priority(chunk_key(ONE)) == 90
-        assert live.index.documents(NAMESPACE) == ["a"]
+        assert "a" in live.index.documents(NAMESPACE)
     assert live.delete([chunk_key(ONE)]) == 1
     live.close()
