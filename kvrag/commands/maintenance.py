@@ -60,11 +60,12 @@ def existing_store(kv_dir: Path, *, disk_bytes: int | None = None) -> Iterator[D
         store.close()
 
 
-def report_copy(title: str, counts: tuple[int, int, int], *, as_json: bool) -> None:
-    """Print what was copied; exit status 1 if something could not be read."""
+def report_copy(title: str, counts: tuple[int, int, int], *, as_json: bool, unknown: list[str] | None = None) -> None:
+    """Print what was copied, and which of the documents asked for are unknown; exit status 1 if something could not be read."""
     named = dict(zip(("copied", "there already", "unreadable"), counts, strict=True))
     if as_json:
-        print_json({name.replace(" ", "_"): count for name, count in named.items()})
+        asked = {} if unknown is None else {"unknown": unknown}
+        print_json({name.replace(" ", "_"): count for name, count in named.items()} | asked)
     else:
         console().print(facts(title, named))
     if named["unreadable"]:
