@@ -141,7 +141,7 @@ class DiskIndex(StoreIndex, ForkAware):
         self._depth, self._is_reopening = 0, False
 
     def _settle(self, *, takes_over: bool = False) -> None:
-        """Open the database of the kind that is wanted or there; a damaged one is moved aside before anything in it is believed."""
+        """Open the database of the kind that is wanted or there; a damaged one is moved aside before anything is believed."""
         if self._directory.is_symlink():
             raise OSError("its directory is a link")
         kind, make = index_kinds.choose(self._directory, self._wanted, self._kind)
@@ -176,9 +176,9 @@ class DiskIndex(StoreIndex, ForkAware):
         """Return the database on the file that is there now: ours may have been moved aside, replaced or deleted."""
         if self._closed:
             raise OSError("the store is closed")
-        if not self._is_ours():
-            if self._depth or self._is_reopening:  # half of a change must not be made in another database
-                raise OSError("it was replaced or deleted in the midst of a change")
+        if self._depth or self._is_reopening:  # half of a change must not be made in another database
+            self._check_ours()
+        elif not self._is_ours():
             self._reopen()
         assert self._rows is not None
         return self._rows
@@ -188,16 +188,24 @@ class DiskIndex(StoreIndex, ForkAware):
         return self._file is not None and index_kinds.inode(self._path) == self._file
 
     def _reopen(self) -> None:
-        """Open what is there now, or make it anew. What failed is left alone for a while, so that trying takes little of a core."""
-        begun = time.monotonic()
-        if self._fault is not None and begun < self._retry_at:
+        """Open what is there now, or make it anew. What failed is left alone for a while: trying must take little of a core."""
+        if self._fault is not None and time.monotonic() < self._retry_at:
             raise self._fault
-        self._is_reopening = True
+        begun, is_waiting = time.monotonic(), True
+
+        def settle() -> None:
+            nonlocal begun, is_waiting
+            begun, is_waiting = time.monotonic(), False
+            self._settle()
+
+        self._is_reopening, self._file = True, None
         try:
-            self.recover(self._settle)
+            self.recover(settle)
         except self._errors as error:
-            now = time.monotonic()
-            self._retry_at = now + min(RETRY_SHARE * (now - begun), RETRY_S)
+            is_lost = index_kinds.is_absence(error) if self._file is None else not self._is_ours()
+            if is_waiting or not is_lost:  # otherwise who deletes it may still be at it
+                now = time.monotonic()
+                self._retry_at = now + min(RETRY_SHARE * (now - begun), RETRY_S)
             self._fault = StoreError(str(error)) if isinstance(error, StoreError) else OSError(str(error))
             self._file = None  # not finished: begun again
             raise
@@ -285,8 +293,9 @@ class DiskIndex(StoreIndex, ForkAware):
         except StoreError:
             raise
         except self._errors as error:
-            # A failed commit leaves its transaction open; closing the connection ends it.
-            self._before_fork()
+            # A failed commit leaves its transaction open; closing the connection ends it. One inside another is rolled back with that.
+            if not self._depth:
+                self._before_fork()
             raise StoreError(
                 f"the index {self._path} can't be changed: {error or 'it is locked'}; "
                 "make sure that the directory exists, is writable and has free space, then try again"

@@ -181,6 +181,12 @@ def remove(directory: Path, kind: str) -> None:
             os.unlink(directory / (FILES[kind] + suffix))
 
 
+def is_absence(error: Exception) -> bool:
+    """Whether an error says that a file or a folder is gone."""
+    name = getattr(error, "sqlite_errorname", "")
+    return isinstance(error, FileNotFoundError) or name.startswith("SQLITE_CANTOPEN")
+
+
 def inode(path: Path) -> tuple[int, int] | None:
     """Device and inode of a file; ``None`` if there is none."""
     try:

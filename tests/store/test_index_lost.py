@@ -10,7 +10,7 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, Retention, index_kinds
+from kvrag.store import DiskStore, Retention, index_kinds, recovery
 from kvrag.store.index_kinds import FILES
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -153,15 +153,19 @@ def test_several_processes_heal_it_at_once(root, kind):
     store.close()
 
 
-def test_a_change_in_whose_midst_the_index_is_lost_is_refused_whole(root, kind):
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_change_in_whose_midst_the_index_is_lost_is_refused_whole(root, kind, is_last):
     store = fill(root, kind)
 
-    def lose_it():
-        shutil.rmtree(root / "index")
-        return True
+    def change():
+        with store.rows.batch():
+            store.rows.refer(NAMESPACE, "digest", "half")
+            shutil.rmtree(root / "index")
+            if not is_last:
+                store.rows.refer(NAMESPACE, "digest", "the other half")
 
     with pytest.raises(StoreError, match="midst of a change"):
-        store.index.restore(store.index.get(chunk_key(IDENTITIES[0])), lose_it)
+        change()
     assert is_whole(store)
     store.close()
 
@@ -183,9 +187,17 @@ def test_a_change_that_waited_for_a_database_that_is_gone_is_made_in_the_new_one
     store.close()
 
 
-def test_an_erasure_in_whose_midst_the_index_is_lost_is_one(root, kind, monkeypatch):
+@pytest.mark.parametrize("is_half_done", [False, True])
+def test_an_erasure_in_whose_midst_the_index_is_lost_is_one(root, kind, monkeypatch, is_half_done):
+    """Another process may have erased the reference by then, so that nothing says any more whose chunk it is."""
     store = fill(root, kind)
-    real, losses = store.rows.unlink, iter([lambda: shutil.rmtree(root / "index")])
+
+    def lose_it():
+        if is_half_done:
+            recovery.drop_references(store.rows, store.references)
+        shutil.rmtree(root / "index")
+
+    real, losses = store.rows.unlink, iter([lose_it])
 
     def unlink(namespace, doc_id):
         keys = real(namespace, doc_id)
@@ -272,6 +284,22 @@ def test_a_rebuild_that_fails_is_begun_again(root, clock, monkeypatch):
         patch.setattr("kvrag.store.recovery.headers", lambda *args: (_ for _ in ()).throw(OSError("no")))
         assert store.index.documents(NAMESPACE) == []
     assert store.index.generation == 0
+    assert is_whole(store)
+    store.close()
+
+
+def test_an_index_that_is_lost_again_while_it_is_rebuilt_is_tried_at_once(root, clock, monkeypatch):
+    store, real = fill(root), recovery.headers
+
+    def lose_it_again(*args):
+        clock[0] += 5
+        shutil.rmtree(root / "index")
+        return real(*args)
+
+    shutil.rmtree(root / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, "headers", lose_it_again)
+        assert store.index.documents(NAMESPACE) == []
     assert is_whole(store)
     store.close()
 
