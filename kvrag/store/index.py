@@ -69,8 +69,7 @@ class DiskIndex(StoreIndex, ForkAware):
         self._rows: Rows | None = None
         self._file: tuple[int, int] | None = None
         self._closed = self._warned = self._is_reopening = False
-        self._depth = 0
-        self._retry_at = 0.0
+        self._depth, self._retry_at = 0, 0.0
         self._fault: OSError | None = None
         self.make_room: Callable[[], bool] = lambda: False
         """Called when the disk is full in the middle of an erasure; returns whether it may be tried again."""
@@ -211,8 +210,7 @@ class DiskIndex(StoreIndex, ForkAware):
             raise
         finally:
             self._is_reopening = False
-        self._fault = None
-        self._warned = False
+        self._fault, self._warned = None, False
         self.generation += 1
 
     def _read(self, row: str) -> Any:
