@@ -10,7 +10,7 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, Retention, index_kinds, recovery
+from kvrag.store import DiskStore, Retention, files, index_kinds, recovery
 from kvrag.store.index_kinds import FILES
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -150,6 +150,19 @@ def test_several_processes_heal_it_at_once(root, kind):
     store = DiskStore(root, config_of())
     assert sorted(store.index.documents(NAMESPACE)) == sorted([*DOCUMENTS, *(f"doc {number}" for number in numbers)])
     assert store.stats()["disk"].chunks == 8
+    store.close()
+
+
+def test_who_heals_it_waits_for_who_opens_or_heals_the_store(root, kind, clock, monkeypatch):
+    store = fill(root, kind)
+    shutil.rmtree(root / "index")
+    monkeypatch.setattr("kvrag.store.files.LOCK_TIMEOUT_S", -1)
+    with files.locked(root / "lock"):
+        assert store.index.documents(NAMESPACE) == []
+        with pytest.raises(StoreError, match="another process has held"):
+            put(store, NEW, 9)
+    assert not (root / "index").exists()
+    assert is_whole(store)
     store.close()
 
 
@@ -437,4 +450,5 @@ def test_a_link_that_is_named_like_another_kind_counts_for_nothing(root, kind, t
     assert is_whole(store)
     assert priorities(store) == {90}
     store.close()
+    assert (root / "index" / FILES[other_of(kind)]).is_symlink()
     assert victim.read_bytes() == b"x"
