@@ -227,6 +227,33 @@ def test_an_erasure_in_whose_midst_the_index_is_lost_is_one(root, kind, monkeypa
     store.close()
 
 
+def test_an_erasure_goes_on_where_the_index_was_lost_with_the_file_half_erased(root, kind, monkeypatch):
+    store = fill(root, kind)
+    real, losses = store.objects.erase, iter([lambda: shutil.rmtree(root / "index")])
+    monkeypatch.setattr(store.objects, "erase", lambda key: (next(losses, lambda: None)(), real(key))[1])
+    store.forget(NAMESPACE, "doc 0")
+    assert store.get(IDENTITIES[0]) is None
+    assert store.index.documents(NAMESPACE) == DOCUMENTS[1:]
+    store.close()
+    store = DiskStore(root, config_of())
+    assert store.index.documents(NAMESPACE) == DOCUMENTS[1:]
+    store.close()
+
+
+def test_an_erasure_that_fails_for_another_reason_is_not_tried_again(root, monkeypatch):
+    store, calls = fill(root), []
+
+    def refuse(*names):
+        calls.append(names)
+        raise StoreError("no space")
+
+    monkeypatch.setattr(store.rows, "unlink", refuse)
+    with pytest.raises(StoreError, match="no space"):
+        store.forget(NAMESPACE, "doc 0")
+    assert len(calls) == 1
+    store.close()
+
+
 def test_an_erasure_is_refused_where_the_index_is_lost_again_and_again(root, monkeypatch):
     store = fill(root)
     real = store.rows.unlink
