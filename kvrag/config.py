@@ -246,8 +246,9 @@ class StoreConfig(Named):
         What a request does about reads that a prefetch has begun and not ended: ``"best_effort"`` computes instead, ``"wait"`` waits
         however long, ``"timeout"`` waits until ``load_timeout_s`` is over.
     index
-        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python, and is used too where diskcache isn't
-        installed. All processes on a directory must use the same one; after a change it is rebuilt.
+        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python. ``None``: the kind that the directory has,
+        else diskcache where it is installed, else sqlite. Where a directory has the kind that is not asked for, opening it changes the
+        kind, with a warning; processes that are to use the other one then fail until they open it again.
     read_only
         Change nothing in the directory, not even the index, which is then kept in memory.
     event_log
@@ -293,7 +294,7 @@ class StoreConfig(Named):
     high_watermark: float = 0.95
     low_watermark: float = 0.85
     durability: str = "durable"
-    index: str = "diskcache"
+    index: str | None = None
     read_only: bool = False
     event_log: str | None = None
     on_event: Callable[[Any], None] | None = None
@@ -331,7 +332,7 @@ class StoreConfig(Named):
         choices: tuple[object, ...]
         for name, choices in (
             ("durability", DURABILITIES),
-            ("index", INDICES),
+            ("index", (None, *INDICES)),
             ("read_only", (False, True)),
             ("on_miss", ON_MISS),
             ("write_policy", WRITE_POLICIES),

@@ -10,6 +10,7 @@ import typer
 from kvrag.commands.maintenance import existing_store
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir
 from kvrag.commands.output import console, facts, print_json
+from kvrag.errors import StoreError
 
 
 def gc(
@@ -23,11 +24,18 @@ def gc(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove leftovers of killed writers, the quarantine, chunks of other versions, and what is over a budget."""
+    """Remove leftovers of killed writers, the quarantine, chunks of other versions, and what is over a budget.
+
+    Exit status 1 where nothing can be removed.
+    """
     from kvrag.store import fsck as checks
 
     with existing_store(kv_dir, disk_bytes=disk_bytes) as store:
-        report = asdict(checks.gc(store, with_foreign=foreign))
+        try:
+            report = asdict(checks.gc(store, with_foreign=foreign))
+        except StoreError as error:
+            typer.echo(f"kvrag: nothing was removed: {error}", err=True)
+            raise typer.Exit(1) from None
     if as_json:
         print_json(report)
     else:

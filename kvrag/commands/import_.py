@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from kvrag.commands.budgets import DiskBytes, Durability, MinFreeBytes, limits
 from kvrag.commands.keys import key_options
-from kvrag.commands.maintenance import check_is_store, index_kind, report_copy
+from kvrag.commands.maintenance import check_is_store, report_copy
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
 
 
@@ -21,6 +22,9 @@ def import_(
     plain: Annotated[
         bool, typer.Option("--plain", help="The source was written without keys; takes --namespace alone over.")
     ] = False,
+    disk_bytes: DiskBytes = None,
+    min_free_bytes: MinFreeBytes = None,
+    durability: Durability = None,
     as_json: AsJson = False,
 ) -> None:
     """Take over what proves itself byte by byte; whoever wrote the source, nothing in it is run or trusted."""
@@ -30,8 +34,9 @@ def import_(
     from kvrag.store import fsck as checks
 
     options = {} if plain else key_options()
-    other = DiskStore(source, StoreConfig(index=index_kind(source, plain=plain), read_only=True, **options))
-    store = DiskStore(kv_dir, StoreConfig(index=index_kind(kv_dir), **key_options()))
+    other = DiskStore(source, StoreConfig(read_only=True, **options))
+    budgets = limits(disk_bytes, min_free_bytes, durability)
+    store = DiskStore(kv_dir, StoreConfig(**key_options(), **budgets))
     try:
         counts = checks.copy(other, store, namespaces=[namespace])
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +18,9 @@ if TYPE_CHECKING:
     from kvrag.store import DiskStore
 
 
-def index_kind(kv_dir: Path, *, plain: bool = False) -> str:
-    """Kind of a store's index, of the keys at hand: the one that it has, otherwise the default. Another one would take its place."""
-    from kvrag.config import StoreConfig
-    from kvrag.keys import Keys
-    from kvrag.store.row_seal import RowSeal, folder_of
-
-    folder = folder_of(RowSeal.of(Keys.of(StoreConfig(**({} if plain else key_options())))))
-    return "sqlite" if (kv_dir / folder / "rows.db").exists() else "diskcache"
+def must_not_write(kv_dir: Path) -> bool:
+    """Whether opening a store for writing would change the kind of its index: it has diskcache's, and that isn't installed."""
+    return importlib.util.find_spec("diskcache") is None and any(kv_dir.glob("index*/cache.db"))
 
 
 def check_is_store(kv_dir: Path) -> None:
@@ -51,7 +47,6 @@ def existing_store(kv_dir: Path, *, disk_bytes: int | None = None) -> Iterator[D
     from kvrag.store import DiskStore
 
     config = StoreConfig(
-        index=index_kind(kv_dir),
         disk_bytes=disk_bytes,
         min_free_bytes=0,
         high_watermark=1.0,
@@ -65,11 +60,12 @@ def existing_store(kv_dir: Path, *, disk_bytes: int | None = None) -> Iterator[D
         store.close()
 
 
-def report_copy(title: str, counts: tuple[int, int, int], *, as_json: bool) -> None:
-    """Print what was copied; exit status 1 if something could not be read."""
+def report_copy(title: str, counts: tuple[int, int, int], *, as_json: bool, unknown: list[str] | None = None) -> None:
+    """Print what was copied, and which of the documents asked for are unknown; exit status 1 if something could not be read."""
     named = dict(zip(("copied", "there already", "unreadable"), counts, strict=True))
     if as_json:
-        print_json({name.replace(" ", "_"): count for name, count in named.items()})
+        asked = {} if unknown is None else {"unknown": unknown}
+        print_json({name.replace(" ", "_"): count for name, count in named.items()} | asked)
     else:
         console().print(facts(title, named))
     if named["unreadable"]:

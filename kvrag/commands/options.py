@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,6 +104,7 @@ def open_engine(
     device: str | None,
     repair: RepairConfig | None = None,
     kv_dtype: str = "auto",
+    limits: Mapping[str, Any] | None = None,
 ) -> KVRagEngine:
     """Open an engine and load its model, with a sign of life.
 
@@ -114,6 +116,8 @@ def open_engine(
         A system message, for models with a chat template.
     kv_dtype
         How KV is kept: :class:`kvrag.StoreConfig`.
+    limits
+        Other options of it.
     """
     if prefix is not None and system is not None:
         raise ConfigError("--prefix and --system both say what stands before the first chunk; pass one of them")
@@ -121,7 +125,7 @@ def open_engine(
         from kvrag.config import StoreConfig
         from kvrag.engine import KVRagEngine
 
-        config = StoreConfig(kv_dtype=kv_dtype, **key_options())  # type: ignore[arg-type]  # it refuses what is none
+        config = StoreConfig(kv_dtype=kv_dtype, **key_options(), **(limits or {}))  # type: ignore[arg-type]  # it refuses what is none
         before = prefix if system is None else [{"role": "system", "content": system}]
         engine = KVRagEngine.from_pretrained(
             model,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrag.commands.budgets import DiskBytes, Durability, MinFreeBytes, Priority, limits
 from kvrag.commands.options import (
     DEFAULT_KV_DIR,
     AsJson,
@@ -43,9 +44,15 @@ def precompute(
     dtype: Dtype = "auto",
     device: Device = None,
     kv_dtype: KVDtypeName = "auto",
+    disk_bytes: DiskBytes = None,
+    min_free_bytes: MinFreeBytes = None,
+    durability: Durability = None,
+    priority: Priority = None,
     as_json: AsJson = False,
 ) -> None:
     """Split files into chunks and store the KV of each; run it again after a break, and it goes on."""
+    from kvrag.store import Retention
+
     documents = read_documents(paths)
     engine = open_engine(
         model,
@@ -56,6 +63,7 @@ def precompute(
         dtype=dtype,
         device=device,
         kv_dtype=kv_dtype,
+        limits=limits(disk_bytes, min_free_bytes, durability),
     )
     encoder = engine.loaded.encoder
     chunks = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
@@ -64,6 +72,7 @@ def precompute(
         ids=[chunk.id for chunk in chunks],
         batch_size=batch_size,
         show_progress=not as_json,
+        retention=None if priority is None else Retention(priority),
     )
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     engine.close()

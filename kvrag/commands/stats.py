@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvrag.commands.keys import key_options
-from kvrag.commands.maintenance import check_is_store, index_kind
+from kvrag.commands.maintenance import check_is_store, must_not_write
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir
 from kvrag.commands.output import console, grid, print_json
 from kvrag.estimate import human_bytes
@@ -25,7 +25,7 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     from kvrag.config import StoreConfig
     from kvrag.store import open_store
 
-    store = open_store(kv_dir, StoreConfig(ram_bytes=0, index=index_kind(kv_dir), **key_options()))
+    store = open_store(kv_dir, StoreConfig(ram_bytes=0, read_only=must_not_write(kv_dir), **key_options()))
     try:
         tiers, groups = store.stats(), _groups(store.index)
     finally:

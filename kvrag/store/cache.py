@@ -91,6 +91,7 @@ class CacheRows(diskcache.Cache):  # type: ignore[misc]
     """
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError, diskcache.Timeout)
+    lookup = GET
     _shared: sqlite3.Connection | None = None
 
     def __init__(self, directory: Path) -> None:

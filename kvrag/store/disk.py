@@ -165,9 +165,8 @@ class DiskStore(DiskWrites):
         recovery.drop_references(self.rows, self.references)
         self.rows.scrub()
         if fault is not None:
-            raise StoreError(
-                f"not everything could be erased from {self._root}: {fault}; make it writable, then delete again"
-            )
+            remedy = "" if isinstance(fault, StoreError) else "; make it writable, then delete again"
+            raise StoreError(f"not everything could be erased from {self._root}: {fault}{remedy}")
         return found
 
     def forget(self, namespace: str, doc_id: str) -> int:
@@ -182,6 +181,24 @@ class DiskStore(DiskWrites):
             If something could not be erased; it will be at the next opening.
         """
         self._check_writable()
+        erased, texts = 0, set[str]()
+        for attempt in range(ATTEMPTS):
+            generation = self.rows.generation
+            texts |= set(self.rows.document_texts(namespace, doc_id))
+            # What was to go was noted in an index that is lost, and the new one has it back from the files that there still are.
+            for digest in texts if attempt else ():
+                self.rows.refer(namespace, digest, doc_id)
+            try:
+                erased += self._forget_document(namespace, doc_id)
+            except StoreError:
+                self.rows.totals()  # opens the index again if that is it
+                if self.rows.generation == generation:
+                    raise
+            if self.rows.generation == generation:
+                return erased
+        raise StoreError(f"the index of {self._root} is lost as fast as it is rebuilt; try again later")
+
+    def _forget_document(self, namespace: str, doc_id: str) -> int:
         erased = 0
         for key in self.rows.unlink(namespace, doc_id):
             if self.rows.settle((key,), partial(self.objects.erase, key)):

@@ -139,7 +139,14 @@ def gc(store: DiskStore, *, with_foreign: bool = False) -> GcReport:
         Open for writing.
     with_foreign
         Remove what is of other keys too, or of none: chunks, references and indices. Whether others use it can't be seen.
+
+    Raises
+    ------
+    StoreError
+        If the store is open for reading only.
     """
+    if store.read_only:
+        raise StoreError(f"the store {store.directory.root} is open for reading only; make its directory writable")
     report = GcReport(swept=sweep(store.directory))
     report.quarantined = _empty_quarantine(store)
     for key in _rejected_as(store, OtherVersion):

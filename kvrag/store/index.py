@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvrag.errors import StoreError
-from kvrag.store import connect
+from kvrag.store import connect, index_kinds
 from kvrag.store.fork import ForkAware
+from kvrag.store.index_kinds import COMPLETE, FILES, Rows
 from kvrag.store.row_seal import RowSeal, load_rows, load_value
 from kvrag.store.rows import end_of
-from kvrag.store.sqlite import SqliteRows, warn_without_diskcache
+from kvrag.store.sqlite import SqliteRows
 from kvrag.store.store_index import StoreIndex
 from kvrag.types import ChunkKey
 
@@ -30,51 +30,16 @@ T = TypeVar("T")
 
 BUSY_RETRIES = 3
 
-COMPLETE = "complete"
-"""Row that is written when the index knows every blob; without it, it must be rebuilt."""
-
-FILES = {"diskcache": "cache.db", "sqlite": "rows.db"}
-"""Database of each kind of index."""
-
-
-class Rows(Protocol):
-    """A database of names and values, both strings."""
-
-    errors: tuple[type[Exception], ...]
-
-    def __init__(self, directory: Path) -> None: ...
-
-    @staticmethod
-    def examine(path: Path) -> str | None:
-        """Say what is wrong with a database; ``None`` if nothing is."""
-
-    def fetch(self, name: str) -> str | None:
-        """Return a row's value."""
-
-    def insert(self, name: str, value: str) -> None:
-        """Insert or replace a row."""
-
-    def erase(self, name: str) -> None:
-        """Remove a row; absent ones are fine."""
-
-    def scan(self, low: str, high: str, limit: int) -> list[tuple[str, str]]:
-        """Return the rows between two names."""
-
-    def sql(self, statement: str) -> list[tuple[object, ...]]:
-        """Run a statement without parameters."""
-
-    def transact(self) -> AbstractContextManager[None]:
-        """Make what happens inside atomic."""
-
-    def close(self) -> None:
-        """Close the connection; the next call opens another one."""
+RETRY_SHARE, RETRY_S = 20, 60.0
+"""An index that could not be made anew is tried again after so many times the time that it took, but no later than after so long."""
 
 
 class DiskIndex(StoreIndex, ForkAware):
     """An index in a directory, shared by threads and processes.
 
-    A damaged database is moved aside and begun anew; :attr:`stale` then says that it has to be rebuilt. Reads of rows
-    that can't be read give nothing; changes that can't be made raise.
+    A damaged database is moved aside and begun anew; :attr:`stale` then says that it has to be rebuilt. One that was deleted or
+    replaced meanwhile is opened again at the next call, by :attr:`recover`. Reads of rows that can't be read give nothing; changes
+    that can't be made raise.
 
     Parameters
     ----------
@@ -82,6 +47,7 @@ class DiskIndex(StoreIndex, ForkAware):
         Where the database lives; made if absent.
     kind
         ``"diskcache"``, or ``"sqlite"`` (the standard library alone), which also takes the place of the other where it isn't installed.
+        Another kind that is there is taken over, with its rows. ``None``: the kind that is there, else diskcache.
     seal
         Encrypts the rows; ``None``: they are plain.
 
@@ -93,28 +59,27 @@ class DiskIndex(StoreIndex, ForkAware):
 
     has_files = True
 
-    def __init__(self, directory: str | os.PathLike[str], kind: str = "diskcache", seal: RowSeal | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str], kind: str | None = None, seal: RowSeal | None = None) -> None:
         super().__init__()
         self._seal = seal
         self._directory = Path(directory)
-        self._make: type[Rows]
-        kind, self._make = _backend(kind)
-        self._errors = self._make.errors
-        self._path = self._directory / FILES[kind]
+        self._wanted, self._kind = kind, "diskcache"
+        self._errors = SqliteRows.errors
+        self._path = self._directory
         self._rows: Rows | None = None
-        self._file: tuple[int, int] = (0, 0)
-        self._closed = False
-        self._warned = False
+        self._file: tuple[int, int] | None = None
+        self._closed = self._warned = self._is_reopening = False
+        self._depth, self._retry_at = 0, 0.0
+        self._fault: OSError | None = None
         self.make_room: Callable[[], bool] = lambda: False
         """Called when the disk is full in the middle of an erasure; returns whether it may be tried again."""
-        with self._lock, self._as_store_error():
-            self._drop_other_kinds(kind)
-            if os.path.lexists(self._path) and (fault := self._make.examine(self._path)):
-                log.warning("the index %s is damaged (%s); it is moved aside and rebuilt", self._path, fault)
-                _move_aside(self._directory)
-            self._open()
-        self.stale = self._peek(COMPLETE) is None
+        self.recover: Callable[[Callable[[], None]], None] = lambda reopen: reopen()
+        """Called with what opens the database that is there now, when ours was deleted or replaced; it has to rebuild a stale one."""
+        self.stale = True
         """Whether the index may not know every blob; :meth:`complete` ends it."""
+        with self._lock, self._as_store_error():
+            os.makedirs(self._directory.parent, mode=0o700, exist_ok=True)
+            self._settle(takes_over=True)
 
     def complete(self) -> None:
         """Note that the index knows every blob."""
@@ -171,30 +136,82 @@ class DiskIndex(StoreIndex, ForkAware):
         if self._rows is not None:
             self._rows.close()
 
-    def _drop_other_kinds(self, kind: str) -> None:
-        """Forget a database of another kind: it does not know what happens in this one."""
-        for file in (file for other, file in FILES.items() if other != kind):
-            for suffix in ("", "-wal", "-shm"):
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    os.unlink(self._directory / (file + suffix))
+    def _in_child(self) -> None:
+        self._depth, self._is_reopening = 0, False
 
-    def _open(self) -> None:
+    def _settle(self, *, takes_over: bool = False) -> None:
+        """Open the database of the kind that is wanted or there; a damaged one is moved aside before anything is believed."""
         if self._directory.is_symlink():
             raise OSError("its directory is a link")
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        kind, make = index_kinds.choose(self._directory, self._wanted, self._kind)
+        others = index_kinds.others(self._directory, kind)
+        is_whole = not others or index_kinds.is_complete(self._directory, kind)
+        if not is_whole:
+            if not takes_over:
+                raise StoreError(
+                    f"the index {self._directory} was replaced by one of the kind {others[0]!r}, and this store was opened for {kind!r}; "
+                    "open it again, with the same StoreConfig.index as the other processes (None: the kind that is there)"
+                )
+            index_kinds.remove(self._directory, kind)
+        self._kind, self._errors, self._path = kind, make.errors, self._directory / FILES[kind]
+        if os.path.lexists(self._path) and (fault := make.examine(self._path)):
+            log.warning("the index %s is damaged (%s); it is moved aside and rebuilt", self._path, fault)
+            index_kinds.move_aside(self._directory)
+        rows = self._open(make)
+        for other in others if takes_over else ():
+            index_kinds.replace(self._directory, other, kind, None if is_whole else rows)
+        self.stale = self._peek(COMPLETE) is None
+
+    def _open(self, make: type[Rows]) -> Rows:
+        with suppress(FileExistsError):
+            os.mkdir(self._directory, 0o700)
         connect.create(self._path)
         self._before_fork()
-        self._rows = self._make(self._directory)
-        self._file = _inode(self._path)
+        self._rows = rows = make(self._directory)
+        self._file = index_kinds.inode(self._path)
+        return rows
 
     def _database(self) -> Rows:
-        """Return the database on the file that is there now: another process may have moved ours aside."""
+        """Return the database on the file that is there now: ours may have been moved aside, replaced or deleted."""
         if self._closed:
             raise OSError("the store is closed")
-        if self._rows is None or _inode(self._path) != self._file:
-            self._open()
+        if self._depth or self._is_reopening:  # half of a change must not be made in another database
+            self._check_ours()
+        elif not self._is_ours():
+            self._reopen()
         assert self._rows is not None
         return self._rows
+
+    def _is_ours(self) -> bool:
+        """Whether the file that is there is the one that is open."""
+        return self._file is not None and index_kinds.inode(self._path) == self._file
+
+    def _reopen(self) -> None:
+        """Open what is there now, or make it anew. What failed is left alone for a while: trying must take little of a core."""
+        if self._fault is not None and time.monotonic() < self._retry_at:
+            raise self._fault
+        begun, is_waiting = time.monotonic(), True
+
+        def settle() -> None:
+            nonlocal begun, is_waiting
+            begun, is_waiting = time.monotonic(), False
+            self._settle()
+
+        self._is_reopening, self._file = True, None
+        try:
+            self.recover(settle)
+        except self._errors as error:
+            is_lost = index_kinds.is_absence(error) if self._file is None else not self._is_ours()
+            if is_waiting or not is_lost:  # otherwise who deletes it may still be at it
+                now = time.monotonic()
+                self._retry_at = now + min(RETRY_SHARE * (now - begun), RETRY_S)
+            self._fault = StoreError(str(error)) if isinstance(error, StoreError) else OSError(str(error))
+            self._file = None  # not finished: begun again
+            raise
+        finally:
+            self._is_reopening = False
+        self._fault, self._warned = None, False
+        self.generation += 1
 
     def _read(self, row: str) -> Any:
         name = self._sealed(row)
@@ -240,18 +257,32 @@ class DiskIndex(StoreIndex, ForkAware):
     def _transaction(self) -> Iterator[None]:
         with self._lock, self._as_store_error(), ExitStack() as stack:
             self._begin(stack)
-            yield
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            self._check_ours()  # what is committed to a file that is gone is lost, and nobody would know
 
     def _begin(self, stack: ExitStack) -> None:
         """Begin a transaction, in bounded time: diskcache's own retry goes on for ever on a full or read-only disk."""
         fault: Exception | None = None
         for _ in range(BUSY_RETRIES):
             try:
-                stack.enter_context(self._database().transact())
+                with ExitStack() as attempt:
+                    attempt.enter_context(self._database().transact())
+                    self._check_ours()  # it may have waited for whoever took the database over
+                    stack.push(attempt.pop_all())
                 return
+            except StoreError:
+                raise
             except self._errors as error:
                 fault = error
         raise OSError(f"the database stays locked, or can't be written to ({fault})")
+
+    def _check_ours(self) -> None:
+        if not self._is_ours():
+            raise OSError("it was replaced or deleted in the midst of a change")
 
     @contextmanager
     def _as_store_error(self) -> Iterator[None]:
@@ -260,33 +291,10 @@ class DiskIndex(StoreIndex, ForkAware):
         except StoreError:
             raise
         except self._errors as error:
-            # A failed commit leaves its transaction open; closing the connection ends it.
-            self._before_fork()
+            # A failed commit leaves its transaction open; closing the connection ends it. One inside another is rolled back with that.
+            if not self._depth:
+                self._before_fork()
             raise StoreError(
                 f"the index {self._path} can't be changed: {error or 'it is locked'}; "
                 "make sure that the directory exists, is writable and has free space, then try again"
             ) from error
-
-
-def _backend(kind: str) -> tuple[str, type[Rows]]:
-    """Import the database of a kind, or of ``"sqlite"`` where diskcache isn't installed; returns which, too."""
-    if kind == "diskcache":
-        try:
-            from kvrag.store.cache import CacheRows
-
-            return kind, CacheRows
-        except ImportError:
-            warn_without_diskcache()
-    return "sqlite", SqliteRows
-
-
-def _inode(path: Path) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
-def _move_aside(directory: Path) -> None:
-    """Move the database and its journals out of the way; only the latest damaged one is kept."""
-    aside = directory.with_name(directory.name + ".damaged")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(directory, aside)

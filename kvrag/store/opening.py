@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,8 @@ from kvrag.store.claims import is_alive
 from kvrag.store.directory import Directory
 from kvrag.store.draft import sweep, write_file
 from kvrag.store.guard import Guard
-from kvrag.store.index import COMPLETE, FILES, DiskIndex
+from kvrag.store.index import DiskIndex
+from kvrag.store.index_kinds import COMPLETE, FILES
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
 from kvrag.store.privacy import make_private
@@ -103,10 +105,37 @@ def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejec
         make_private(directory)
         index = DiskIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
         index.make_room = lambda: give_up_ballast(directory)
+        index.recover = _refuse  # the lock is held here
         recovery.finish_erasures(index, objects, references)
         recovery.reconcile(index, objects, references, partial(is_alive, directory))
         lay_ballast(directory)
+    index.recover = partial(_recover, directory, index, objects, references)
     return Opened(objects, references, index, read_only=False)
+
+
+def _refuse(_: Callable[[], None]) -> None:
+    raise OSError("it was replaced or deleted while the store was opened")
+
+
+def _recover(
+    directory: Directory, index: DiskIndex, objects: Objects, references: References, reopen: Callable[[], None]
+) -> None:
+    """Open the index that is there now, after another process's work or an accident, and rebuild it if nobody has; as at the opening.
+
+    Raises
+    ------
+    OSError
+        If the store itself is gone, perhaps only for now: it is not made again. Or if it can't be done.
+    """
+    with directory.folder(OBJECTS):
+        pass
+    files.check_format(directory, FORMAT_VERSION, write=False)
+    with files.locked(directory.root / LOCK_FILE):
+        reopen()
+        if index.stale:
+            log.warning("the index of %s was deleted or replaced under this process; it is rebuilt", directory.root)
+            recovery.finish_erasures(index, objects, references)
+            recovery.reconcile(index, objects, references, partial(is_alive, directory))
 
 
 def lay_ballast(directory: Directory) -> None:

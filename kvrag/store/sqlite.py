@@ -35,6 +35,7 @@ class SqliteRows:
     """
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError)
+    lookup = GET
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE

@@ -21,6 +21,9 @@ Reference = tuple[str, str, str]
 class StoreIndex(RowIndex):
     """An index with what a store needs to erase, to rebuild and to evict."""
 
+    generation = 0
+    """Another number whenever the rows are others than before: what was noted in those may be lost."""
+
     def refer(self, namespace: str, digest: str, doc_id: str) -> None:
         """Let a document reference a text that may have no KV now."""
         with self._transaction():

@@ -311,6 +311,7 @@ def test_without_an_index_the_disk_answers(tiers, root):
     one = tiers()
     one.put()
     shutil.rmtree(root / "index")
+    (root / "index").write_text("in the way of another one")
     assert same_bits(one.store.get(ONE), make_kv(ONE))
     (file,) = (root / "objects").rglob("*.safetensors")
     file.unlink()

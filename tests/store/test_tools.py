@@ -1,5 +1,6 @@
 """fsck, gc, rm, export and import, as functions and as commands."""
 
+import errno
 import json
 import os
 from dataclasses import astuple
@@ -12,7 +13,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, Retention, fsck, usage
-from kvrag.store.index import FILES
+from kvrag.store.index_kinds import FILES
 from kvrag.store.objects import place_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -45,10 +46,10 @@ def flip(path, place):
     path.write_bytes(raw)
 
 
-def run(*args, code=0):
+def run(*args, code=0, stderr=False):
     result = CliRunner().invoke(app, list(map(str, args)))
     assert result.exit_code == code, result.output
-    return result.stdout
+    return result.stderr if stderr else result.stdout
 
 
 def test_a_sound_store_is_ok(filled):
@@ -188,7 +189,7 @@ def run_store(filled, root):
 
 def test_the_command_line_exports_and_imports(run_store, tmp_path, config):
     out = json.loads(run("export", tmp_path / "part", "--kv-dir", run_store, "--document", "doc 3", "--json"))
-    assert out == {"copied": 1, "there_already": 0, "unreadable": 0}
+    assert out == {"copied": 1, "there_already": 0, "unreadable": 0, "unknown": []}
     kept = DiskStore(run_store, config)
     kept.retain([chunk_key(CHUNKS[3])], Retention(90))
     kept.close()
@@ -207,6 +208,34 @@ def test_the_command_line_exports_and_imports(run_store, tmp_path, config):
     out = json.loads(run("import", tmp_path / "all", "--kv-dir", tmp_path / "new", "--json", code=1))
     assert out == {"copied": 10, "there_already": 1, "unreadable": 1}
     assert path.read_bytes() == raw, "the source is not changed"
+
+
+def test_an_export_of_unknown_documents_is_refused(run_store, tmp_path):
+    said = run("export", tmp_path / "part", "--kv-dir", run_store, "--document", "nope", code=1, stderr=True)
+    assert "'nope'" in said
+    assert "no such document is in the namespace 'default'" in said
+    assert not (tmp_path / "part").exists()
+    options = ("--document", "nope", "--document", "doc 3", "--document", "nor this")
+    assert "no such documents are" in run(
+        "export", tmp_path / "part", "--kv-dir", run_store, *options, code=1, stderr=True
+    )
+    out = json.loads(run("export", tmp_path / "again", "--kv-dir", run_store, *options, "--json", code=1))
+    assert out == {"copied": 1, "there_already": 0, "unreadable": 0, "unknown": ["nope", "nor this"]}
+
+
+def test_cleaning_where_nothing_can_be_written_says_so(run_store, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("kvrag.store.draft.Draft.__init__", refuse)
+    said = run("gc", "--kv-dir", run_store, code=1, stderr=True)
+    assert "nothing was removed" in said
+    assert "reading only; make its directory writable" in said
+
+
+def test_an_import_keeps_to_the_limits(run_store, tmp_path):
+    run("import", run_store, "--kv-dir", tmp_path / "new", "--disk-bytes", 4 * SIZE, "--min-free-bytes", 0)
+    assert 1 <= json.loads(run("stats", "--kv-dir", tmp_path / "new", "--json"))["tiers"]["disk"]["chunks"] <= 4
 
 
 @pytest.mark.parametrize("command", [["fsck"], ["gc"], ["rm", "--document", "x"], ["export", "target"]])

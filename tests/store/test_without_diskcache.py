@@ -58,12 +58,18 @@ def test_the_package_works_without_it(root, options, lines):
     with_it.close()
 
 
-@pytest.mark.parametrize("options", ["", "read_only=True"])
-def test_a_store_that_was_made_with_it_is_read_without(root, options):
+@pytest.mark.parametrize(
+    ("options", "lines"), [("", ["not installed", "no longer by diskcache"]), ("read_only=True", ["not installed"])]
+)
+def test_a_store_that_was_made_with_it_is_read_without(root, options, lines):
+    """Who writes changes the kind of the index, and says so; who reads doesn't, ``kvrag stats`` included."""
     store = DiskStore(root, StoreConfig(min_free_bytes=0))
     store.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="doc")
     store.close()
-    assert len(run(root, options)) == 1
+    logged = run(root, options)
+    assert len(logged) == len(lines)
+    assert all(words in line for words, line in zip(lines, logged, strict=True))
+    assert (root / "index" / "cache.db").exists() == (options == "read_only=True")
     store = DiskStore(root, StoreConfig(min_free_bytes=0))
     assert store.contains(chunk_key(ONE))
     store.close()
