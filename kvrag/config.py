@@ -6,11 +6,12 @@ Long because every field is documented where it is declared.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from kvrag.errors import ConfigError
+from kvrag.options import Named
 from kvrag.types import KVDtype, Mode, Prove
 
 T = TypeVar("T")
@@ -24,91 +25,11 @@ PREFETCHES = ("best_effort", "wait", "timeout")
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-NEAR = 0.8
-"""How like an option's name (:func:`difflib.SequenceMatcher.ratio`) a misspelt one is."""
-
 KEY_OPTIONS = ("namespace_secret", "mac_key", "encryption_key")
 """The keys of a :class:`StoreConfig`."""
 
 KeySource = Callable[[], bytes] | str
 """Where a key comes from: a function that returns it, or ``"env:NAME"``. Never the key itself."""
-
-
-def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
-    """Build the error for an option that does not exist, with the nearest names that do."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-    return ConfigError(f"{of} has no option {name!r}; {hint}")
-
-
-def refuse_store_options(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
-    """Refuse options of a :class:`StoreConfig` that were passed to something else, where they would be dropped or come too late.
-
-    Without ``encryption_key``, KV that was to be encrypted would be written plain.
-
-    Parameters
-    ----------
-    given
-        Names of options that are about to be handed on, or left out.
-    own
-        Names of options that exist; one that is closer to these is no option of the store.
-    of
-        What they were passed to.
-
-    Raises
-    ------
-    ConfigError
-        Names the option, and where it belongs.
-    """
-    stored = {f.name for f in fields(StoreConfig)}
-    known = sorted(stored.union(own))
-    for name in given:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
-        if near and near[0] in stored:
-            raise ConfigError(
-                f"{of} has no option {name!r}; pass it to the store: store_config=StoreConfig({near[0]}=...)"
-            )
-
-
-def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
-    """Refuse misspelt options of our own too: they would travel far before transformers refused them. As :func:`refuse_store_options`."""
-    own, given = list(own), list(given)
-    refuse_store_options(given, own, of=of)
-    for name in given:
-        if difflib.get_close_matches(name, own, n=1, cutoff=NEAR):
-            raise unknown_option(name, own, of=of)
-
-
-def check_model_kwargs(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
-    """Refuse, among options for ``from_pretrained``, those of the class itself and of the store. As :func:`refuse_store_options`."""
-    own, given = set(own), list(given)
-    for name in given:
-        if name in own:
-            raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
-    refuse_store_options(given, own, of=f"model_kwargs of {of}")
-
-
-class Named:
-    """Base of configs: an option that doesn't exist is refused by name, with the nearest that does."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar = {
-        "extra": "forbid"
-    }  # as pydantic makes a config from a dict, without asking this class
-
-    def __new__(cls, *values: object, **options: object) -> Self:
-        """Raise :class:`ConfigError` for an option that doesn't exist."""
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        for name in options:
-            if name not in known:
-                raise unknown_option(name, known, of=cls.__name__)
-        return super().__new__(cls)
-
-
-def from_mapping(cls: type[T], value: Any) -> Any:
-    """Build a config from a mapping of options; anything else stays as it is. Raises :class:`ConfigError`."""
-    return cls(**value) if isinstance(value, Mapping) else value
 
 
 def check_mode(mode: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.answer import Answering, Request, accounting
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode, refuse_misplaced
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode
 from kvrag.documents import items_in, keys_of, named
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.explain import explain_plan, explain_refusal
@@ -24,6 +24,7 @@ from kvrag.index_time import precompute_texts, replaced_ids
 from kvrag.items import check_batch_size, check_items, pair_up
 from kvrag.keys import Keys
 from kvrag.loading import LoadedModel, check_source, load
+from kvrag.misplaced import refuse_misplaced
 from kvrag.plain import PlainLM
 from kvrag.prefill import too_long_to_reuse
 from kvrag.prefix import Prefix, prefix_text
@@ -31,7 +32,8 @@ from kvrag.prompt import Prompt
 from kvrag.source import ModelSource
 from kvrag.stats import EngineStats
 from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
-from kvrag.store.base import check_retention, members
+from kvrag.store.base import members
+from kvrag.store.retention import check_retention
 from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import (
     Chunk,

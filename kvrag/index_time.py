@@ -17,7 +17,8 @@ from kvrag.loading import LoadedModel
 from kvrag.precompute import encode_chunks, encode_prefix
 from kvrag.quantise import pack
 from kvrag.spans import text_entry
-from kvrag.store.base import KVStore, Retention, Tier
+from kvrag.store.base import KVStore, Tier
+from kvrag.store.retention import Retention
 from kvrag.store.sink import ChunkSink
 from kvrag.store.sizes import want_of_room
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, PrecomputeReport, TextEntry

@@ -22,7 +22,8 @@ from kvrag.fingerprint import content_key
 from kvrag.index_time import precompute_texts
 from kvrag.keys import Naming
 from kvrag.loading import LoadedModel
-from kvrag.store.base import KVStore, Retention, StoreStats, TextLookup
+from kvrag.store.base import KVStore, StoreStats, TextLookup
+from kvrag.store.retention import Retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvrag import ConfigError, KVRagEngine, RepairConfig, Retention, SamplingConfig, StoreConfig
-from kvrag.config import refuse_misplaced
 from kvrag.fingerprint import chunk_key
+from kvrag.misplaced import refuse_misplaced
 from kvrag.store import KVStore, MemoryStore, TieredStore, open_store
 from kvrag.testing.chunks import make_identity, make_kv
 from kvrag.testing.models import tiny_model

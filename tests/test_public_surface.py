@@ -18,8 +18,9 @@ ROOT = Path(kvrag.__file__).parent
 
 RANKS = [
     {"errors", "types"},
+    {"options"},
     {"config", "deadline", "rope", "fingerprint", "packing", "quantise", "stats", "tensors", "tokens"},
-    {"adapters", "cache", "describe", "keys", "spans", "layout", "prompt", "row_plan", "weights"},
+    {"adapters", "cache", "describe", "keys", "spans", "layout", "misplaced", "prompt", "row_plan", "weights"},
     {"attention", "identity", "items", "partial", "prefix", "streams", "selection", "source", "store"},
     {"decide", "documents", "lookup", "models"},
     {"flash", "plain"},

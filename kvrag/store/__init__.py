@@ -8,7 +8,7 @@ import torch
 
 from kvrag.config import StoreConfig
 from kvrag.keys import Keys
-from kvrag.store.base import Index, KVStore, Record, Retention, StoreStats, TextLookup, Tier
+from kvrag.store.base import Index, KVStore, Record, StoreStats, TextLookup, Tier
 from kvrag.store.disk import DiskStore
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.index import DiskIndex
@@ -16,6 +16,7 @@ from kvrag.store.layers import Layers
 from kvrag.store.memory import MemoryStore
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.prefetch import Prefetch
+from kvrag.store.retention import Retention
 from kvrag.store.sizes import device_budget, host_memory, lesser
 from kvrag.store.tiered import TieredStore
 from kvrag.store.write_behind import WriteBehind

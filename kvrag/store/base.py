@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from kvrag.config import Named
-from kvrag.errors import ConfigError, InputError
+from kvrag.errors import InputError
 from kvrag.store.layers import Layers
+from kvrag.store.retention import Retention, Worth
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
 
@@ -62,57 +62,6 @@ def below_collection(collection: str) -> str:
     if not isinstance(collection, str) or not collection.strip("/"):
         raise InputError(f"collection is {collection!r}; pass the part of the document ids that stands before a slash")
     return collection.rstrip("/") + "/"
-
-
-DEFAULT_PRIORITY = 35
-
-
-@dataclass(frozen=True, slots=True)
-class Retention(Named):
-    """How much a chunk is worth keeping.
-
-    Parameters
-    ----------
-    priority
-        0 to 100; what has less leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30.
-    duration_s
-        After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never.
-    cost_ms
-        Time that it took to compute, in milliseconds; ``None``: what a precompute measures or is known already, else as much per token
-        as the store's other chunks took.
-
-    Raises
-    ------
-    ConfigError
-        If a value is out of its range.
-    """
-
-    priority: int = DEFAULT_PRIORITY
-    duration_s: float | None = None
-    cost_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.priority) is not int or not 0 <= self.priority <= 100:
-            raise ConfigError(f"Retention.priority is {self.priority!r}; it must be a whole number in [0, 100]")
-        for name in ("duration_s", "cost_ms"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value < float("inf")):
-                raise ConfigError(f"Retention.{name} is {value!r}; it must be a number of at least 0, or None")
-
-
-def check_retention(value: object, *, is_needed: bool = False) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`, or ``None`` where that is not needed."""
-    if not isinstance(value, Retention) and (is_needed or value is not None):
-        raise ConfigError(f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)")
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """What is known of a chunk's use: its recent hits, and the milliseconds that it took to compute; ``None`` if nobody said."""
-
-    hits: float = 0.0
-    cost_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from functools import partial
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, recovery
-from kvrag.store.base import DEFAULT_PRIORITY, Retention, check_retention
 from kvrag.store.disk_writes import ATTEMPTS, DiskWrites
 from kvrag.store.events import StoreEvent
 from kvrag.store.objects import KEY
+from kvrag.store.retention import DEFAULT_PRIORITY, Retention, check_retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 KEEP = Retention(100)

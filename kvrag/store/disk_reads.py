@@ -15,7 +15,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.keys import Keys
-from kvrag.store.base import Index, Retention, StoreStats, Worth
+from kvrag.store.base import Index, StoreStats
 from kvrag.store.claims import Claim, is_alive
 from kvrag.store.directory import Directory
 from kvrag.store.events import Events, StoreEvent
@@ -27,6 +27,7 @@ from kvrag.store.loader import Loader
 from kvrag.store.objects import Objects
 from kvrag.store.opening import open_directory
 from kvrag.store.reader import LayerStream, read_layers
+from kvrag.store.retention import Retention, Worth
 from kvrag.store.sizes import file_system, lesser
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 

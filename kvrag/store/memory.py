@@ -11,11 +11,12 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.quantise import convert
-from kvrag.store.base import DEFAULT_PRIORITY, Index, Retention, StoreStats, Worth, check_retention
+from kvrag.store.base import Index, StoreStats
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
 from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory_index import MemoryIndex
+from kvrag.store.retention import Retention, Worth, check_retention
 from kvrag.store.shelf import Entry, Shelf, record_for
 from kvrag.store.usage import Usage
 from kvrag.store.writer import check_kv
@@ -309,9 +310,3 @@ def copy_kv(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
         return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
     return kv.map(own)
-
-
-def priority_of(retention: Retention | None) -> int:
-    """Priority that a chunk is stored with; raises ``ConfigError`` if ``retention`` is none."""
-    check_retention(retention)
-    return DEFAULT_PRIORITY if retention is None else retention.priority

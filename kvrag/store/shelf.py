@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from kvrag.fingerprint import chunk_key, content_key
-from kvrag.store.base import Record, Retention
+from kvrag.store.base import Record
+from kvrag.store.retention import Retention
 from kvrag.store.usage import Usage, order, token_ms
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvrag.store.base import Retention, StoreStats
+from kvrag.store.base import StoreStats
+from kvrag.store.retention import Retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 

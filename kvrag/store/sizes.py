@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kvrag.store.base import Retention
+from kvrag.store.retention import Retention
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from kvrag.store.base import Record, Retention, Worth
+from kvrag.store.base import Record
+from kvrag.store.retention import Retention, Worth
 from kvrag.store.row_index import RowIndex
 from kvrag.store.rows import erasures_of, first_names, names_of, row_of, sizes_of, strings_of, text_of, texts_of
 from kvrag.store.usage import Usage

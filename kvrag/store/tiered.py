@@ -12,8 +12,9 @@ from dataclasses import replace
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
-from kvrag.store.base import KVStore, Record, Retention, StoreStats, TextLookup
-from kvrag.store.memory import MemoryStore, copy_kv, priority_of
+from kvrag.store.base import KVStore, Record, StoreStats, TextLookup
+from kvrag.store.memory import MemoryStore, copy_kv
+from kvrag.store.retention import Retention, priority_of
 from kvrag.store.tiered_reads import TieredReads
 from kvrag.store.write_behind import WriteBehind
 from kvrag.store.writer import check_kv

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from kvrag.store.base import DEFAULT_PRIORITY, Retention, Worth
+from kvrag.store.retention import DEFAULT_PRIORITY, Retention, Worth
 
 HALF_LIFE = 4096
 """Accesses of the store after which a hit counts half."""

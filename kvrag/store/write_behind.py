@@ -15,10 +15,11 @@ from dataclasses import replace
 
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob
-from kvrag.store.base import Index, Record, Retention, StoreStats, Worth, check_retention
+from kvrag.store.base import Index, Record, StoreStats
 from kvrag.store.disk import DiskStore
 from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory import copy_kv
+from kvrag.store.retention import Retention, Worth, check_retention
 from kvrag.store.write_queue import Entry, Queue
 from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry

@@ -11,9 +11,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from kvrag.errors import StoreError
-from kvrag.store.base import Record, Retention
+from kvrag.store.base import Record
 from kvrag.store.disk import DiskStore
 from kvrag.store.disk_writes import Withdrawn
+from kvrag.store.retention import Retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 # ruff: noqa: D102  (the name of a test is its sentence)
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,39 +19,16 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, content_key, namespace_digest
 from kvrag.store.base import KVStore
-from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_text, same_bits
+from kvrag.testing.store_base import PATIENT_S
+from kvrag.testing.store_documents import DocumentTests
+from kvrag.testing.store_layers import LayerTests
 from kvrag.testing.store_worth import RetentionTests
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV
-
-PATIENT_S = 30.0
+from kvrag.types import ChunkKV, LayerKV
 
 
-class StoreContract(RetentionTests):
+class StoreContract(RetentionTests, LayerTests, DocumentTests):
     """What every store promises. A subclass gives :meth:`make_store`; pytest collects the rest."""
-
-    dtype: torch.dtype = torch.float32
-
-    def make_store(self, directory: Path) -> KVStore:
-        """Open an empty store with room for a few megabytes; ``directory`` is its own and may be ignored."""
-        raise NotImplementedError
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        """Give the store under test, and close it afterwards."""
-        store = self.make_store(tmp_path / "store")
-        yield store
-        store.close()
-
-    def kv(self, identity: ChunkIdentity) -> ChunkKV:
-        """KV of an identity in the dtype under test."""
-        return make_kv(identity, dtype=self.dtype)
-
-    def put(
-        self, store: KVStore, identity: ChunkIdentity, text: str | None = None, doc_id: str | None = None
-    ) -> ChunkKey:
-        """Store the KV of an identity and return its key."""
-        store.put(identity, self.kv(identity), text=make_text(text) if text else None, doc_id=doc_id)
-        return chunk_key(identity)
 
     def test_an_empty_store_has_nothing(self, store: KVStore) -> None:
         identity = make_identity()
@@ -132,53 +107,6 @@ class StoreContract(RetentionTests):
         assert got[3] is got[0]
         assert store.get_many([], timeout_s=PATIENT_S) == []
 
-    def test_layers_come_in_order_with_the_bits_of_the_whole(self, store: KVStore) -> None:
-        identity = make_identity()
-        self.put(store, identity, "a", "doc")
-        for _ in range(2):  # the first one may promote it
-            stream = store.stream(identity)
-            assert stream is not None
-            with stream as layers:
-                assert (layers.num_layers, layers.num_bytes) == (2, self.kv(identity).num_bytes)
-                assert same_bits(ChunkKV((next(layers), *layers), layers.kv_dtype), self.kv(identity))
-            assert list(stream) == []
-            assert same_bits(store.get(identity), self.kv(identity))
-
-    def test_layers_that_nobody_takes_do_no_harm(self, store: KVStore) -> None:
-        identity = make_identity()
-        self.put(store, identity)
-        for taken in range(2):
-            stream = store.stream(identity)
-            assert stream is not None
-            for _ in range(taken):
-                next(stream)
-            stream.close()
-            stream.close()
-            assert list(stream) == []
-        assert same_bits(store.get(identity), self.kv(identity))
-
-    def test_what_is_absent_or_erased_has_no_layers(self, store: KVStore) -> None:
-        identity = make_identity()
-        assert store.stream(identity) is None
-        key = self.put(store, identity, "a", "doc")
-        assert store.stream(replace(identity, model="other")) is None
-        assert store.forget(NAMESPACE, "doc") == 1
-        assert store.stream(identity) is None
-        self.put(store, identity)
-        store.delete([key])
-        assert store.stream(identity) is None
-
-    def test_what_is_erased_while_its_layers_come_is_not_kept(self, store: KVStore) -> None:
-        identity = make_identity()
-        key = self.put(store, identity)
-        stream = store.stream(identity)
-        assert stream is not None
-        next(stream)
-        store.delete([key])
-        list(stream)
-        assert store.get(identity) is None
-        assert store.stream(identity) is None
-
     def test_values_that_are_not_finite_are_refused(self, store: KVStore) -> None:
         identity = make_identity()
         for bad in (float("nan"), float("inf"), float("-inf")):
@@ -237,108 +165,6 @@ class StoreContract(RetentionTests):
         assert not store.contains(key)
         self.put(store, make_identity(), "a", "doc")
         assert store.index.texts(NAMESPACE, cursor)[0] == [make_text("a")]
-
-    def test_kv_lives_as_long_as_one_document_references_its_text(self, store: KVStore) -> None:
-        first = self.put(store, make_identity(1), "a", "one")
-        self.put(store, make_identity(1), "a", "two")
-        variant = self.put(store, make_identity(1, prefix="other"), "a")
-        only = self.put(store, make_identity(2), "b", "one")
-        digests = [make_text("a").digest, make_text("b").digest]
-        assert sorted(store.index.documents(NAMESPACE)) == ["one", "two"]
-        assert sorted(store.index.document_texts(NAMESPACE, "one")) == sorted(digests)
-        assert store.index.unlink(NAMESPACE, "one") == [only]
-        assert store.index.documents(NAMESPACE) == ["two"]
-        assert store.index.document_texts(NAMESPACE, "one") == []
-        assert sorted(store.index.unlink(NAMESPACE, "two")) == sorted([first, variant])
-        assert store.index.unlink(NAMESPACE, "two") == []
-        assert store.index.keys() == []
-
-    def test_texts_that_share_a_key_both_keep_it(self, store: KVStore) -> None:
-        key = self.put(store, make_identity(), "a", "one")
-        self.put(store, make_identity(), "b", "two")
-        assert store.index.unlink(NAMESPACE, "two") == []
-        assert store.index.texts(NAMESPACE, 0)[0] == [make_text("a")]
-        assert store.index.unlink(NAMESPACE, "one") == [key]
-
-    def test_unlinking_a_text_drops_all_its_references(self, store: KVStore) -> None:
-        keys = [self.put(store, make_identity(prefix=prefix), "a", "one") for prefix in ("x", "y")]
-        self.put(store, make_identity(5), "b", "two")
-        assert sorted(store.index.unlink_text(NAMESPACE, make_text("a").digest)) == sorted(keys)
-        assert store.index.documents(NAMESPACE) == ["two"]
-        assert store.index.texts(NAMESPACE, 0)[0] == [make_text("b")]
-
-    def test_forgetting_a_document_erases_what_only_it_held(self, store: KVStore) -> None:
-        self.put(store, make_identity(1), "a", "one")
-        self.put(store, make_identity(1), "a", "two")
-        only = self.put(store, make_identity(2), "b", "one")
-        assert store.index.document_keys(NAMESPACE, "two") == [chunk_key(make_identity(1))]
-        assert store.forget(NAMESPACE, "one") == 1
-        assert not store.contains(only)
-        assert store.get(make_identity(2)) is None
-        assert same_bits(store.get(make_identity(1)), self.kv(make_identity(1)))
-        assert store.index.documents(NAMESPACE) == ["two"]
-        assert store.forget(NAMESPACE, "one") == 0
-        assert store.put(make_identity(2), self.kv(make_identity(2)), text=make_text("b"), doc_id="one") > 0
-        assert same_bits(store.get(make_identity(2)), self.kv(make_identity(2)))
-
-    def test_a_link_adds_a_reference_without_kv(self, store: KVStore) -> None:
-        key = self.put(store, make_identity(), "a", "one")
-        assert store.link(make_identity(), text=make_text("a"), doc_id="two")
-        assert store.index.unlink(NAMESPACE, "one") == []
-        assert store.index.unlink(NAMESPACE, "two") == [key]
-
-    def test_a_prefix_is_never_searched_for(self, store: KVStore) -> None:
-        key = self.put(store, make_identity())
-        assert store.index.texts(NAMESPACE, 0)[0] == []
-        assert store.index.keys() == [key]
-
-    @pytest.mark.parametrize("doc_id", ["", 'a"b', "a b", "\0", "\ud800", "ü/../x", "\U0010ffff"])
-    def test_any_string_is_a_document_id(self, store: KVStore, doc_id: str) -> None:
-        key = self.put(store, make_identity(), "a", doc_id)
-        assert store.index.documents(NAMESPACE) == [doc_id]
-        assert same_bits(store.get(make_identity()), self.kv(make_identity()))
-        assert store.index.unlink(NAMESPACE, doc_id) == [key]
-
-    def test_nothing_is_left_of_a_store_that_was_cleared(self, store: KVStore) -> None:
-        other = make_identity(2, namespace=namespace_digest("other"))
-        self.put(store, make_identity(1), "a", "one")
-        store.put(other, self.kv(other), text=make_text("b"), doc_id="two")
-        self.put(store, make_identity(3))
-        store.get(make_identity(1))
-        assert store.clear() == 3
-        for identity in (make_identity(1), other, make_identity(3)):
-            assert store.get(identity) is None
-            assert not store.contains(chunk_key(identity))
-        for space in (NAMESPACE, other.namespace):
-            assert store.index.documents(space) == []
-            assert store.index.texts(space, 0)[0] == []
-        assert store.index.keys() == []
-        assert store.clear() == 0
-        key = self.put(store, make_identity(1), "a", "one")
-        assert same_bits(store.get(make_identity(1)), self.kv(make_identity(1)))
-        assert store.index.unlink(NAMESPACE, "one") == [key]
-
-    def test_nothing_is_left_of_a_namespace_that_was_cleared(self, store: KVStore) -> None:
-        space = namespace_digest("other")
-        mine = make_identity(1)
-        theirs = [make_identity(number, namespace=space) for number in (1, 2, 3)]
-        key = self.put(store, mine, "a", "one")
-        store.put(theirs[0], self.kv(theirs[0]), text=make_text("a"), doc_id="one")
-        store.put(theirs[1], self.kv(theirs[1]), text=make_text("b"))
-        store.put(theirs[2], self.kv(theirs[2]), text=None)
-        store.get_many([mine, *theirs], timeout_s=PATIENT_S)
-        assert store.clear(namespace_digest("unknown")) == 0
-        assert store.clear(space) == 3, "with and without ids and texts"
-        assert store.get_many(theirs, timeout_s=PATIENT_S) == [None] * 3
-        assert store.index.documents(space) == []
-        assert store.index.texts(space, 0)[0] == []
-        assert store.index.keys() == [key]
-        assert same_bits(store.get(mine), self.kv(mine))
-        assert store.index.documents(NAMESPACE) == ["one"]
-        assert store.clear(space) == 0
-        store.put(theirs[0], self.kv(theirs[0]), text=make_text("a"), doc_id="one")
-        assert same_bits(store.get(theirs[0]), self.kv(theirs[0]))
-        assert store.index.unlink(NAMESPACE, "one") == [key]
 
     def test_deleted_chunks_are_gone(self, store: KVStore) -> None:
         keys = [self.put(store, make_identity(number), f"text {number}") for number in range(3)]

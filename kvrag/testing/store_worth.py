@@ -7,21 +7,20 @@ import pytest
 
 from kvrag.errors import ConfigError
 from kvrag.fingerprint import chunk_key
-from kvrag.store.base import KVStore, Retention
+from kvrag.store.base import KVStore
+from kvrag.store.retention import Retention
 from kvrag.testing.chunks import make_identity, make_text
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV
+from kvrag.testing.store_base import StoreUnderTest
+from kvrag.types import ChunkKey
 
 HOUR_S = 3600.0
 
 
-class RetentionTests:
+class RetentionTests(StoreUnderTest):
     """What every store promises that goes by what it was told of a chunk's worth."""
 
     keeps_retention: bool = True
     """Whether the store goes by priorities; one that does not says ``None`` of every chunk."""
-
-    def kv(self, identity: ChunkIdentity) -> ChunkKV:
-        raise NotImplementedError
 
     def told(self, retention: Retention | None) -> Retention | None:
         """Return what the store under test says of a chunk that it was told this of."""

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvrag.config import KEY_OPTIONS, RepairConfig, StoreConfig, from_mapping, refuse_store_options, unknown_option
+from kvrag.config import KEY_OPTIONS, RepairConfig, StoreConfig
 from kvrag.errors import ConfigError
+from kvrag.misplaced import refuse_store_options
+from kvrag.options import from_mapping, unknown_option
 
 ALIASES = {
     "model_name": "model",
