@@ -203,14 +203,21 @@ class _Run:
         return is_there
 
     def retain(self) -> None:
-        """Give what was stored already the retention of this run, if it was told one; the prefix never gets less than it has."""
+        """Give what was stored already the retention of this run, if it was told one; the prefix never gets less than it has.
+
+        A store that can't be changed now keeps what it was told before: that is no reason to compute nothing.
+        """
         if self._retention is None:
             return
-        self._store.retain(self._linked, self._retention)
         key = chunk_key(self._prefix_identity)
-        held = self._store.retention(key) or Retention()
-        if (wanted := self._prefix_retention).priority > held.priority:
-            self._store.retain([key], wanted)
+        try:
+            if self._linked:
+                self._store.retain(self._linked, self._retention)
+            held = self._store.retention(key) or Retention()
+            if (wanted := self._prefix_retention).priority > held.priority and self._store.contains(key):
+                self._store.retain([key], wanted)
+        except StoreError as error:
+            logger.warning("what is stored already keeps its priority: %s", error)
 
     def store_batch(self, jobs: list[Job]) -> None:
         """Encode and store some chunks; what fails is reported, and the rest goes on."""

@@ -80,9 +80,8 @@ class Plan:
 
     def without_reuse(self, reason: str) -> Plan:
         """Return the same prompt with nothing to reuse, and why, at every chunk."""
-        return Plan(
-            tuple(PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None) for p in self.pieces)
-        )
+        pieces = (PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None) for p in self.pieces)
+        return replace(self, pieces=tuple(pieces))
 
     @property
     def identities(self) -> list[ChunkIdentity]:

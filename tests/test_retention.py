@@ -98,6 +98,33 @@ def test_precomputing_again_says_it_anew_if_it_says_anything(engine_of: MakeEngi
     assert held(engine) == {10, 90}
 
 
+def test_a_store_that_can_not_be_changed_fails_no_precompute(
+    engine_of: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it can't be told is logged; what it can't store is reported, as without a retention."""
+    engine_of(kv_dir=tmp_path).precompute(CHUNKS[:1], retention=Retention(20))
+    reader = engine_of(kv_dir=tmp_path, store_config=StoreConfig(read_only=True))
+    for retention in (None, Retention(90)):
+        report = reader.precompute(CHUNKS[:2], retention=retention)
+        assert (report.stored, len(report.failed)) == (0, 2), "a new reference to the first is refused too"
+    assert worth(engine_of(kv_dir=tmp_path), slice(0, 1))[0] == 20
+
+
+def test_a_retention_that_can_not_be_applied_is_no_reason_to_compute_nothing(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of()
+    engine.precompute(CHUNKS[:1])
+
+    def locked(*_: object) -> int:
+        raise StoreError("the database stays locked")
+
+    monkeypatch.setattr(engine.store, "retain", locked)
+    report = engine.precompute(CHUNKS[:2], retention=Retention(90))
+    assert (report.stored, report.skipped, report.failed) == (1, 1, [])
+    assert "what is stored already keeps its priority: the database stays locked" in caplog.text
+
+
 def test_a_store_for_reading_only_says_so(engine_of: MakeEngine, tmp_path: Path) -> None:
     engine_of(kv_dir=tmp_path).precompute(CHUNKS[:1], ids=IDS[:1])
     reader = engine_of(kv_dir=tmp_path, store_config=StoreConfig(read_only=True))

@@ -43,7 +43,7 @@ Priority = Annotated[
         "--priority",
         min=0,
         max=100,
-        help="How long what is stored now stays when room is short, 0 to 100; what is stored already keeps its own. Default: 35.",
+        help="What the chunks are worth when room is short, 0 to 100, also those that are stored already. Default: 35, or what they have.",
         rich_help_panel=_STORE,
     ),
 ]

@@ -116,7 +116,8 @@ class DiskStore(DiskWrites):
                 self.make_room(plan.header.num_bytes, retention=retention)
             written = self._write(plan, kv, doc_id, is_reserved=is_reserved, reason=reason)
             if self.objects.contains(chunk_key(identity)):
-                if retention is not None:
+                # A row that was reserved has it since then, and its duration goes on; one that was made anew since has none.
+                if retention is not None and not (is_reserved and self.rows.retention(chunk_key(identity))):
                     self.rows.retain([chunk_key(identity)], retention)
                 return written
         raise StoreError(f"the chunk is erased from {self._root} as fast as it is written; try again later")

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
-SHARD, INDEX = re.compile(r"[0-9a-f]{2}"), re.compile(r"index(-[0-9a-f]{16})?")
+SHARD, INDEX = re.compile(r"[0-9a-f]{2}"), re.compile(r"index(-[0-9a-f]{16})?(\.damaged)?")
 FILES = {
     "objects": re.compile(r"[0-9a-f]{64}\.safetensors"),
     "references": re.compile(r"[0-9a-f]{64}\.json"),

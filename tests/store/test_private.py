@@ -64,6 +64,14 @@ def test_a_copied_store_is_made_private_and_says_so_once(copied, kind, caplog):
     assert caplog.records == []
 
 
+def test_an_index_that_was_put_aside_is_the_stores_own(copied, kind):
+    """It holds the ids of documents, and is no reason to leave the root open."""
+    shutil.copytree(copied / "index", copied / "index.damaged")
+    open_up(copied)
+    use(copied, index=kind)
+    assert is_private(copied)
+
+
 def test_a_directory_that_was_there_before_is_made_private(root, caplog):
     root.mkdir(mode=0o755)
     root.chmod(0o755)

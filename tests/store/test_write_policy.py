@@ -12,7 +12,7 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, open_store, writer
+from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, open_store, usage, writer
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(6)]
@@ -56,6 +56,16 @@ def test_a_put_returns_before_the_chunk_is_written_and_flush_waits(store, disk, 
     assert other.forget(NAMESPACE, "doc") == 0
     assert other.forget(NAMESPACE, "other") == 1
     other.close()
+
+
+def test_a_duration_begins_with_the_put_and_not_with_the_write(store, disk, held_up, monkeypatch):
+    now = usage.since_boot()
+    with held_up():
+        store.put(IDENTITIES[0], make_kv(IDENTITIES[0]), text=None, retention=Retention(90, duration_s=60))
+        monkeypatch.setattr(usage, "since_boot", lambda: now + 45)
+    assert store.flush() == {}
+    left = disk.retention(KEYS[0]).duration_s
+    assert 0 < left <= 16, "it goes on while the chunk waits"
 
 
 def test_through_is_the_default_and_is_on_disk_at_once(root):

@@ -166,7 +166,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         await asyncio.to_thread(self._forget, ids)
 
     def clear(self) -> None:
-        """Empty the store, and delete the KV of all nodes that were added through a store of this namespace."""
+        """Empty the store, and delete the KV of all nodes that were added through a store of this namespace and collection."""
         self.inner.clear()
         self._forget(self._table().nodes(self._space()))
 
