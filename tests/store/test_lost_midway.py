@@ -1,0 +1,90 @@
+"""An index that is lost in the midst of something: of a wait for the disk, of a clear, of an erasure."""
+
+import shutil
+
+import pytest
+
+from kvrag.config import StoreConfig
+from kvrag.fingerprint import chunk_key
+from kvrag.store import DiskStore, Retention, open_store
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+
+IDENTITIES = [make_identity(number) for number in range(3)]
+KEYS = [chunk_key(identity) for identity in IDENTITIES]
+
+
+def put(store, number, doc_id="doc", **options):
+    text = make_text(str(number)) if doc_id else None
+    return store.put(IDENTITIES[number], make_kv(IDENTITIES[number]), text=text, doc_id=doc_id, **options)
+
+
+@pytest.fixture(params=[0, 2**20], ids=["disk", "tiers"])
+def behind(root, request):
+    """A store that writes behind, alone and below memory, whose index is lost while its writer is held up."""
+    store = open_store(root, StoreConfig(write_policy="back", min_free_bytes=0, ram_bytes=request.param))
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("doc_id", ["doc", None])
+def test_what_waits_is_told_when_its_row_is_lost_with_the_index(behind, root, held_up, doc_id):
+    with held_up():
+        put(behind, 0, doc_id)
+        shutil.rmtree(root / "index")
+        assert behind.index.documents(NAMESPACE) == []
+        assert (behind.contains(KEYS[0]), behind.get(IDENTITIES[0])) == (False, None)
+    errors = behind.flush()
+    assert list(errors) == [KEYS[0]]
+    assert "the index was lost before" in errors[KEYS[0]]
+    assert behind.stats()["disk"].failed_writes == 1
+    assert behind.stats()["disk"].unwritten == 0
+    assert not list((root / "objects").rglob("*.safetensors"))
+    assert put(behind, 0, doc_id) > 0
+    assert behind.flush() == {}
+    assert same_bits(behind.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
+
+
+def test_what_waits_and_is_put_again_after_the_loss_is_written(behind, root, held_up):
+    with held_up():
+        put(behind, 0, retention=Retention(90))
+        shutil.rmtree(root / "index")
+        put(behind, 0, retention=Retention(90))
+        assert behind.contains(KEYS[0])
+    assert behind.flush() == {}
+    assert same_bits(behind.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
+    assert behind.index.documents(NAMESPACE) == ["doc"]
+    assert behind.priority(KEYS[0]) == 90
+
+
+def test_who_puts_it_after_the_loss_has_it_and_who_lost_it_is_told(behind, root, held_up):
+    with held_up():
+        put(behind, 0, "lost")
+        shutil.rmtree(root / "index")
+        put(behind, 0, "later")
+    assert list(behind.flush()) == [KEYS[0]]
+    assert same_bits(behind.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
+    assert behind.index.documents(NAMESPACE) == ["later"]
+    assert behind.forget(NAMESPACE, "later") == 1
+    assert behind.get(IDENTITIES[0]) is None
+
+
+def test_what_another_process_has_erased_before_the_loss_does_not_come_back(behind, root, held_up):
+    other = DiskStore(root, StoreConfig(min_free_bytes=0))
+    with held_up():
+        put(behind, 0)
+        other.forget(NAMESPACE, "doc")
+        shutil.rmtree(root / "index")
+    assert "if that was not erased" in behind.flush()[KEYS[0]]
+    assert other.files() == set()
+    assert other.index.documents(NAMESPACE) == []
+    other.close()
+
+
+def test_an_index_that_changes_its_kind_loses_nothing_that_waits(behind, root, held_up):
+    with held_up():
+        put(behind, 0)
+        other = DiskStore(root, StoreConfig(index="sqlite", min_free_bytes=0))
+    assert behind.flush() == {}
+    assert other.index.documents(NAMESPACE) == ["doc"]
+    assert same_bits(other.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
+    other.close()
