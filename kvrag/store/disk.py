@@ -223,15 +223,25 @@ class DiskStore(DiskWrites):
                 if namespace is not None:
                     self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
         self.objects.empty_quarantine()
-        for space, digest, _ in self.rows.references():
-            if namespace in (None, space) and not self.rows.text_keys(space, digest):
-                self.rows.unlink_text(space, digest)
-        recovery.drop_references(self.rows, self.references)
-        self.rows.mark_erasure()  # also for what budgets have evicted, and any process has in its memory
+        self._clear_references(namespace)
         self.rows.scrub()
         if namespace is None:
             self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))
         return found
+
+    def _clear_references(self, namespace: str | None) -> None:
+        """Drop all references to texts without KV, of a namespace or of every one, and let every process look at what it has in memory."""
+        for _ in range(ATTEMPTS):
+            generation = self.rows.generation
+            for space, digest, _ in self.rows.references():
+                if namespace in (None, space) and not self.rows.text_keys(space, digest):
+                    self.rows.unlink_text(space, digest)
+            recovery.drop_references(self.rows, self.references)
+            self.rows.mark_erasure()  # also for what budgets have evicted, and any process has in its memory
+            if self.rows.generation == generation:
+                return
+            # What was to go was noted in an index that is lost, and the new one has it back from the files that there still are.
+        raise StoreError(f"the index of {self._root} is lost as fast as it is rebuilt; try again later")
 
     def _is_of(self, key: ChunkKey, namespace: str | None) -> bool:
         """Whether a chunk is of a namespace, as its file says, or its row where it has none; of ``None`` is all but that of other keys."""

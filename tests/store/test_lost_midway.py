@@ -1,12 +1,14 @@
 """An index that is lost in the midst of something: of a wait for the disk, of a clear, of an erasure."""
 
 import shutil
+from contextlib import closing
 
 import pytest
 
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore, Retention, open_store
+from kvrag.errors import StoreError
+from kvrag.fingerprint import chunk_key, namespace_digest
+from kvrag.store import DiskStore, Retention, open_store, recovery
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(3)]
@@ -88,3 +90,53 @@ def test_an_index_that_changes_its_kind_loses_nothing_that_waits(behind, root, h
     assert other.index.documents(NAMESPACE) == ["doc"]
     assert same_bits(other.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
     other.close()
+
+
+@pytest.fixture(params=["diskcache", "sqlite"])
+def store(root, request):
+    store = DiskStore(root, StoreConfig(min_free_bytes=0, index=request.param))
+    for number in range(3):
+        put(store, number, f"doc {number}")
+    yield store
+    store.close()
+
+
+def left_in(store):
+    """Return what is known of a store that is opened anew."""
+    with closing(DiskStore(store._root, StoreConfig(min_free_bytes=0))) as again:
+        return again.index.documents(NAMESPACE), again.references.names(), again.files()
+
+
+@pytest.mark.parametrize("namespace", [None, NAMESPACE])
+@pytest.mark.parametrize("is_half_done", [False, True])
+def test_a_clear_in_whose_midst_the_index_is_lost_leaves_no_document(store, root, monkeypatch, namespace, is_half_done):
+    real, losses = recovery.drop_references, iter([root / "index"])
+
+    def drop_references(rows, references):
+        for folder in losses:
+            if is_half_done:
+                references.remove(rows.gone_references()[0])
+            shutil.rmtree(folder)
+        real(rows, references)
+
+    monkeypatch.setattr(recovery, "drop_references", drop_references)
+    assert store.clear(namespace) == 3
+    assert store.index.documents(NAMESPACE) == []
+    assert left_in(store) == ([], set(), set())
+
+
+def test_a_clear_of_a_namespace_leaves_the_others_their_documents_though_the_index_is_lost(store, root, monkeypatch):
+    theirs = make_identity(7, namespace=namespace_digest("other"))
+    store.put(theirs, make_kv(theirs), text=make_text("0"), doc_id="doc 0")
+    real, losses = store.rows.mark_erasure, iter([root / "index"])
+    monkeypatch.setattr(store.rows, "mark_erasure", lambda: (list(map(shutil.rmtree, losses)), real()))
+    assert store.clear(NAMESPACE) == 3
+    assert store.index.documents(theirs.namespace) == ["doc 0"]
+    assert left_in(store)[2] == {chunk_key(theirs)}
+
+
+def test_a_clear_is_refused_where_the_index_is_lost_again_and_again(store, root, monkeypatch):
+    real = store.rows.unlink_text
+    monkeypatch.setattr(store.rows, "unlink_text", lambda *names: (real(*names), shutil.rmtree(root / "index")))
+    with pytest.raises(StoreError, match="as fast as it is rebuilt"):
+        store.clear()
