@@ -22,6 +22,7 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, recovery
 from kvrag.store.disk_writes import ATTEMPTS, DiskWrites
+from kvrag.store.erasures import Erasing
 from kvrag.store.events import StoreEvent
 from kvrag.store.objects import KEY
 from kvrag.store.retention import DEFAULT_PRIORITY, Retention, check_retention
@@ -268,12 +269,14 @@ class DiskStore(DiskWrites):
 
     def _erase(self, key: ChunkKey) -> bool:
         """Erase a chunk everywhere; on a full disk the file goes first, which may make the room for the rest."""
+        erase = Erasing(partial(self.objects.erase, key))
         try:
-            erased = self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True)
+            self.rows.drop(key, erase, is_erasure=True)
         except StoreError:
-            erased = self.objects.erase(key)
+            erase()
             if (self._root / "objects").is_dir():  # a directory that is gone holds nothing, and can't be told so
                 self.rows.drop(key, lambda: False, is_erasure=True)
-        if erased:
-            self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
-        return erased
+        finally:
+            if erase.found:
+                self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
+        return erase.found

@@ -8,7 +8,7 @@ import pytest
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key, namespace_digest
-from kvrag.store import DiskStore, Retention, open_store, recovery
+from kvrag.store import DiskIndex, DiskStore, Retention, open_store, recovery
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(3)]
@@ -94,9 +94,11 @@ def test_an_index_that_changes_its_kind_loses_nothing_that_waits(behind, root, h
 
 @pytest.fixture(params=["diskcache", "sqlite"])
 def store(root, request):
-    store = DiskStore(root, StoreConfig(min_free_bytes=0, index=request.param))
+    seen = []
+    store = DiskStore(root, StoreConfig(min_free_bytes=0, index=request.param, on_event=seen.append))
     for number in range(3):
         put(store, number, f"doc {number}")
+    store.seen = seen
     yield store
     store.close()
 
@@ -140,3 +142,58 @@ def test_a_clear_is_refused_where_the_index_is_lost_again_and_again(store, root,
     monkeypatch.setattr(store.rows, "unlink_text", lambda *names: (real(*names), shutil.rmtree(root / "index")))
     with pytest.raises(StoreError, match="as fast as it is rebuilt"):
         store.clear()
+
+
+ERASURES = {
+    "delete": lambda store: store.delete(KEYS),
+    "forget": lambda store: sum(store.forget(NAMESPACE, f"doc {number}") for number in range(3)),
+    "clear": lambda store: store.clear(),
+    "clear namespace": lambda store: store.clear(NAMESPACE),
+    "evict": lambda store: store._evictor.evict(2**20),
+}
+
+
+@pytest.mark.parametrize("how", ERASURES)
+def test_what_is_erased_counts_though_the_index_is_lost_with_its_file(store, root, monkeypatch, how):
+    real, losses = store.objects.erase, iter([root / "index"])
+
+    def erase(key):
+        found = real(key)
+        for folder in losses:
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(store.objects, "erase", erase)
+    monkeypatch.setattr(store._evictor, "_erase", erase)
+    had_room = (root / "ballast").exists()
+    assert ERASURES[how](store) == 3
+    gone = [key for event in store.seen if event.type == "BlockRemoved" for key in event.block_hashes]
+    assert sorted(gone) == ([] if how == "clear" else sorted(KEYS))
+    assert store.files() == set()
+    assert (root / "ballast").exists() == had_room  # which a loss has nothing to do with
+
+
+def test_a_file_that_is_erased_is_told_of_though_its_row_stays(store, monkeypatch):
+    def full(self, *args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskIndex, "_erase", full)
+        with pytest.raises(StoreError, match="No space left"):
+            store.delete(KEYS[:1])
+    assert [event.block_hashes for event in store.seen if event.type == "BlockRemoved"] == [(KEYS[0],)]
+    assert store.files() == set(KEYS[1:])
+
+
+def test_room_for_an_erasure_is_made_where_the_disk_is_full(store, root, monkeypatch):
+    real = DiskIndex._erase
+
+    def full(self, row):
+        if (root / "ballast").exists():
+            raise OSError(28, "No space left on device")
+        return real(self, row)
+
+    monkeypatch.setattr(DiskIndex, "_erase", full)
+    assert store.forget(NAMESPACE, "doc 0") == 1
+    assert store.index.documents(NAMESPACE) == ["doc 1", "doc 2"]
+    assert not (root / "ballast").exists()
