@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from kvrag.commands.maintenance import must_not_write
 from kvrag.commands.options import (
     DEFAULT_KV_DIR,
     AsJson,
@@ -80,6 +81,7 @@ def ask(
         device=device,
         repair=repair,
         kv_dtype=kv_dtype,
+        limits={"read_only": must_not_write(kv_dir)},
     )
     prompt = given if question is None or given is not None else _prompt(engine, question, texts, prefix, system)
     assert prompt is not None, "one of the two was given"

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvrag.commands.keys import key_options
-from kvrag.commands.maintenance import existing_store, report_copy
+from kvrag.commands.maintenance import existing_store, must_not_write, report_copy
 from kvrag.commands.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
 
 
@@ -32,7 +32,7 @@ def export(
     from kvrag.store import DiskStore
     from kvrag.store import fsck as checks
 
-    with existing_store(kv_dir) as store:
+    with existing_store(kv_dir, read_only=must_not_write(kv_dir)) as store:
         space = store.keys.names.namespace(namespace)
         keys, unknown = None, None
         if document:

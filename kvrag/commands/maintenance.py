@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 def must_not_write(kv_dir: Path) -> bool:
     """Whether opening a store for writing would change the kind of its index: it has diskcache's, and that isn't installed."""
-    return importlib.util.find_spec("diskcache") is None and any(kv_dir.glob("index*/cache.db"))
+    if importlib.util.find_spec("diskcache") is not None:
+        return False
+    from kvrag.config import StoreConfig
+    from kvrag.keys import Keys
+    from kvrag.store.index_kinds import is_there
+    from kvrag.store.row_seal import RowSeal, folder_of
+
+    keys = Keys.of(StoreConfig(**key_options()))
+    return is_there(kv_dir / folder_of(RowSeal.of(keys)), "diskcache")
 
 
 def check_is_store(kv_dir: Path) -> None:
@@ -40,7 +48,7 @@ def check_is_store(kv_dir: Path) -> None:
 
 
 @contextmanager
-def existing_store(kv_dir: Path, *, disk_bytes: int | None = None) -> Iterator[DiskStore]:
+def existing_store(kv_dir: Path, *, disk_bytes: int | None = None, read_only: bool = False) -> Iterator[DiskStore]:
     """Open a store that is there, and close it afterwards."""
     check_is_store(kv_dir)
     from kvrag.config import StoreConfig
@@ -51,6 +59,7 @@ def existing_store(kv_dir: Path, *, disk_bytes: int | None = None) -> Iterator[D
         min_free_bytes=0,
         high_watermark=1.0,
         low_watermark=1.0,
+        read_only=read_only,
         **key_options(),
     )
     store = DiskStore(kv_dir, config)

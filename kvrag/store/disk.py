@@ -22,6 +22,7 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import chunk_key
 from kvrag.store import blob, recovery
 from kvrag.store.disk_writes import ATTEMPTS, DiskWrites
+from kvrag.store.erasures import Erasing
 from kvrag.store.events import StoreEvent
 from kvrag.store.objects import KEY
 from kvrag.store.retention import DEFAULT_PRIORITY, Retention, check_retention
@@ -224,15 +225,25 @@ class DiskStore(DiskWrites):
                 if namespace is not None:
                     self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
         self.objects.empty_quarantine()
-        for space, digest, _ in self.rows.references():
-            if namespace in (None, space) and not self.rows.text_keys(space, digest):
-                self.rows.unlink_text(space, digest)
-        recovery.drop_references(self.rows, self.references)
-        self.rows.mark_erasure()  # also for what budgets have evicted, and any process has in its memory
+        self._clear_references(namespace)
         self.rows.scrub()
         if namespace is None:
             self._events.emit(StoreEvent("AllBlocksCleared", "disk", reason="cleared"))
         return found
+
+    def _clear_references(self, namespace: str | None) -> None:
+        """Drop all references to texts without KV, of a namespace or of every one, and let every process look at what it has in memory."""
+        for _ in range(ATTEMPTS):
+            generation = self.rows.generation
+            for space, digest, _ in self.rows.references():
+                if namespace in (None, space) and not self.rows.text_keys(space, digest):
+                    self.rows.unlink_text(space, digest)
+            recovery.drop_references(self.rows, self.references)
+            self.rows.mark_erasure()  # also for what budgets have evicted, and any process has in its memory
+            if self.rows.generation == generation:
+                return
+            # What was to go was noted in an index that is lost, and the new one has it back from the files that there still are.
+        raise StoreError(f"the index of {self._root} is lost as fast as it is rebuilt; try again later")
 
     def _is_of(self, key: ChunkKey, namespace: str | None) -> bool:
         """Whether a chunk is of a namespace, as its file says, or its row where it has none; of ``None`` is all but that of other keys."""
@@ -259,12 +270,14 @@ class DiskStore(DiskWrites):
 
     def _erase(self, key: ChunkKey) -> bool:
         """Erase a chunk everywhere; on a full disk the file goes first, which may make the room for the rest."""
+        erase = Erasing(partial(self.objects.erase, key))
         try:
-            erased = self.rows.drop(key, partial(self.objects.erase, key), is_erasure=True)
+            self.rows.drop(key, erase, is_erasure=True)
         except StoreError:
-            erased = self.objects.erase(key)
+            erase()
             if (self._root / "objects").is_dir():  # a directory that is gone holds nothing, and can't be told so
                 self.rows.drop(key, lambda: False, is_erasure=True)
-        if erased:
-            self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
-        return erased
+        finally:
+            if erase.found:
+                self._events.emit(StoreEvent("BlockRemoved", "disk", (key,), "deleted"))
+        return erase.found

@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 
 from kvrag.errors import StoreError
 from kvrag.store import connect, index_kinds
+from kvrag.store.erasures import ErasureIndex
 from kvrag.store.fork import ForkAware
 from kvrag.store.index_kinds import COMPLETE, FILES, Rows
 from kvrag.store.row_seal import RowSeal, load_rows, load_value
 from kvrag.store.rows import end_of
 from kvrag.store.sqlite import SqliteRows
-from kvrag.store.store_index import StoreIndex
-from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ RETRY_SHARE, RETRY_S = 20, 60.0
 """An index that could not be made anew is tried again after so many times the time that it took, but no later than after so long."""
 
 
-class DiskIndex(StoreIndex, ForkAware):
+class DiskIndex(ErasureIndex, ForkAware):
     """An index in a directory, shared by threads and processes.
 
     A damaged database is moved aside and begun anew; :attr:`stale` then says that it has to be rebuilt. One that was deleted or
@@ -71,8 +70,6 @@ class DiskIndex(StoreIndex, ForkAware):
         self._closed = self._warned = self._is_reopening = False
         self._depth, self._retry_at = 0, 0.0
         self._fault: OSError | None = None
-        self.make_room: Callable[[], bool] = lambda: False
-        """Called when the disk is full in the middle of an erasure; returns whether it may be tried again."""
         self.recover: Callable[[Callable[[], None]], None] = lambda reopen: reopen()
         """Called with what opens the database that is there now, when ours was deleted or replaced; it has to rebuild a stale one."""
         self.stale = True
@@ -99,38 +96,15 @@ class DiskIndex(StoreIndex, ForkAware):
             self._closed = True
             self._before_fork()
 
-    def unlink(self, namespace: str, doc_id: str) -> list[ChunkKey]:
-        """Drop document ``doc_id``; return and remove the keys of the texts that no document references any more."""
-        return self._with_room(lambda: super(DiskIndex, self).unlink(namespace, doc_id))
-
-    def unlink_text(self, namespace: str, digest: str) -> list[ChunkKey]:
-        """Drop every reference to the text with this digest; return and remove all its keys."""
-        return self._with_room(lambda: super(DiskIndex, self).unlink_text(namespace, digest))
-
-    def remove(self, key: ChunkKey) -> None:
-        """Remove one row; unknown keys are fine."""
-        self._with_room(lambda: super(DiskIndex, self).remove(key))
-
-    def settle(self, names: tuple[str, ...], erase: Callable[[], bool]) -> bool:
-        """Erase the file of a chunk or of a reference if it still is to go; see :class:`StoreIndex`."""
-        return self._with_room(lambda: super(DiskIndex, self).settle(names, erase))
-
-    def drop(self, key: ChunkKey, erase: Callable[[], bool], *, is_erasure: bool = False) -> bool:
-        """Erase a chunk's file and remove its row in one step, and return what ``erase`` did."""
-        return self._with_room(lambda: super(DiskIndex, self).drop(key, erase, is_erasure=is_erasure))
-
     def scrub(self) -> None:
         """Let nothing of erased rows remain in the database's journal, as far as other readers allow it."""
         with suppress(StoreError), self._lock, self._as_store_error():
             self._database().sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _with_room(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except StoreError:
-            if not self.make_room():
-                raise
-            return work()
+    def _is_reopened(self, generation: int) -> bool:
+        if self.generation == generation and not self._is_ours():
+            self._peek("total")
+        return self.generation != generation
 
     def _before_fork(self) -> None:
         if self._rows is not None:

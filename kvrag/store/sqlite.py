@@ -108,8 +108,8 @@ class SqliteRows:
 def warn_without_diskcache() -> None:
     """Say, once, that this takes the place of diskcache."""
     log.warning(
-        "diskcache is not installed, so indices are kept with sqlite3 alone, as by StoreConfig(index='sqlite'); "
-        "all processes on a directory must use the same kind"
+        "diskcache is not installed, so indices are kept with sqlite3 alone, as by StoreConfig(index='sqlite'), and none of "
+        "diskcache's can be read"
     )
 
 

@@ -20,7 +20,7 @@ from kvrag.store.disk import DiskStore
 from kvrag.store.layers import HeldLayers, Layers
 from kvrag.store.memory import copy_kv
 from kvrag.store.retention import Retention, Worth, check_retention
-from kvrag.store.write_queue import Entry, Queue
+from kvrag.store.write_queue import Entry, Queue, Reference
 from kvrag.store.writer import check_kv
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
 
@@ -108,10 +108,10 @@ class WriteBehind:
             if self.link(identity, text=text, doc_id=doc_id):
                 return 0
             if queue.num_bytes + kv.num_bytes <= self._max_bytes:
-                record = self._reserve(identity, kv, text, doc_id, retention)
+                record, reference = self._reserve(identity, kv, text, doc_id, retention)
                 pin = ExitStack()
                 pin.enter_context(self._disk.pinned([record.key]))
-                queue.append(Entry(identity, copy_kv(kv), record, retention, [(text, doc_id)], pin))
+                queue.append(Entry(identity, copy_kv(kv), record, retention, [reference], pin))
                 return record.num_bytes
         return self._disk.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
 
@@ -122,15 +122,23 @@ class WriteBehind:
         text: TextEntry | None,
         doc_id: str | None,
         retention: Retention | None,
-    ) -> Record:
+    ) -> tuple[Record, Reference]:
         """Refuse now what would be refused later, make room, and give the chunk its row."""
         record = blob.plan(identity, kv, text=text).header.record()
         check_kv(identity, kv)
         self._disk.make_room(record.num_bytes, retention=retention)
-        self.hold(record, doc_id)
+        reference = self._announce(record, doc_id)
         if retention is not None:
             self._disk.rows.retain([record.key], retention)
-        return record
+        return record, reference
+
+    def _announce(self, record: Record, doc_id: str | None) -> Reference:
+        """Give a chunk that waits its row, for one text and document, and return what is to be written of them."""
+        generation = (
+            self._disk.rows.generation
+        )  # before the row: one that is lost must not be taken for one of the new index
+        self.hold(record, doc_id)
+        return Reference(record.text, doc_id, generation)
 
     def hold(self, record: Record, doc_id: str | None) -> None:
         """Give a chunk in this process's memory its row; raises as :meth:`DiskStore.hold`."""
@@ -150,8 +158,7 @@ class WriteBehind:
         with queue.changes:
             entry = queue.entries.get(chunk_key(identity))
             if entry is not None and entry.identity == identity:
-                self.hold(replace(entry.record, text=text), doc_id)
-                entry.references.append((text, doc_id))
+                entry.references.append(self._announce(replace(entry.record, text=text), doc_id))
                 return True
         return self._disk.link(identity, text=text, doc_id=doc_id)
 
@@ -166,8 +173,8 @@ class WriteBehind:
             return self._disk.retain(keys, retention)
 
     def contains(self, key: ChunkKey) -> bool:
-        """Whether a chunk waits to be written or has a file, without proving its integrity."""
-        return key in self._queue.entries or self._disk.contains(key)
+        """Whether a chunk waits to be written, and has its row, or has a file, without proving its integrity."""
+        return self._disk.contains(key) or (key in self._queue.entries and self._disk.is_known(key))
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Erase chunks, written or not, and return how many were there; raises as :meth:`DiskStore.delete`."""

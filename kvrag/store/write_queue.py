@@ -20,6 +20,15 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a chunk that has yet to be written was put with: a text and a document, in the rows of one generation of the index."""
+
+    text: TextEntry | None
+    doc_id: str | None
+    generation: int
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A chunk that has yet to be written, with the references that it was put with."""
@@ -28,7 +37,7 @@ class Entry:
     kv: ChunkKV
     record: Record
     retention: Retention | None
-    references: list[tuple[TextEntry | None, str | None]]
+    references: list[Reference]
     pin: ExitStack
 
 
@@ -116,26 +125,40 @@ class Queue:
         return True
 
     def _write(self, entry: Entry) -> None:
-        """Write a chunk and its references, those too that come meanwhile."""
-        done = 0
+        """Write a chunk and its references, those too that come meanwhile; ``StoreError`` if one of them was lost with the index."""
+        done, key, is_whole = 0, entry.record.key, True
         while True:
             with self.changes:
                 references = entry.references[done:]
                 if not references:
-                    self.drop(entry.record.key)
-                    return
-            for text, doc_id in references:
-                try:
-                    self.disk.fulfil(entry.identity, entry.kv, text=text, doc_id=doc_id, retention=entry.retention)
-                except Withdrawn as withdrawn:
-                    if doc_id is None:  # not by its document: the caller, who believes it stored, is told
-                        raise
-                    log.info("%s", withdrawn)
+                    self.drop(key)
+                    break
+            for reference in references:
+                is_whole &= self._write_for(entry, reference)
             done += len(references)
+        if not is_whole:
+            # Not put again: nothing is left to tell whether another process had erased it before.
+            raise StoreError(
+                f"the index was lost before the chunk {key[:12]} was written, and with it the row that it was put with, if that was not "
+                "erased; put it again if it is wanted"
+            )
+
+    def _write_for(self, entry: Entry, reference: Reference) -> bool:
+        """Write a chunk, or one more reference to it; ``False`` if its row was lost with the index, perhaps."""
+        text, doc_id = reference.text, reference.doc_id
+        try:
+            self.disk.fulfil(entry.identity, entry.kv, text=text, doc_id=doc_id, retention=entry.retention)
+        except Withdrawn as withdrawn:
+            if self.disk.rows.generation != reference.generation:
+                return False
+            if doc_id is None:  # not by its document: the caller, who believes it stored, is told
+                raise
+            log.info("%s", withdrawn)
+        return True
 
     def _failed(self, entry: Entry, error: Exception) -> None:
         key = entry.record.key
-        log.warning("the chunk %s could not be written and is not stored: %s", key[:12], error)
+        log.warning("the chunk %s could not be written as it was put: %s", key[:12], error)
         with self.changes:
             self.errors[key] = str(error)
             self.failed += 1

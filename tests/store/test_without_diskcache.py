@@ -1,20 +1,25 @@
 """Where diskcache must not be installed, everything works with the standard library's sqlite3, and one line says so."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from protected import needs_cryptography
 
+from kvrag.commands.maintenance import must_not_write
 from kvrag.config import StoreConfig
 from kvrag.fingerprint import chunk_key
-from kvrag.store import DiskStore
+from kvrag.store import DiskStore, Retention
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 ONE = make_identity(1)
+KEYS = {"plain": {}, "cipher": {"encryption_key": "ab" * 32}}
 ROOT = Path(__file__).parents[2]
 
 ABSENT = """
@@ -73,6 +78,52 @@ def test_a_store_that_was_made_with_it_is_read_without(root, options, lines):
     store = DiskStore(root, StoreConfig(min_free_bytes=0))
     assert store.contains(chunk_key(ONE))
     store.close()
+
+
+def test_an_export_leaves_the_index_of_its_source_as_it_is(root, tmp_path):
+    store = DiskStore(root, StoreConfig(min_free_bytes=0))
+    store.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="doc", retention=Retention(90))
+    store.close()
+    script = "import sys; sys.modules['diskcache'] = None; import kvrag.cli; kvrag.cli.main()"
+    options = ["--document", "doc", "--kv-dir"]
+    command = [sys.executable, "-c", script, "export", str(tmp_path / "copy"), *options, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path / "copy" / "index") == ["rows.db"]
+    copy, store = (DiskStore(path, StoreConfig(min_free_bytes=0)) for path in (tmp_path / "copy", root))
+    assert same_bits(copy.get(ONE), make_kv(ONE))
+    assert copy.index.documents(NAMESPACE) == ["doc"]
+    assert (root / "index" / "cache.db").exists()
+    assert store.priority(chunk_key(ONE)) == 90
+    copy.close()
+    store.close()
+
+
+@pytest.fixture
+def without(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "diskcache" else real(name))
+
+
+@pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("kind", ["plain", pytest.param("cipher", marks=needs_cryptography)])
+def test_only_the_index_of_the_environments_own_keys_is_not_to_be_changed(root, kind, monkeypatch):
+    for option, value in KEYS[kind].items():
+        monkeypatch.setenv(f"KVRAG_{option.upper()}", value)
+    config = StoreConfig(min_free_bytes=0, **{option: f"env:KVRAG_{option.upper()}" for option in KEYS[kind]})
+    assert not must_not_write(root)
+    DiskStore(root, replace(config, index="sqlite")).close()
+    for other in ("index.damaged", "index-of-other-keys", "index" if kind == "cipher" else "index-0123"):
+        (root / other).mkdir(exist_ok=True)
+        (root / other / "cache.db").touch()
+    assert not must_not_write(root)
+    DiskStore(root, replace(config, index="diskcache")).close()
+    assert must_not_write(root)
+
+
+def test_nothing_keeps_a_store_from_being_written_to_where_it_is_installed(root):
+    DiskStore(root, StoreConfig(min_free_bytes=0)).close()
+    assert not must_not_write(root)
 
 
 @pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout")
