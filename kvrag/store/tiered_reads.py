@@ -87,7 +87,11 @@ class TieredReads:
         keys = {identity: chunk_key(identity) for identity in dict.fromkeys(identities)}
         with self.pinned(keys.values()):
             nothing: dict[ChunkIdentity, ChunkKV | None] = dict.fromkeys(keys)
-            found = looks.ask(lambda: self._held(keys), nothing, what="the KV store's index")
+            if any(map(self._memory.contains, keys.values())):
+                found = looks.ask(lambda: self._held(keys), nothing, what="the KV store's index")
+            else:  # nothing here that could have been erased
+                found = nothing
+                self._memory.missed(len(keys))
             absent = [identity for identity, kv in found.items() if kv is None]
             for identity in found.keys() - set(absent):
                 self.touch(keys[identity])
