@@ -140,8 +140,15 @@ class WriteBack:
                 return
             self._waiting.append(missed)
             if self.thread is None or not self.thread.is_alive():
-                self.thread = threading.Thread(target=self._work, name="kvrag-write-back", daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self._work, name="kvrag-write-back", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # too many threads, or the interpreter is about to exit
+                    logger.warning("what a prompt missed is not stored: %s", error)
+                    self._counts["dropped"] += len(missed.chunks)
+                    self._waiting.pop()
+                    return
+                self.thread = thread
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to store, and return whether that is so. Only for requests that are over."""

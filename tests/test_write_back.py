@@ -89,6 +89,26 @@ def test_what_is_written_back_is_what_precompute_stores(
     assert set(engine.store.index.keys()) < set(other.store.index.keys())
 
 
+def test_where_no_thread_can_be_started_the_answer_comes_all_the_same(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "kvrag-write-back":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        answer(engine, given(engine, CHUNKS[0]))
+    counts = engine.stats()["write_back"]
+    assert (counts["stored"], counts["waiting"]) == (0, 0)
+    assert counts["dropped"] >= 1
+    answer(engine, given(engine, CHUNKS[0]))
+    assert engine.stats()["write_back"]["stored"] >= 1
+
+
 def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine: KVRagEngine) -> None:
     first = answer(engine, given(engine, CHUNKS[0]))
     again = answer(engine, given(engine, CHUNKS[0]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ SETTINGS = {
 
 OURS = "raw = 1 AND mode = 1 AND filename IS NULL AND typeof(key) = 'text' AND typeof(value) = 'text'"
 GET = f"SELECT value FROM Cache WHERE key = ? AND {OURS}"
+GET_MANY = f"SELECT key, value FROM Cache WHERE key IN ({{}}) AND {OURS}"
 SCAN = f"SELECT key, value FROM Cache WHERE key > ? AND key < ? AND {OURS} ORDER BY key LIMIT ?"
 
 INSERT = (
@@ -116,6 +117,10 @@ class CacheRows(diskcache.Cache):  # type: ignore[misc]
         """Return a row's value."""
         row = self._sql(GET, (name,)).fetchone()
         return None if row is None else str(row[0])
+
+    def fetch_many(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the names and values of those rows that are there."""
+        return list(self._sql(GET_MANY.format(",".join("?" * len(names))), names).fetchall())
 
     def insert(self, name: str, value: str) -> None:
         """Insert or replace a row, as ``self[name] = value`` would, in a fifth of its time."""

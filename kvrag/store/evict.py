@@ -172,18 +172,46 @@ class Evictor(ForkAware):
         With ``free``, what was free before, it is done for more of that, and ends where nothing comes of it.
         """
         gone, evicted = Bytes(0, 0), 0
-        for record in victims:
-            is_enough = gone.kv >= goal.kv and gone.disk >= goal.disk
-            if is_enough or (evicted == PROBE and self._is_in_vain(free, gone.disk)):
-                break
-            with suppress(OSError):
-                if self._index.drop(record.key, partial(self._erase, record.key)):
-                    self._removed(record.key)
-                    evicted += 1
-                gone = Bytes(gone.kv + record.num_bytes, gone.disk + record.num_bytes + ALIGNMENT)
+        with self._marked() as dropped:
+            for record in victims:
+                is_enough = gone.kv >= goal.kv and gone.disk >= goal.disk
+                if is_enough or (evicted == PROBE and self._is_in_vain(free, gone.disk)):
+                    break
+                with suppress(OSError):
+                    is_erased = self._index.drop(record.key, partial(self._erase, record.key))
+                    dropped()
+                    if is_erased:
+                        self._removed(record.key)
+                        evicted += 1
+                    gone = Bytes(gone.kv + record.num_bytes, gone.disk + record.num_bytes + ALIGNMENT)
         if evicted < PROBE:
             self._is_in_vain(free, gone.disk)
         return evicted
+
+    @contextmanager
+    def _marked(self) -> Iterator[Callable[[], None]]:
+        """Give what is to be called after each chunk that left; let memory look for them after the first and after the last one.
+
+        Each mark makes every process look up all that it has in memory. Killed in between, what left stays in memory until the next
+        mark, and an erasure always sets one.
+        """
+        count = 0
+
+        def dropped() -> None:
+            nonlocal count
+            count += 1
+            if count == 1:
+                mark()
+
+        def mark() -> None:
+            with suppress(OSError):  # the room is made all the same
+                self._index.mark_eviction()
+
+        try:
+            yield dropped
+        finally:
+            if count > 1:
+                mark()
 
     def _is_in_vain(self, free: int | None, erased: int) -> bool:
         """Whether next to none of what was erased is free now; that is remembered for a while."""

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +41,9 @@ class Rows(Protocol):
 
     def fetch(self, name: str) -> str | None:
         """Return a row's value."""
+
+    def fetch_many(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the names and values of those rows that are there; of few hundred at most, which is what SQLite takes at once."""
 
     def insert(self, name: str, value: str) -> None:
         """Insert or replace a row."""

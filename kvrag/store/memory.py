@@ -85,6 +85,11 @@ class MemoryStore(ForkAware):
             self._hits += 1
             return kv
 
+    def missed(self, count: int) -> None:
+        """Count chunks that were asked for and, as :meth:`contains` has said, were not here."""
+        with self._lock:
+            self._misses += count
+
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[ChunkKV | None]:
         """Return several chunks; memory is never late."""
         return [self.get(identity) for identity in identities]

@@ -17,6 +17,7 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import FORMAT_VERSION
 from kvrag.keys import Keys
 from kvrag.store import files, recovery
+from kvrag.store.batch_index import BatchIndex
 from kvrag.store.claims import is_alive
 from kvrag.store.directory import Directory
 from kvrag.store.draft import sweep, write_file
@@ -103,7 +104,7 @@ def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejec
         files.check_format(directory, FORMAT_VERSION)
         sweep(directory)
         make_private(directory)
-        index = DiskIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
+        index = BatchIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
         index.make_room = lambda: give_up_ballast(directory)
         index.recover = _refuse  # the lock is held here
         recovery.finish_erasures(index, objects, references)

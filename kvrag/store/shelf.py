@@ -60,6 +60,10 @@ class Shelf:
     pins: Counter[ChunkKey] = field(default_factory=Counter)
     num_bytes: int = 0
     now: int = 0
+    _lasting: Counter[int] = field(default_factory=Counter)
+    """Bytes of chunks whose priority never ends, by that priority."""
+    _ending: set[ChunkKey] = field(default_factory=set)
+    """Chunks whose priority has an end."""
     _due: list[tuple[ChunkKey, Usage]] = field(default_factory=list)
     _due_priority: int = 0
 
@@ -84,7 +88,9 @@ class Shelf:
         """Say anew what a chunk is worth; whether it is here."""
         entry = self.chunks.get(key)
         if entry is not None:
+            self._tally(key, entry, -1)
             entry.usage, self._due = entry.usage.retained(retention), []
+            self._tally(key, entry, 1)
         return entry is not None
 
     def take(self, key: ChunkKey, entry: Entry) -> dict[ChunkKey, Entry] | None:
@@ -100,7 +106,7 @@ class Shelf:
             self.chunks[key] = entry
             if entry.usage.priority_now() < self._due_priority:
                 self._due = []  # this one must leave before them
-            self.num_bytes += entry.num_bytes
+            self._tally(key, entry, 1)
         return victims
 
     def drop(self, key: ChunkKey) -> bool:
@@ -108,7 +114,7 @@ class Shelf:
         entry = self.chunks.pop(key, None)
         if entry is None:
             return False
-        self.num_bytes -= entry.num_bytes
+        self._tally(key, entry, -1)
         return True
 
     def clear(self, namespace: str | None = None) -> list[ChunkKey]:
@@ -124,15 +130,41 @@ class Shelf:
         excess = self.num_bytes + new.num_bytes - self.max_bytes - (0 if old is None else old.num_bytes)
         if excess <= 0 or new.num_bytes > self.max_bytes:
             return {} if excess <= 0 else None
+        if self._may_leave(key, priority) < excess:
+            return None
         for ranking in (self._ranked_before, self._ranked):
             chosen, left = {}, excess
             for other, entry in ranking(new):
-                if left > 0 and other != key and not self.pins[other] and entry.usage.priority_now() <= priority:
+                if left <= 0:
+                    break
+                if other != key and not self.pins[other] and entry.usage.priority_now() <= priority:
                     chosen[other] = entry
                     left -= entry.num_bytes
             if left <= 0:
                 return chosen
         return None
+
+    def _tally(self, key: ChunkKey, entry: Entry, sign: int) -> None:
+        """Count a chunk that is here from now on, or not any more."""
+        self.num_bytes += sign * entry.num_bytes
+        if entry.usage.deadline < 0:
+            self._lasting[entry.usage.priority] += sign * entry.num_bytes
+        elif sign > 0:
+            self._ending.add(key)
+        else:
+            self._ending.discard(key)
+
+    def _may_leave(self, key: ChunkKey, priority: int) -> int:
+        """Return the bytes that may leave for a chunk under ``key`` with a priority; looks at no chunk whose own never ends."""
+        lasting = sum(num_bytes for other, num_bytes in self._lasting.items() if other <= priority)
+        staying = {key, *(pinned for pinned, count in self.pins.items() if count > 0)}
+        ending = [self.chunks[other] for other in self._ending - staying]
+        there = [entry for entry in map(self.chunks.get, staying) if entry is not None and entry.usage.deadline < 0]
+        return (
+            lasting
+            + sum(entry.num_bytes for entry in ending if entry.usage.priority_now() <= priority)
+            - sum(entry.num_bytes for entry in there if entry.usage.priority <= priority)
+        )
 
     def _ranked_before(self, _: Entry) -> list[tuple[ChunkKey, Entry]]:
         """Return what was worth least when all was ranked, but for what has gone or been used since."""

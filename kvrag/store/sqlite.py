@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ FILE = "rows.db"
 SCHEMA = "CREATE TABLE rows (name TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL) WITHOUT ROWID"
 TEXTS = "typeof(name) = 'text' AND typeof(value) = 'text'"
 GET = f"SELECT value FROM rows WHERE name = ? AND {TEXTS}"
+GET_MANY = f"SELECT name, value FROM rows WHERE name IN ({{}}) AND {TEXTS}"
 SCAN = f"SELECT name, value FROM rows WHERE name > ? AND name < ? AND {TEXTS} ORDER BY name LIMIT ?"
 
 
@@ -63,6 +64,10 @@ class SqliteRows:
         """Return a row's value."""
         row = self._connection().execute(GET, (name,)).fetchone()
         return None if row is None else str(row[0])
+
+    def fetch_many(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the names and values of those rows that are there."""
+        return list(self._connection().execute(GET_MANY.format(",".join("?" * len(names))), names).fetchall())
 
     def insert(self, name: str, value: str) -> None:
         """Insert or replace a row."""

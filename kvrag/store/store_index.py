@@ -93,6 +93,19 @@ class StoreIndex(RowIndex):
         with self._transaction():
             self._on_erased()
 
+    def mark_eviction(self) -> None:
+        """Give :meth:`erasure_mark` another value, and :func:`~kvrag.store.rows.erasures_of` it the same."""
+        with self._transaction():
+            if self.has_files:
+                before = self._read("erased")
+                self._write(
+                    "erased", f"{erasures_of(before if isinstance(before, str) else '')}+{secrets.token_hex(8)}"
+                )
+
+    def known(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Return those of many keys that have a row."""
+        return {key for key in keys if self.get(key) is not None}
+
     def references(self) -> list[Reference]:
         """Return all references as (namespace, text digest, document id)."""
         return _triples(self._list("ref "))
@@ -139,7 +152,7 @@ class StoreIndex(RowIndex):
     def drop(self, key: ChunkKey, erase: Callable[[], bool], *, is_erasure: bool = False) -> bool:
         """Erase a chunk's file and remove its row in one step, and return what ``erase`` did.
 
-        With ``is_erasure`` no copy in memory may outlive it; without, it only makes room.
+        With ``is_erasure`` no copy in memory may outlive it; without, it only makes room, and :meth:`mark_eviction` says so for many.
         """
         with self._transaction():
             erased = erase()
@@ -147,8 +160,6 @@ class StoreIndex(RowIndex):
             self._erase(row_of("gone", key))
             if is_erasure:
                 self._on_erased()
-            else:
-                self._on_evicted()
         return erased
 
     def scrub(self) -> None:
@@ -204,11 +215,6 @@ class StoreIndex(RowIndex):
         # By chance and not by counting: an index that is made anew must not come to a value that it had before.
         if self.has_files:
             self._write("erased", secrets.token_hex(8))
-
-    def _on_evicted(self) -> None:
-        if self.has_files:
-            before = self._read("erased")
-            self._write("erased", f"{erasures_of(before if isinstance(before, str) else '')}+{secrets.token_hex(8)}")
 
     def _drop_key(self, key: ChunkKey) -> None:
         super()._drop_key(key)

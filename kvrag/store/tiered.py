@@ -179,11 +179,18 @@ class TieredStore(TieredReads):
         return found
 
     def demote(self, identity: ChunkIdentity, kv: ChunkKV, retention: Retention) -> None:
-        """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum."""
-        key = chunk_key(identity)
-        if retention.priority < self._min_priority or self._memory.contains(key):
+        """Take what the tier above had to push out, unless it is here, or is worth less than this tier's minimum.
+
+        What is said of its worth below goes before ``retention``: that may have been said anew since the chunk was pushed out.
+        """
+        key, erasures = chunk_key(identity), self._memory.erasures
+        if self._memory.contains(key):
             return
-        self._memory.keep(identity, copy_kv(kv), retention=retention, reason="demoted")
+        # A lower tier that processes share has the row, and where that says nothing, nothing holds any more.
+        retention = self.retention(key) or (retention if self._shared is None else Retention())
+        if retention.priority < self._min_priority:
+            return
+        self._memory.keep(identity, copy_kv(kv), erasures=erasures, retention=retention, reason="demoted")
         if not self.is_known(key):  # erased meanwhile: an erasure takes the row first
             self._memory.delete([key])
 

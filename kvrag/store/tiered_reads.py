@@ -13,12 +13,15 @@ from kvrag.deadline import Deadline
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
 from kvrag.store.base import Index, KVStore, Shared, Tier
+from kvrag.store.batch_index import BatchIndex
+from kvrag.store.disk import DiskStore
 from kvrag.store.layers import HeldLayers, Layers, PromotedLayers
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.store.retention import Retention, Worth, priority_of
 from kvrag.store.rows import erasures_of
+from kvrag.store.write_behind import WriteBehind
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,16 @@ class TieredReads:
     def is_known(self, key: ChunkKey) -> bool:
         """Whether a copy of a chunk may be answered with: what has no row below was erased, or no erasure would find it."""
         return self._shared is None or self._shared.is_known(key)
+
+    def _known(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+        """Return those of many keys that :meth:`is_known` is true of."""
+        if isinstance(self._disk, TieredReads):
+            return self._disk._known(keys)
+        if isinstance(self._disk, (DiskStore, WriteBehind)) and isinstance(self.index, BatchIndex):
+            return self.index.known(
+                keys
+            )  # its rows are what these look at; those that are open for reading only have another index
+        return {key for key in keys if self.is_known(key)}
 
     def release(self) -> int:
         """Empty the upper tier, for the sake of its memory, and return its bytes."""
@@ -87,7 +100,11 @@ class TieredReads:
         keys = {identity: chunk_key(identity) for identity in dict.fromkeys(identities)}
         with self.pinned(keys.values()):
             nothing: dict[ChunkIdentity, ChunkKV | None] = dict.fromkeys(keys)
-            found = looks.ask(lambda: self._held(keys), nothing, what="the KV store's index")
+            if any(map(self._memory.contains, keys.values())):
+                found = looks.ask(lambda: self._held(keys), nothing, what="the KV store's index")
+            else:  # nothing here that could have been erased
+                found = nothing
+                self._memory.missed(len(keys))
             absent = [identity for identity, kv in found.items() if kv is None]
             for identity in found.keys() - set(absent):
                 self.touch(keys[identity])
@@ -175,7 +192,9 @@ class TieredReads:
             is_erasure = self._followed is None or erasures_of(mark) != erasures_of(self._followed)
             if is_erasure:  # first, so that no read that began before is kept after the look at what is here
                 self._memory.delete(())
-            unknown = [key for key in self._memory.keys() if not self.is_known(key)]  # noqa: SIM118
+            held = self._memory.keys()
+            known = self._known(held)
+            unknown = [key for key in held if key not in known]
             self._memory.delete(unknown) if is_erasure else self._memory.drop(unknown)
             if isinstance(self._disk, TieredReads):
                 self._disk._follow()

@@ -141,7 +141,7 @@ def test_several_processes_heal_it_at_once(root, kind):
     for child in children:
         child.stdin.write("\n")
         child.stdin.flush()
-    ends = [child.wait(60) for child in children]
+    ends = [child.wait(300) for child in children]
     for child in children:
         child.stdin.close()
         child.stdout.close()

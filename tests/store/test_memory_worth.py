@@ -10,6 +10,7 @@ from kvrag.store.usage import HALF_LIFE
 from kvrag.testing.chunks import make_identity, make_kv
 
 IDENTITIES = [make_identity(number) for number in range(8)]
+KEY = chunk_key(IDENTITIES[0])
 SIZE = make_kv(IDENTITIES[0]).num_bytes
 
 
@@ -174,6 +175,60 @@ def test_a_chunk_brings_its_cost_when_it_is_promoted_and_when_it_is_demoted(root
     below.get(IDENTITIES[1])
     assert held(host) == [0, 1]
     store.close()
+
+
+@pytest.fixture
+def three(root):
+    """The accelerator's memory, the host's and a disk: a chunk that only the first has is on its way to the second."""
+    gpu, host = MemoryStore(2**20, name="gpu"), MemoryStore(2**20)
+    below = TieredStore(host, DiskStore(root, StoreConfig(min_free_bytes=0)), min_priority=20)
+    store = TieredStore(gpu, below, keeps_puts=False)
+    store.put(IDENTITIES[0], make_kv(IDENTITIES[0]), text=None, retention=Retention(60))
+    assert store.get(IDENTITIES[0]) is not None
+    host.drop([KEY])
+    yield gpu, host, below, store
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "said", [Retention(90), Retention(), Retention(90, None, 5.0)], ids=["more", "nothing", "cost"]
+)
+def test_what_was_said_since_a_chunk_was_pushed_out_goes_before_what_it_brings(three, said):
+    gpu, host, below, store = three
+    kv = gpu.get(IDENTITIES[0])
+    gpu.drop([KEY])
+    assert store.retain([KEY], said) == 1
+    below.demote(IDENTITIES[0], kv, Retention(60))
+    assert host.contains(KEY)
+    assert host.retention(KEY) == below.retention(KEY)
+
+
+def test_what_is_worth_too_little_by_now_is_not_demoted(three):
+    gpu, host, below, store = three
+    kv = gpu.get(IDENTITIES[0])
+    assert store.retain([KEY], Retention(10)) == 1
+    below.demote(IDENTITIES[0], kv, Retention(60))
+    assert not host.contains(KEY)
+
+
+def test_what_is_said_while_a_chunk_is_demoted_holds(three, monkeypatch):
+    gpu, host, below, store = three
+    kv, real = gpu.get(IDENTITIES[0]), below.retention
+
+    def retention(key):
+        before = real(key)
+        store.retain([KEY], Retention(90))  # by another thread, just when this one has looked
+        return before
+
+    monkeypatch.setattr(below, "retention", retention)
+    below.demote(IDENTITIES[0], kv, Retention(60))
+    assert host.retention(KEY) in (None, Retention(90)), "it is not here, or is worth what was said last"
+
+
+def test_above_a_tier_that_is_nobody_elses_a_chunk_brings_its_worth():
+    host = MemoryStore(2**20)
+    TieredStore(host, MemoryStore(2**20, name="disk")).demote(IDENTITIES[0], make_kv(IDENTITIES[0]), Retention(60))
+    assert host.retention(KEY) == Retention(60)
 
 
 def many(number):
