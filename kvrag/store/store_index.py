@@ -49,14 +49,13 @@ class StoreIndex(RowIndex):
         """Publish the files of a row that :meth:`hold` has added, and return what ``publish`` does; ``None`` if it was erased since.
 
         It is one step with looking: who erases it does so before, and nothing is published, or after, and finds what was. A document
-        that was erased holds no reference. Without a document the row itself must still be there.
+        that was erased holds no reference, and a chunk that was erased by its key has no row; no reader drops the row of a live holder.
         """
         with self._transaction():
-            if doc_id is None or record.text is None:
-                row = row_of("key", record.key)
-            else:
-                row = row_of("ref", record.namespace, record.text.digest, doc_id)
-            if self._read(row) is None:
+            rows = [row_of("key", record.key)]
+            if doc_id is not None and record.text is not None:
+                rows.append(row_of("ref", record.namespace, record.text.digest, doc_id))
+            if any(self._read(row) is None for row in rows):
                 return None
             published = publish()
             self._add(record, doc_id)

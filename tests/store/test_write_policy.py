@@ -103,6 +103,19 @@ def test_what_is_erased_while_it_waits_never_comes_back(store, disk, held_up, wh
     assert store.index.keys() == [KEYS[2]]
 
 
+def test_a_chunk_of_a_document_that_another_process_deletes_by_its_key_is_not_written(store, disk, held_up):
+    other = DiskStore(disk._root)
+    with held_up():
+        put(store, 0, "a", "doc")
+        put(store, 1, "b", "doc")
+        other.delete([KEYS[0]])
+    store.flush()
+    assert disk.files() == {KEYS[1]}
+    assert store.get(IDENTITIES[0]) is None
+    assert other.index.keys() == [KEYS[1]]
+    other.close()
+
+
 def test_what_another_process_erases_while_it_waits_never_comes_back(store, disk, held_up):
     other = DiskStore(disk._root)
     with held_up():
