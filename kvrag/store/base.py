@@ -6,7 +6,7 @@ an answer: every read proves identity and integrity.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -254,6 +254,9 @@ class Shared(Protocol):
 
     def is_known(self, key: ChunkKey) -> bool:
         """Whether a copy of a chunk may be answered with; not once it was erased."""
+
+    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return those of many keys that :meth:`is_known` is true of."""
 
     def hold(self, record: Record, doc_id: str | None) -> None:
         """Give a chunk that is in this process's memory alone its row, so that it is found and erased like any other.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +152,12 @@ class DiskReads(ForkAware):
         if self._closed or self.read_only:
             return self.contains(key)
         return self.rows.get(key) is not None
+
+    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return those of many keys that :meth:`is_known` is true of."""
+        if self._closed or self.read_only:
+            return set(filter(self.contains, keys))
+        return self.rows.known(keys)
 
     def pinned(self, keys: Iterable[ChunkKey]) -> AbstractContextManager[None]:
         """Keep chunks from being evicted by this process until the context ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -13,15 +13,12 @@ from kvrag.deadline import Deadline
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.fingerprint import chunk_key
 from kvrag.store.base import Index, KVStore, Shared, Tier
-from kvrag.store.batch_index import BatchIndex
-from kvrag.store.disk import DiskStore
 from kvrag.store.layers import HeldLayers, Layers, PromotedLayers
 from kvrag.store.loader import Loader
 from kvrag.store.memory import MemoryStore, copy_kv
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.store.retention import Retention, Worth, priority_of
 from kvrag.store.rows import erasures_of
-from kvrag.store.write_behind import WriteBehind
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
@@ -53,15 +50,9 @@ class TieredReads:
         """Whether a copy of a chunk may be answered with: what has no row below was erased, or no erasure would find it."""
         return self._shared is None or self._shared.is_known(key)
 
-    def _known(self, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
+    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return those of many keys that :meth:`is_known` is true of."""
-        if isinstance(self._disk, TieredReads):
-            return self._disk._known(keys)
-        if isinstance(self._disk, (DiskStore, WriteBehind)) and isinstance(self.index, BatchIndex):
-            return self.index.known(
-                keys
-            )  # its rows are what these look at; those that are open for reading only have another index
-        return {key for key in keys if self.is_known(key)}
+        return set(keys) if self._shared is None else self._shared.known(keys)
 
     def release(self) -> int:
         """Empty the upper tier, for the sake of its memory, and return its bytes."""
@@ -193,7 +184,7 @@ class TieredReads:
             if is_erasure:  # first, so that no read that began before is kept after the look at what is here
                 self._memory.delete(())
             held = self._memory.keys()
-            known = self._known(held)
+            known = self.known(held)
             unknown = [key for key in held if key not in known]
             self._memory.delete(unknown) if is_erasure else self._memory.drop(unknown)
             if isinstance(self._disk, TieredReads):

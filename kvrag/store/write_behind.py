@@ -9,7 +9,7 @@ after it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
@@ -151,6 +151,10 @@ class WriteBehind:
     def is_known(self, key: ChunkKey) -> bool:
         """Whether a copy of a chunk may be answered with: what has no row was erased, or no erasure would find it."""
         return self._disk.is_known(key)
+
+    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return those of many keys that :meth:`is_known` is true of."""
+        return self._disk.known(keys)
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add a reference to a chunk that is stored already, or waits to be; return whether it is."""
