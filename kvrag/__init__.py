@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         StoreFormatError,
         UnsupportedModelError,
     )
-    from kvrag.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
-    from kvrag.prefix import TemplatePrefix
+    from kvrag.model.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
+    from kvrag.prompt.prefix import TemplatePrefix
     from kvrag.store import Retention
     from kvrag.types import (
         Chunk,
@@ -102,15 +102,15 @@ _HOME = {
     "StoreError": "kvrag.errors",
     "StoreFormatError": "kvrag.errors",
     "SyncReport": "kvrag.types",
-    "TemplatePrefix": "kvrag.prefix",
+    "TemplatePrefix": "kvrag.prompt.prefix",
     "UnsupportedModelError": "kvrag.errors",
     "VerifyReport": "kvrag.types",
     "delete_kv": "kvrag.hooks",
-    "flash_attention_tier": "kvrag.flash",
-    "install_flash_attention": "kvrag.flash",
+    "flash_attention_tier": "kvrag.model.flash",
+    "install_flash_attention": "kvrag.model.flash",
     "precompute_kv": "kvrag.hooks",
     "sync_kv": "kvrag.hooks",
-    "uninstall_flash_attention": "kvrag.flash",
+    "uninstall_flash_attention": "kvrag.model.flash",
 }
 """Where each public name lives. Modules are imported at first use: ``import kvrag`` costs no torch and no transformers."""
 

@@ -14,27 +14,28 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.answer import Answering, Request, accounting
+from kvrag.blend.prefill import too_long_to_reuse
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode
-from kvrag.documents import items_in, keys_of, named
 from kvrag.errors import ConfigError, InputError, StoreError
-from kvrag.explain import explain_plan, explain_refusal
-from kvrag.gate import Gate
-from kvrag.index_time import precompute_texts, replaced_ids
-from kvrag.items import check_batch_size, check_items, pair_up
-from kvrag.keys import Keys
-from kvrag.loading import LoadedModel, check_source, load
+from kvrag.generate.sequence import Answering, Request, accounting
+from kvrag.generate.stats import EngineStats
+from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.misplaced import refuse_misplaced
-from kvrag.plain import PlainLM
-from kvrag.prefill import too_long_to_reuse
-from kvrag.prefix import Prefix, prefix_text
-from kvrag.prompt import Prompt
-from kvrag.source import ModelSource
-from kvrag.stats import EngineStats
+from kvrag.model.load import LoadedModel, check_source, load
+from kvrag.model.plain import PlainLM
+from kvrag.model.source import ModelSource
+from kvrag.precompute.documents import items_in, keys_of, named
+from kvrag.precompute.items import check_batch_size, check_items, pair_up
+from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
+from kvrag.precompute.quantise_check import Gate
+from kvrag.precompute.run import precompute_texts, replaced_ids
+from kvrag.prompt.explain import explain_plan, explain_refusal
+from kvrag.prompt.prefix import Prefix, prefix_text
+from kvrag.prompt.template import Prompt
 from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
 from kvrag.store.base import members
+from kvrag.store.keys import Keys
 from kvrag.store.retention import check_retention
-from kvrag.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -49,7 +50,6 @@ from kvrag.types import (
     VerifyReport,
 )
 from kvrag.verify import verify_prompts
-from kvrag.write_back import EVERYWHERE, WriteBack, erasures_of
 
 
 class KVRagEngine:
@@ -130,7 +130,7 @@ class KVRagEngine:
             Directory of the KV store; default: chunks are kept in memory only.
         prefix
             What stands before the first chunk in your prompts: text, chat messages, a prompt template, or a
-            :class:`~kvrag.prefix.TemplatePrefix`. Default: the head of the model's chat template.
+            :class:`~kvrag.prompt.prefix.TemplatePrefix`. Default: the head of the model's chat template.
         repair
             How stitched KV is repaired.
         device

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from kvrag.documents import in_collection
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError
-from kvrag.prefix import Prefix
+from kvrag.precompute.documents import in_collection
+from kvrag.prompt.prefix import Prefix
 from kvrag.store import Retention
 from kvrag.types import PrecomputeReport, SyncReport
 

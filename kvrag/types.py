@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
     import torch
 
 ChunkKey = NewType("ChunkKey", str)
-"""Address of one stored chunk: 64 lower-case hex digits (SHA-256), see :mod:`kvrag.fingerprint`."""
+"""Address of one stored chunk: 64 lower-case hex digits (SHA-256), see :mod:`kvrag.identity.fingerprint`."""
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
@@ -21,7 +21,7 @@ Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: the model's structure alone decides."""
 
 KVDtype = Literal["auto", "int8", "int4", "fp8"]
-"""How stored keys and values are kept: ``"auto"`` as the model computed them, else rounded to codes (:mod:`kvrag.quantise`)."""
+"""How stored keys and values are kept: ``"auto"`` as the model computed them, else rounded to codes (:mod:`kvrag.blend.quantise`)."""
 
 
 def _no_logits() -> torch.Tensor:
@@ -70,7 +70,7 @@ class ChunkIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What turns the codes of one layer back into keys and values; all float16. See :mod:`kvrag.quantise`.
+    """What turns the codes of one layer back into keys and values; all float16. See :mod:`kvrag.blend.quantise`.
 
     Parameters
     ----------
@@ -198,7 +198,7 @@ class TextEntry:
     digest
         SHA-256 of the stripped text, hex.
     head, tail
-        Rolling hashes (uint64) of its first and its last :data:`kvrag.spans.ANCHOR_CHARS` characters.
+        Rolling hashes (uint64) of its first and its last :data:`kvrag.prompt.spans.ANCHOR_CHARS` characters.
     num_chars
         Length of the stripped text in characters (code points).
     """
@@ -228,7 +228,7 @@ class MissedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """What one prompt held that had no KV, for :mod:`kvrag.write_back`.
+    """What one prompt held that had no KV, for :mod:`kvrag.precompute.on_miss`.
 
     Parameters
     ----------
@@ -448,7 +448,7 @@ class VerifyReport:
 
     Both sides run the same ids: those of the prompt's segments, joined. ``seams`` counts where segments meet, and ``changed_seams`` where
     the prompt's text, tokenised at once, has other ids there; ``changed_tokens`` of ``prompt_tokens`` are concerned
-    (:func:`kvrag.tokens.count_seams`). They are information, and ``passed`` leaves them out.
+    (:func:`kvrag.prompt.tokenizer.count_seams`). They are information, and ``passed`` leaves them out.
     """
 
     passed: bool

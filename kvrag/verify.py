@@ -10,9 +10,9 @@ import torch
 
 from kvrag.config import RepairConfig
 from kvrag.errors import InputError
-from kvrag.loading import LoadedModel
-from kvrag.prompt import Prompt
-from kvrag.tokens import SeamCount, SegmentTokenizer, count_seams
+from kvrag.model.load import LoadedModel
+from kvrag.prompt.template import Prompt
+from kvrag.prompt.tokenizer import SeamCount, SegmentTokenizer, count_seams
 from kvrag.types import ExplainedSpan, Explanation, GenerationResult, Mode, PrefillResult, VerifyReport, VerifyRow
 
 logger = logging.getLogger(__name__)

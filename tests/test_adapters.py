@@ -12,10 +12,10 @@ import torch
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, UnsupportedModelError
-from kvrag.adapters import PROVEN, adapters_digest, unwrap
-from kvrag.identity import weights_digest
-from kvrag.loading import load
-from kvrag.source import ModelSource
+from kvrag.identity.adapters import PROVEN, adapters_digest, unwrap
+from kvrag.identity.model import weights_digest
+from kvrag.model.load import load
+from kvrag.model.source import ModelSource
 from kvrag.testing.models import save_tiny_model, tiny_model
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed: adapters can't be loaded here")
@@ -191,15 +191,17 @@ def test_a_switch_between_requests_is_followed(tokenizer: Any) -> None:
 
 
 def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.identity
+    import kvrag.identity.model
 
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     first, calls = engine.loaded.fingerprint, []
     for name in ("adapters_digest", "weights_digest"):
-        real = getattr(kvrag.identity, name)
-        monkeypatch.setattr(kvrag.identity, name, lambda m, real=real, name=name: (calls.append(name), real(m))[1])
+        real = getattr(kvrag.identity.model, name)
+        monkeypatch.setattr(
+            kvrag.identity.model, name, lambda m, real=real, name=name: (calls.append(name), real(m))[1]
+        )
     seen = []
     for name in ("b", "a", "b", "a"):
         model.set_adapter(name)
@@ -335,18 +337,18 @@ def test_modules_to_save_are_followed(tokenizer: Any) -> None:
 def test_adapters_that_change_during_a_precompute_store_nothing_wrong(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kvrag.index_time
+    import kvrag.precompute.run
 
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
-    real = kvrag.index_time.encode_chunks
+    real = kvrag.precompute.run.encode_chunks
 
     def switching(*arguments: Any) -> Any:
         model.set_adapter("b")
         return real(*arguments)
 
-    monkeypatch.setattr(kvrag.index_time, "encode_chunks", switching)
+    monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", switching)
     report = engine.precompute(CHUNKS)
     assert report.stored == 0
     assert {reason.split(" while ")[0] for _, reason in report.failed} == {"the model's adapters or weights changed"}

@@ -12,9 +12,9 @@ import pytest
 from texts import make_chunks
 
 from kvrag import KVRagEngine, deadline
-from kvrag.deadline import MOST_IDLE, Askers, Deadline
 from kvrag.store import DiskStore, MemoryStore, TieredStore
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
+from kvrag.threads import MOST_IDLE, Askers, Deadline
 
 CHUNKS = make_chunks(1, words=30, seed=5)
 WAIT_S = 60.0

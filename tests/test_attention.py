@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.attention import ragged_attention
-from kvrag.row_plan import BLOCK_ROWS, EVERYTHING, Reach, RowPlan
+from kvrag.model.attention import ragged_attention
+from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Reach, RowPlan
 
 
 def reference(
@@ -58,7 +58,7 @@ def random_case(
 @pytest.fixture(params=["blocks", "op"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """This module's own blocks, or the op of ``kvrag_kernels`` as where there is a kernel: here it computes with torch."""
-    monkeypatch.setattr("kvrag.attention._has_kernel", lambda *_: request.param == "op")
+    monkeypatch.setattr("kvrag.model.attention._has_kernel", lambda *_: request.param == "op")
     return str(request.param)
 
 
@@ -114,7 +114,7 @@ def test_large_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, hi = random_case(6, 2, 150, 400)
     kept, made = RowPlan(hi, 400), RowPlan(hi, 400)
     one = ragged_attention(q, k, v, kept, scale=0.25)
-    monkeypatch.setattr("kvrag.row_plan.MAX_CACHED_MASK", 1000)
+    monkeypatch.setattr("kvrag.model.rows.MAX_CACHED_MASK", 1000)
     assert torch.equal(ragged_attention(q, k, v, made, scale=0.25), one)
     assert kept._blocks
     assert not made._blocks

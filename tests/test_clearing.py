@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from texts import make_chunks
 
-import kvrag.index_time
+import kvrag.precompute.run
 from kvrag import Chunk, ConfigError, KVRagEngine, StoreConfig
 from kvrag.store import StoreEvent
 
@@ -66,14 +66,14 @@ def test_what_is_cleared_is_not_written_back(
 ) -> None:
     engine = engine_of(prefix="Read this.\n", store_config=StoreConfig(on_miss="store"))
     reached, go_on = threading.Event(), threading.Event()
-    encode = kvrag.index_time.encode_chunks
+    encode = kvrag.precompute.run.encode_chunks
 
     def paused(*args: Any) -> Any:
         reached.set()
         go_on.wait(60)
         return encode(*args)
 
-    monkeypatch.setattr("kvrag.index_time.encode_chunks", paused)
+    monkeypatch.setattr("kvrag.precompute.run.encode_chunks", paused)
     engine.generate(PROMPT, max_new_tokens=2, mode="stitch")
     assert reached.wait(60)
     engine.clear(namespace=namespace)

@@ -16,7 +16,7 @@ from texts import make_chunks
 from typer.testing import CliRunner, Result
 
 import kvrag
-from kvrag.cli import app
+from kvrag.cli.app import app
 from kvrag.errors import KVRagError
 
 Run = Callable[..., Result]
@@ -222,7 +222,7 @@ def test_rounded_kv_from_precompute_to_answer(run: Run, notes: Path) -> None:
 
 
 def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.measure.disk_bandwidth.__kwdefaults__", {"num_bytes": 2**20})
+    monkeypatch.setattr("kvrag.cli.measure.disk_bandwidth.__kwdefaults__", {"num_bytes": 2**20})
     values = json.loads(run("estimate", "--measure", "--json").stdout)
     assert values["prefill_tokens_per_s"] > 0
     assert values["disk_bytes_per_s"] > 0
@@ -332,11 +332,11 @@ def test_a_missing_framework_names_its_extra(run: Run, hide: Callable[[str], Non
 def test_without_its_packages_the_command_line_says_what_to_install(
     package: str, hide: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("kvrag.cli", "kvrag.commands"))]:
+    for name in [name for name in sys.modules if name.startswith(("kvrag.cli.app", "kvrag.cli"))]:
         monkeypatch.delitem(sys.modules, name)
     hide(package)
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module("kvrag.cli")
+        importlib.import_module("kvrag.cli.app")
     assert stop.value.code == 2
     assert "install kvrag[cli]" in capsys.readouterr().err
 
@@ -355,7 +355,7 @@ def test_version_and_help(run: Run) -> None:
 def test_help_and_a_preset_import_neither_torch_nor_transformers() -> None:
     script = """
 import sys
-from kvrag.cli import app
+from kvrag.cli.app import app
 for args in (["--help"], ["demo", "--help"], ["estimate", "-m", "qwen2.5-3b"]):
     try:
         app(args)

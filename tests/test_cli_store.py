@@ -15,9 +15,9 @@ import pytest
 from texts import make_chunks
 from typer.testing import CliRunner, Result
 
-from kvrag.cli import app
+from kvrag.cli.app import app
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, Retention, opening
 from kvrag.store.index_kinds import FILES
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text

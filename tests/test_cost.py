@@ -9,9 +9,9 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.index_time
+import kvrag.precompute.run
 from kvrag import KVRagEngine, Retention, StoreConfig
-from kvrag.index_time import PREFIX_PRIORITY
+from kvrag.precompute.run import PREFIX_PRIORITY
 from kvrag.store import DiskStore
 
 CHUNKS = make_chunks(6, words=30, seed=11)
@@ -32,14 +32,14 @@ def forward_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         def sleep(seconds: float) -> None:
             now[0] += seconds
 
-    real = kvrag.index_time.encode_chunks
+    real = kvrag.precompute.run.encode_chunks
 
     def encode(*args: Any) -> Any:
         now[0] += spent[0] if len(spent) == 1 else spent.pop(0)
         return real(*args)
 
-    monkeypatch.setattr("kvrag.index_time.time", Clock)
-    monkeypatch.setattr("kvrag.index_time.encode_chunks", encode)
+    monkeypatch.setattr("kvrag.precompute.run.time", Clock)
+    monkeypatch.setattr("kvrag.precompute.run.encode_chunks", encode)
     return spent
 
 
@@ -95,13 +95,13 @@ def test_the_time_of_a_forward_is_split_by_tokens(engine_of: MakeEngine, forward
 def test_the_prefix_has_a_time_of_its_own(
     engine_of: MakeEngine, forward_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = kvrag.index_time.encode_prefix
+    real = kvrag.precompute.run.encode_prefix
 
     def slow(*args: Any) -> Any:
-        kvrag.index_time.time.sleep(7.0)
+        kvrag.precompute.run.time.sleep(7.0)
         return real(*args)
 
-    monkeypatch.setattr("kvrag.index_time.encode_prefix", slow)
+    monkeypatch.setattr("kvrag.precompute.run.encode_prefix", slow)
     engine = engine_of(prefix="Read.")
     forward_s[:] = [2.0]
     engine.precompute(CHUNKS[:1])
@@ -121,15 +121,15 @@ def test_a_cost_that_the_user_gives_stands(engine_of: MakeEngine, forward_s: lis
 def test_a_forward_that_ran_out_of_memory_is_not_counted(
     engine_of: MakeEngine, forward_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed = kvrag.index_time.encode_chunks
+    timed = kvrag.precompute.run.encode_chunks
 
     def small(model: Any, prefix: Any, chunks: Any) -> Any:
         if len(chunks) > 1:
-            kvrag.index_time.time.sleep(50.0)
+            kvrag.precompute.run.time.sleep(50.0)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return timed(model, prefix, chunks)
 
-    monkeypatch.setattr("kvrag.index_time.encode_chunks", small)
+    monkeypatch.setattr("kvrag.precompute.run.encode_chunks", small)
     engine = engine_of(prefix="Read.")
     forward_s[:] = [1.0, 3.0]
     engine.precompute(CHUNKS[:2])

@@ -14,10 +14,10 @@ import torch
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig, deadline
-from kvrag.deadline import Deadline
 from kvrag.store import DiskStore, MemoryStore, TieredStore, tiered_reads
 from kvrag.store.holes import in_words
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
+from kvrag.threads import Deadline
 from kvrag.types import ChunkKey, Hole
 
 CHUNKS = make_chunks(3, words=30, seed=5)

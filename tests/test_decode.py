@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvrag.config import SamplingConfig
-from kvrag.decode import Sampler, TextStream, eos_token_ids
-from kvrag.prompt import PromptEncoder
+from kvrag.generate.sampling import Sampler, TextStream, eos_token_ids
+from kvrag.prompt.template import PromptEncoder
 
 TEXT = "The keeper – Émile – wrote: 日本語, 🗝️🇪🇺 and “quotes”. STOP here and go on"
 

@@ -15,8 +15,9 @@ from rich.console import Console
 from texts import make_chunks
 from typer.testing import CliRunner
 
-from kvrag.cli import app
-from kvrag.commands.demo import FRAMEWORKS
+from kvrag.cli.app import app
+from kvrag.cli.demo import FRAMEWORKS
+from kvrag.cli.measure import full_prefill
 from kvrag.config import RepairConfig
 from kvrag.demo import parts
 from kvrag.demo.documents import Question, read_documents, read_questions, split_documents, spread
@@ -26,7 +27,6 @@ from kvrag.demo.report import print_report
 from kvrag.demo.run import Sizes, run_demo
 from kvrag.demo.splitting import split_text
 from kvrag.errors import ConfigError, InputError, MissingDependencyError
-from kvrag.measure import full_prefill
 from kvrag.testing.models import tiny_model
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.answer
-import kvrag.prefill
+import kvrag.blend.prefill
+import kvrag.generate.sequence
 from kvrag import (
     Chunk,
     ConfigError,
@@ -34,8 +34,8 @@ from kvrag import (
     StoreError,
     StoreFormatError,
 )
-from kvrag.prompt import PromptEncoder
-from kvrag.quantise import convert, pack
+from kvrag.blend.quantise import convert, pack
+from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(5, words=30, seed=3)
@@ -202,7 +202,7 @@ def test_precompute_skips_what_is_there_and_merges_equal_texts(engine: KVRagEngi
 
 
 def test_precompute_goes_on_after_a_kill(tiny_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.index_time as index_time
+    import kvrag.precompute.run as index_time
 
     engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path)
     real, calls = index_time.encode_chunks, []
@@ -231,7 +231,7 @@ def test_short_chunks_stay_live_and_long_ones_are_reported(engine: KVRagEngine) 
 
 
 def test_precompute_halves_its_batch_when_memory_runs_out(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.index_time as index_time
+    import kvrag.precompute.run as index_time
 
     real = index_time.encode_chunks
 
@@ -519,7 +519,7 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(
     engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.precompute(CHUNKS)
-    real, modes = kvrag.answer.prefill, []
+    real, modes = kvrag.generate.sequence.prefill, []
 
     def tight(*args: Any, mode: str, **kwargs: Any) -> Any:
         modes.append(mode)
@@ -527,14 +527,14 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(
             raise torch.OutOfMemoryError("no room")
         return real(*args, mode=mode, **kwargs)
 
-    monkeypatch.setattr(kvrag.answer, "prefill", tight)
+    monkeypatch.setattr(kvrag.generate.sequence, "prefill", tight)
     assert engine.generate(ask(0, 1), mode="stitch", max_new_tokens=2).exactness == "full"
     assert modes == ["stitch", "full"]
 
     def none(*_: Any, **__: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(kvrag.answer, "prefill", none)
+    monkeypatch.setattr(kvrag.generate.sequence, "prefill", none)
     with pytest.raises(OutOfMemoryError, match="fewer chunks"):
         engine.generate(ask(0, 1))
 
@@ -557,7 +557,7 @@ def test_memory_of_a_failed_attempt_is_free_before_the_next(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(engine.loaded.lm, "buffer", buffer)
-    monkeypatch.setattr(kvrag.prefill, "stitch", fail)
+    monkeypatch.setattr(kvrag.blend.prefill, "stitch", fail)
     result = engine.prefill(ask(0, 1), mode="stitch")
     assert (result.exactness, len(buffers)) == ("full", 2)
     assert "memory ran out" in str(result.fallback_reason)

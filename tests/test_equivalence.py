@@ -15,8 +15,8 @@ import torch
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig
-from kvrag.prefill import Clock, Prefilled, prefill
-from kvrag.row_plan import RowPlan
+from kvrag.blend.prefill import Clock, Prefilled, prefill
+from kvrag.model.rows import RowPlan
 from kvrag.testing.models import TINY, tiny_model
 
 ARCHITECTURES = sorted(TINY)

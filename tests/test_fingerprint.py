@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import kvrag.fingerprint
+import kvrag.identity.fingerprint
 from kvrag.config import KV_DTYPES
-from kvrag.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
-from kvrag.fingerprint import (
+from kvrag.identity.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
+from kvrag.identity.fingerprint import (
     ModelIdentity,
     canonical,
     chunk_key,
@@ -23,9 +23,9 @@ from kvrag.fingerprint import (
     ids_digest,
     namespace_digest,
 )
-from kvrag.identity import describe, weights_digest
-from kvrag.loading import load
-from kvrag.source import ModelSource, resolve_dtype
+from kvrag.identity.model import describe, weights_digest
+from kvrag.model.load import load
+from kvrag.model.source import ModelSource, resolve_dtype
 from kvrag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from kvrag.testing.chunks import make_kv, same_bits
 from kvrag.testing.models import save_tiny_model, tiny_model
@@ -58,7 +58,7 @@ def test_canonical_bytes_are_those_of_format_3() -> None:
 
 
 def test_keys_are_those_of_format_3() -> None:
-    assert kvrag.fingerprint.FORMAT_VERSION == 3
+    assert kvrag.identity.fingerprint.FORMAT_VERSION == 3
     assert chunk_key(IDENTITY) == "c75557c43dcb67cbcefcb5a091f854f985d88c17f85e99f81347009953233d9f"
     assert content_key(IDENTITY) == "3c3b42a53cc2ed1b300c45a314deb182d9cf53818b5146066be45eeb9fd07a54"
 
@@ -103,7 +103,7 @@ def test_the_way_it_is_kept_participates() -> None:
 
 def test_format_version_participates(monkeypatch: pytest.MonkeyPatch) -> None:
     before = (chunk_key(IDENTITY), MODEL.fingerprint, ids_digest([1]))
-    monkeypatch.setattr(kvrag.fingerprint, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(kvrag.identity.fingerprint, "FORMAT_VERSION", 99)
     after = (chunk_key(IDENTITY), MODEL.fingerprint, ids_digest([1]))
     assert all(old != new for old, new in zip(before, after, strict=True))
 
@@ -397,7 +397,7 @@ TIERS: dict[str, Callable[[Path], KVStore]] = {
 @pytest.fixture
 def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key is the same one: as if SHA-256 gave the same digest for different chunks."""
-    monkeypatch.setattr(kvrag.fingerprint, "key_digest", lambda domain, fields: "0" * 64)
+    monkeypatch.setattr(kvrag.identity.fingerprint, "key_digest", lambda domain, fields: "0" * 64)
 
 
 def constant_kv(value: float) -> ChunkKV:

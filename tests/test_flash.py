@@ -19,7 +19,7 @@ from kvrag import (
     install_flash_attention,
     uninstall_flash_attention,
 )
-from kvrag.row_plan import EVERYTHING, Reach
+from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.testing.models import TINY, tiny_model
 
 DENSE = ("bloom", "codegen", "falcon", "falcon-multi-head", "falcon-new", "gptj", "mpt")

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvrag.layout import Layout, place
-from kvrag.models import CausalLM
-from kvrag.repair import probe, probed_layers
+from kvrag.blend.layout import Layout, place
+from kvrag.blend.repair import probe, probed_layers
+from kvrag.model import CausalLM
 from kvrag.testing.models import tiny_model
 
 TOKENS = 60

@@ -22,9 +22,9 @@ from texts import WORDS
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.config import STRATEGIES
-from kvrag.models import CausalLM
+from kvrag.model import CausalLM
+from kvrag.model.trial import moved_embeddings
 from kvrag.testing.models import TINY, tiny_model
-from kvrag.trial import moved_embeddings
 
 CASES = int(os.environ.get("KVRAG_FUZZ_CASES", "300"))
 SEED = int(os.environ.get("KVRAG_FUZZ_SEED", "0"))

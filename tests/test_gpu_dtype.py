@@ -10,8 +10,8 @@ import torch
 from texts import make_chunks
 
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.gate import Gate
-from kvrag.quantise import convert, pack
+from kvrag.blend.quantise import convert, pack
+from kvrag.precompute.quantise_check import Gate
 from kvrag.store import KVStore, TieredStore, accelerator_tier, on_accelerator, open_store
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 
@@ -103,7 +103,7 @@ def test_answers_are_labelled_as_rounded(engine_of: MakeEngine) -> None:
 def test_without_an_accelerator_nothing_is_rounded_nor_refused(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrag.gate.judge", lambda *_: pytest.fail("there is nothing to judge"))
+    monkeypatch.setattr("kvrag.precompute.quantise_check.judge", lambda *_: pytest.fail("there is nothing to judge"))
     engine = make(engine_of, gpu_dtype="int4", gpu_bytes=2**20)
     engine.precompute(CHUNKS)
     assert engine.prefill(PROMPT, mode="stitch", repair=HERE).exactness == "exact"

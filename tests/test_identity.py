@@ -11,12 +11,12 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.identity
+import kvrag.identity.model
 from kvrag import ConfigError, KVRagEngine
-from kvrag.identity import LiveIdentity, describe
-from kvrag.loading import load
-from kvrag.source import ModelSource
-from kvrag.tensors import content_digest, sample, tensor_bytes
+from kvrag.identity.model import LiveIdentity, describe
+from kvrag.identity.tensors import content_digest, sample, tensor_bytes
+from kvrag.model.load import load
+from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
 
 
@@ -24,13 +24,13 @@ from kvrag.testing.models import tiny_model
 def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every time the weights are hashed in memory."""
     seen: list[str] = []
-    real = kvrag.identity.weights_digest
+    real = kvrag.identity.model.weights_digest
 
     def counting(model: Any) -> str:
         seen.append(real(model))
         return seen[-1]
 
-    monkeypatch.setattr(kvrag.identity, "weights_digest", counting)
+    monkeypatch.setattr(kvrag.identity.model, "weights_digest", counting)
     return seen
 
 
@@ -120,7 +120,7 @@ def test_what_is_remembered_is_bounded_and_keeps_the_origin(tokenizer: Any, dige
     for head in heads:
         model.lm_head = head
         assert identity.fingerprint != origin
-    assert len(identity._weights) == kvrag.identity._NUM_REMEMBERED
+    assert len(identity._weights) == kvrag.identity.model._NUM_REMEMBERED
     assert len(digests) == 20
     model.lm_head = heads[-2]
     assert identity.fingerprint != origin
@@ -228,11 +228,11 @@ def test_tensor_bytes_are_those_of_the_values() -> None:
 
 
 def test_shared_tensors_are_read_once_and_count_under_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.tensors
+    import kvrag.identity.tensors
 
     one, calls = torch.ones(3), []
-    real = kvrag.tensors.tensor_bytes
-    monkeypatch.setattr(kvrag.tensors, "tensor_bytes", lambda tensor: (calls.append(1), real(tensor))[1])
+    real = kvrag.identity.tensors.tensor_bytes
+    monkeypatch.setattr(kvrag.identity.tensors, "tensor_bytes", lambda tensor: (calls.append(1), real(tensor))[1])
     shared = content_digest([("a", one), ("b", one)])
     assert len(calls) == 1
     assert shared == content_digest([("b", one.clone()), ("a", one.clone())])

@@ -10,9 +10,9 @@ import pytest
 
 from kvrag.config import KEY_OPTIONS, StoreConfig
 from kvrag.errors import ConfigError
-from kvrag.fingerprint import namespace_digest, text_digest
-from kvrag.keys import Keys, Naming, derive, key_id, read_key
-from kvrag.spans import text_entry
+from kvrag.identity.fingerprint import namespace_digest, text_digest
+from kvrag.prompt.spans import text_entry
+from kvrag.store.keys import Keys, Naming, derive, key_id, read_key
 
 KEY = bytes(range(32))
 OTHER = bytes(range(1, 33))

@@ -11,12 +11,12 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.gate
+import kvrag.precompute.quantise_check
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.estimate import PRESETS, ModelShape, kept_bytes_per_token, kv_bytes_per_token
-from kvrag.fingerprint import chunk_key, ids_digest, namespace_digest
-from kvrag.gate import Gate, Verdict, _same_top, draw_parts, judge, kept_verdict
-from kvrag.models import CausalLM
+from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
+from kvrag.model import CausalLM
+from kvrag.precompute.quantise_check import Gate, Verdict, _same_top, draw_parts, judge, kept_verdict
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkIdentity
 from kvrag.verify import MIN_TOP1, kl_divergence
@@ -175,7 +175,7 @@ def test_memory_above_exact_kv_may_round(engine_of: MakeEngine, kv_dtype: str) -
 def test_a_chunk_that_can_not_be_rounded_is_reported(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gate, "admit", lambda self, loaded: None)
     engine = make(engine_of, kv_dtype="int4")
-    encode = kvrag.index_time.encode_chunks
+    encode = kvrag.precompute.run.encode_chunks
 
     def with_a_huge_value(*args: Any) -> Any:
         found = encode(*args)
@@ -183,7 +183,7 @@ def test_a_chunk_that_can_not_be_rounded_is_reported(engine_of: MakeEngine, monk
             found[0].layers[1].values[0, 0, 0] = 1e9
         return found
 
-    monkeypatch.setattr("kvrag.index_time.encode_chunks", with_a_huge_value)
+    monkeypatch.setattr("kvrag.precompute.run.encode_chunks", with_a_huge_value)
     report = engine.precompute(CHUNKS)
     assert report.stored == 3
     assert "too large for int4" in report.failed[0][1]
@@ -226,7 +226,7 @@ def test_a_model_that_does_not_bear_a_type_is_refused(tokenizer: Any, tmp_path: 
 def test_a_type_that_changes_too_many_tokens_is_refused_whatever_the_kl(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvrag.gate, "MAX_MEAN_KL", 1e9)
+    monkeypatch.setattr(kvrag.precompute.quantise_check, "MAX_MEAN_KL", 1e9)
     config = StoreConfig(kv_dtype="int4")
     engine = KVRagEngine.from_pretrained(sensitive(), tokenizer=tokenizer, store_config=config, prove="off")
     verdict = judge(engine.loaded, engine.loaded.reusable, "int4")
@@ -264,7 +264,7 @@ def test_a_verdict_is_kept_and_a_damaged_one_made_again(
         calls.append(kv_dtype)
         return judge(loaded, lm, kv_dtype)
 
-    monkeypatch.setattr(kvrag.gate, "judge", counting)
+    monkeypatch.setattr(kvrag.precompute.quantise_check, "judge", counting)
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(own_cache / "verdicts here"))
     make(engine_of, kv_dtype="int8").precompute(CHUNKS)
     make(engine_of, kv_dtype="int8").precompute(CHUNKS)
@@ -305,13 +305,13 @@ def test_a_head_dim_that_int4_can_not_hold_is_said_at_once(
     def odd(*_: object) -> None:
         raise kvrag.StoreError("the head dim 63 is odd; use int8")
 
-    monkeypatch.setattr(kvrag.gate, "pack", odd)
+    monkeypatch.setattr(kvrag.precompute.quantise_check, "pack", odd)
     with pytest.raises(ConfigError, match="can't be kept as int4: the head dim 63 is odd"):
         make(engine_of, "mistral", kv_dtype="int4", namespace="n").precompute(CHUNKS)
 
 
 def test_without_rounding_the_gate_is_open(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.gate, "judge", lambda *_: pytest.fail("there is nothing to judge"))
+    monkeypatch.setattr(kvrag.precompute.quantise_check, "judge", lambda *_: pytest.fail("there is nothing to judge"))
     engine = make(engine_of)
     engine.precompute(CHUNKS)
     assert engine.prefill(PROMPT, mode="stitch").exactness == "repaired"
@@ -393,7 +393,7 @@ def test_estimates_of_a_known_model() -> None:
 
 
 def test_verify_passes_with_rounded_kv(engine_of: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "kvrag.gate"):
+    with caplog.at_level(logging.INFO, "kvrag.precompute.quantise_check"):
         engine = make(engine_of, "qwen3", kv_dtype="int8", seed=7)
         engine.precompute(CHUNKS)
     assert "KV rounded to int8 moves this model by" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvrag import ConfigError, KVRagEngine, RepairConfig, Retention, SamplingConfig, StoreConfig
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.misplaced import refuse_misplaced
 from kvrag.store import KVStore, MemoryStore, TieredStore, open_store
 from kvrag.testing.chunks import make_identity, make_kv

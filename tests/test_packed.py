@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.attention import ragged_attention
-from kvrag.models import CausalLM
-from kvrag.packing import Packing
-from kvrag.precompute import encode_chunks, encode_packed, encode_padded, encode_prefix
-from kvrag.row_plan import RowPlan
+from kvrag.model import CausalLM
+from kvrag.model.attention import ragged_attention
+from kvrag.model.packing import Packing
+from kvrag.model.rows import RowPlan
+from kvrag.precompute.encode import encode_chunks, encode_packed, encode_padded, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV
 
@@ -68,7 +68,7 @@ def test_a_chunk_does_not_see_its_neighbours() -> None:
 def test_the_device_and_its_kernel_say_which_way(
     device: str, path: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kvrag.precompute as module
+    import kvrag.precompute.encode as module
 
     monkeypatch.setattr("kvrag_kernels.tier", lambda *_: path)
 

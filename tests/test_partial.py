@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.fingerprint import chunk_key
-from kvrag.partial import MAX_LOOKS, MAX_TEXTS, PartFinder
-from kvrag.prompt import Piece, PromptEncoder
-from kvrag.spans import SpanIndex, text_entry
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.prompt.partial import MAX_LOOKS, MAX_TEXTS, PartFinder
+from kvrag.prompt.spans import SpanIndex, text_entry
+from kvrag.prompt.template import Piece, PromptEncoder
 from kvrag.store.base import TextLookup
 from kvrag.store.disk import DiskStore
 from kvrag.store.memory import MemoryStore, copy_kv

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrag import KVRagEngine, UnsupportedModelError
-from kvrag.loading import check_placement
+from kvrag.model.load import check_placement
 from kvrag.testing.models import tiny_model
 
 accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed: no device_map here")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvrag import Chunk, ConfigError, InputError, TemplatePrefix
-from kvrag.prefix import prefix_text
-from kvrag.prompt import Piece, PromptEncoder, cut, merge_live
+from kvrag.prompt.prefix import prefix_text
+from kvrag.prompt.template import Piece, PromptEncoder, cut, merge_live
 from kvrag.testing.tokenizers import tiny_tokenizer
 from kvrag.types import Span
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.acceptance
-import kvrag.trial
+import kvrag.model.acceptance
+import kvrag.model.trial
 from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
-from kvrag.acceptance import keep_proof, kept_proof, proof_file, proven
-from kvrag.layout import Layout
-from kvrag.models import CausalLM
-from kvrag.plain import PlainLM
-from kvrag.proof import Check, Proof, prove
-from kvrag.rope import RotaryTable
-from kvrag.row_plan import EVERYTHING, RowPlan
+from kvrag.blend.layout import Layout
+from kvrag.model import CausalLM
+from kvrag.model.acceptance import keep_proof, kept_proof, proof_file, proven
+from kvrag.model.plain import PlainLM
+from kvrag.model.proof import Check, Proof, prove
+from kvrag.model.rope import RotaryTable
+from kvrag.model.rows import EVERYTHING, RowPlan
 from kvrag.testing.models import TINY, save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(2, words=12)
@@ -110,7 +110,7 @@ def test_a_dropped_window_is_found(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "option"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
 def test_a_dropped_option_of_attention_is_found(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.models.switch as switch
+    import kvrag.model.switch as switch
 
     real = switch.ragged_attention
     monkeypatch.setattr(switch, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
@@ -149,24 +149,24 @@ def test_keys_turned_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_values_of_another_row_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kvrag.trial.encode_chunks
+    real = kvrag.model.trial.encode_chunks
 
     def mixed(*args: Any) -> Any:
         first, *rest = real(*args)
         layers = tuple(replace(layer, values=layer.values.roll(1, dims=1)) for layer in first.layers)
         return [replace(first, layers=layers), *rest]
 
-    monkeypatch.setattr(kvrag.trial, "encode_chunks", mixed)
+    monkeypatch.setattr(kvrag.model.trial, "encode_chunks", mixed)
     assert {"1", "2"} <= failed(prove(CausalLM(tiny_model())))
 
 
 def test_a_repair_that_forgets_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kvrag.trial.repair
+    real = kvrag.model.trial.repair
 
     def lazy(lm: Any, buffer: Any, layout: Layout, ids: Any, selected: torch.Tensor, **options: Any) -> torch.Tensor:
         return real(lm, buffer, layout, ids, selected[1:], **options)
 
-    monkeypatch.setattr(kvrag.trial, "repair", lazy)
+    monkeypatch.setattr(kvrag.model.trial, "repair", lazy)
     assert "1" in failed(prove(CausalLM(tiny_model())))
 
 
@@ -215,7 +215,7 @@ def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Proof], 
             calls.append(1)
             return result
 
-        monkeypatch.setattr(kvrag.acceptance, "prove", fake)
+        monkeypatch.setattr(kvrag.model.acceptance, "prove", fake)
         return calls
 
     return install
@@ -258,7 +258,7 @@ def test_a_proof_that_cannot_run_refuses_reuse(monkeypatch: pytest.MonkeyPatch, 
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kvrag.acceptance, "prove", broken)
+    monkeypatch.setattr(kvrag.model.acceptance, "prove", broken)
     engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer)
     assert "its proof could not run (RuntimeError: no kernel for this)" in (
         engine.prefill("Who?").fallback_reason or ""
@@ -269,8 +269,8 @@ def test_a_model_whose_probing_fails_is_refused(monkeypatch: pytest.MonkeyPatch,
     def broken(model: Any) -> CausalLM:
         raise AttributeError("no such layer")
 
-    monkeypatch.setattr(kvrag.acceptance, "CausalLM", broken)
-    lm = kvrag.acceptance.accept(tiny_model())
+    monkeypatch.setattr(kvrag.model.acceptance, "CausalLM", broken)
+    lm = kvrag.model.acceptance.accept(tiny_model())
     assert isinstance(lm, PlainLM)
     assert "could not be probed (AttributeError: no such layer)" in lm.refusal
 
@@ -319,12 +319,12 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPa
     eager = tiny_model()
     eager.config._attn_implementation = "eager"
     names.append(proof_file(CausalLM(eager), "one"))
-    for target, value in ((kvrag, "__version__"), (torch, "__version__"), (kvrag.acceptance, "PROOF_VERSION")):
+    for target, value in ((kvrag, "__version__"), (torch, "__version__"), (kvrag.model.acceptance, "PROOF_VERSION")):
         with monkeypatch.context() as patch:
             patch.setattr(target, value, "another")
             names.append(proof_file(lm, "one"))
     with monkeypatch.context() as patch:
-        patch.setattr(kvrag.acceptance, "_installed", lambda package: "another")
+        patch.setattr(kvrag.model.acceptance, "_installed", lambda package: "another")
         names.append(proof_file(lm, "one"))
     assert len(set(names)) == len(names)
     assert proof_file(lm, "one") == names[0]

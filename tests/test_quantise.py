@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag import StoreError
-from kvrag.quantise import CODES, GROUP, convert, group_of, pack, parts, read
+from kvrag.blend.quantise import CODES, GROUP, convert, group_of, pack, parts, read
 from kvrag.types import ChunkKV, LayerKV
 
 LOSSY = ("int8", "int4", "fp8")

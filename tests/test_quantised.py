@@ -13,13 +13,13 @@ from texts import make_chunks
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, UnsupportedModelError
-from kvrag.identity import describe, weights_digest
-from kvrag.loading import load
-from kvrag.source import ModelSource
-from kvrag.tensors import is_packed, leaves
+from kvrag.identity.model import describe, weights_digest
+from kvrag.identity.tensors import is_packed, leaves
+from kvrag.identity.weights import files_digest
+from kvrag.model.load import load
+from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE, tiny_tokenizer
-from kvrag.weights import files_digest
 
 CHUNKS = make_chunks(3, words=30)
 QUESTION = "\n\nWho keeps the ledger?"

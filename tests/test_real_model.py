@@ -112,8 +112,8 @@ def test_auto_reuses_and_answers(engine: KVRagEngine, prompts: list[Any]) -> Non
 
 
 def test_the_gguf_model_is_known_by_its_file(engine: KVRagEngine) -> None:
-    from kvrag.fingerprint import digest
-    from kvrag.weights import files_digest
+    from kvrag.identity.fingerprint import digest
+    from kvrag.identity.weights import files_digest
 
     file = _model_file()
     assert file is not None

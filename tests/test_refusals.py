@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import kvrag.models.support as support
+import kvrag.model.support as support
 from kvrag.errors import UnsupportedModelError
-from kvrag.models import CausalLM, check_supported
-from kvrag.models.masks import read_mask
-from kvrag.row_plan import EVERYTHING, Reach
+from kvrag.model import CausalLM, check_supported
+from kvrag.model.masks import read_mask
+from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.testing.models import REFUSED, TINY, tiny_model
 
 REASONS = {
@@ -169,6 +169,6 @@ def test_a_mask_is_read_from_its_function_or_refused(options: Any, visible: Any,
 
 
 def test_a_mask_that_is_not_understood_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.models.probe.read_mask", lambda *_: None)
+    monkeypatch.setattr("kvrag.model.traits.read_mask", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="mask that is neither causal"):
         CausalLM(tiny_model())

@@ -9,7 +9,7 @@ import pytest
 from texts import make_chunks
 
 from kvrag import InputError, KVRagEngine, Retention, StoreConfig, StoreError, precompute_kv, sync_kv
-from kvrag.spans import text_entry
+from kvrag.prompt.spans import text_entry
 from kvrag.store import MemoryStore
 from kvrag.types import ChunkKey
 

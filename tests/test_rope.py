@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrag.models import CausalLM
+from kvrag.model import CausalLM
 from kvrag.testing.models import TINY, tiny_model
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvrag.blend.decide import decide, estimated_rows
+from kvrag.blend.layout import Layout, Segment, place, rows_of
+from kvrag.blend.select import effective_ratio, select_rows
 from kvrag.config import RepairConfig
-from kvrag.decide import decide, estimated_rows
-from kvrag.layout import Layout, Segment, place, rows_of
-from kvrag.selection import effective_ratio, select_rows
 
 #   prefix 0:10 | chunk 10:110 exact | glue 110:112 | chunk 112:212 | glue 212:214 | chunk 214:314 | suffix 314:330
 LAYOUT = place(

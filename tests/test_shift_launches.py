@@ -10,13 +10,13 @@ import torch
 from test_equivalence import CHUNKS, STRATEGIES, TOLERANCE, ask, distance, run_stages
 from test_equivalence import largest_change_before_the_difference as change_before
 
-import kvrag.stitch as stitching
+import kvrag.blend.stitch as stitching
 import kvrag_kernels
 from kvrag import KVRagEngine, RepairConfig, StoreConfig
-from kvrag.layout import Layout, place
-from kvrag.prefill import Prefilled
-from kvrag.repair import may_shift
-from kvrag.stitch import Stitcher
+from kvrag.blend.layout import Layout, place
+from kvrag.blend.prefill import Prefilled
+from kvrag.blend.repair import may_shift
+from kvrag.blend.stitch import Stitcher
 from kvrag.testing.models import tiny_model
 
 NAMES = [

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrag import spans
 from kvrag.errors import InputError
-from kvrag.fingerprint import text_digest
-from kvrag.spans import ANCHOR_CHARS, SpanIndex, text_entry
+from kvrag.identity.fingerprint import text_digest
+from kvrag.prompt import spans
+from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex, text_entry
 from kvrag.types import Span
 
 LOREM = "The reading room opens at nine; maps are brought up from the store twice a day, at ten and at two."

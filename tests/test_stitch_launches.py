@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import kvrag.stitch as module
+import kvrag.blend.stitch as module
 import kvrag_kernels
-from kvrag.cache import KVBuffer
-from kvrag.layout import Layout, mask_of, place
-from kvrag.models import CausalLM
-from kvrag.precompute import encode_padded, encode_prefix
-from kvrag.quantise import pack
-from kvrag.stitch import stitch
+from kvrag.blend.layout import Layout, mask_of, place
+from kvrag.blend.quantise import pack
+from kvrag.blend.stitch import stitch
+from kvrag.model import CausalLM
+from kvrag.model.kv import KVBuffer
+from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV
 

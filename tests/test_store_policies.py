@@ -13,11 +13,11 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.answer
+import kvrag.generate.sequence
 from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, StoreError
-from kvrag.fingerprint import chunk_key
 from kvrag.hooks import prefetch_kv
-from kvrag.spans import text_entry
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.prompt.spans import text_entry
 from kvrag.store import DiskStore, MemoryStore, TieredStore, reader, writer
 
 CHUNKS = make_chunks(4, words=30, seed=3)
@@ -112,7 +112,7 @@ def test_the_uppermost_tier_is_given_up_when_memory_runs_out(
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1), mode="full")
     assert engine.stats()["store"]["host"].chunks > 0
-    real, calls = kvrag.answer.prefill, []
+    real, calls = kvrag.generate.sequence.prefill, []
 
     def tight(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["mode"])
@@ -120,12 +120,14 @@ def test_the_uppermost_tier_is_given_up_when_memory_runs_out(
             raise torch.OutOfMemoryError("no room")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(kvrag.answer, "prefill", tight)
+    monkeypatch.setattr(kvrag.generate.sequence, "prefill", tight)
     result = engine.prefill(ask(0, 1), mode=mode)
     assert calls == [mode, "full"]
     assert torch.allclose(result.logits, full.logits, atol=1e-3)
     assert result.fallback_reason == ("memory ran out with reuse" if mode == "stitch" else None)
-    monkeypatch.setattr(kvrag.answer, "prefill", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("none")))
+    monkeypatch.setattr(
+        kvrag.generate.sequence, "prefill", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("none"))
+    )
     with pytest.raises(OutOfMemoryError):
         engine.prefill(ask(0, 1), mode="full")
 

@@ -16,12 +16,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from kvrag import Chunk, ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
-from kvrag.decode import TextStream
-from kvrag.prompt import Piece, PromptEncoder, cut
-from kvrag.spans import SpanIndex, text_entry
+from kvrag.generate.sampling import TextStream
+from kvrag.prompt.spans import SpanIndex, text_entry
+from kvrag.prompt.template import Piece, PromptEncoder, cut
+from kvrag.prompt.tokenizer import SeamCount, control_tokens, count_seams
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE, sentencepiece_parts, tiny_sentencepiece_tokenizer, tiny_tokenizer
-from kvrag.tokens import SeamCount, control_tokens, count_seams
 
 CHUNKS = [
     "The archive opens at nine and closes at five, and a reader asks for a box.",

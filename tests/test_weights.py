@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-import kvrag.weights
+import kvrag.identity.weights
 from kvrag import KVRagEngine
-from kvrag.loading import load
-from kvrag.source import ModelSource
+from kvrag.identity.weights import CACHE_VARIABLE, cache_dir, files_digest, source_identity
+from kvrag.model.load import load
+from kvrag.model.source import ModelSource
 from kvrag.testing.models import save_tiny_model, tiny_model
-from kvrag.weights import CACHE_VARIABLE, cache_dir, files_digest, source_identity
 
 SIZE = 2**20 + 5
 
@@ -35,13 +35,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose content is read."""
     seen: list[str] = []
-    real = kvrag.weights.hashlib.file_digest
+    real = kvrag.identity.weights.hashlib.file_digest
 
     def counting(stream: Any, name: str) -> Any:
         seen.append(Path(stream.name).name)
         return real(stream, name)
 
-    monkeypatch.setattr(kvrag.weights.hashlib, "file_digest", counting)
+    monkeypatch.setattr(kvrag.identity.weights.hashlib, "file_digest", counting)
     return seen
 
 
@@ -60,7 +60,7 @@ def settle(path: Path, age_s: int = 3600) -> None:
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.weights, "_RACE_NS", -(10**12))
+    monkeypatch.setattr(kvrag.identity.weights, "_RACE_NS", -(10**12))
 
 
 def test_a_large_file_is_hashed_once(tmp_path: Path, reads: list[str]) -> None:
@@ -93,13 +93,13 @@ def test_what_changes_while_it_is_read_is_not_remembered(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make_file(tmp_path / "model.safetensors")
-    real = kvrag.weights.hashlib.file_digest
+    real = kvrag.identity.weights.hashlib.file_digest
 
     def touched(stream: Any, name: str) -> Any:
         os.utime(file)
         return real(stream, name)
 
-    monkeypatch.setattr(kvrag.weights.hashlib, "file_digest", touched)
+    monkeypatch.setattr(kvrag.identity.weights.hashlib, "file_digest", touched)
     files_digest([file])
     assert not cache.exists()
 
@@ -108,7 +108,7 @@ def test_what_was_changed_a_moment_ago_is_not_remembered(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second change within one tick of the clock would leave no trace."""
-    monkeypatch.setattr(kvrag.weights, "_RACE_NS", 2 * 10**9)
+    monkeypatch.setattr(kvrag.identity.weights, "_RACE_NS", 2 * 10**9)
     files_digest([make_file(tmp_path / "model.safetensors", age_s=0)])
     assert not cache.exists()
 
@@ -168,7 +168,7 @@ def test_what_others_remembered_stays(tmp_path: Path, cache: Path) -> None:
 
 
 def test_the_cache_does_not_grow_without_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.weights, "_MAX_ENTRIES", 3)
+    monkeypatch.setattr(kvrag.identity.weights, "_MAX_ENTRIES", 3)
     for i in range(5):
         files_digest([make_file(tmp_path / f"{i}.safetensors")])
     kept = [Path(path).stem for path in json.loads(cache.read_text())["files"]]
@@ -200,7 +200,7 @@ def test_no_home_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(kvrag.weights.Path, "home", homeless)
+    monkeypatch.setattr(kvrag.identity.weights.Path, "home", homeless)
     assert files_digest([make_file(tmp_path / "model.safetensors")]).startswith("files:")
     engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model"))
     assert engine.generate("Who?", max_new_tokens=1).token_ids, "the proof was made, and kept for this process"
@@ -209,7 +209,7 @@ def test_no_home_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_time_of_hashing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = make_file(tmp_path / "model.safetensors")
-    with caplog.at_level(logging.INFO, logger="kvrag.weights"):
+    with caplog.at_level(logging.INFO, logger="kvrag.identity.weights"):
         files_digest([file])
         files_digest([file])
     assert [record.levelname for record in caplog.records] == ["INFO"], "said once: the second time nothing is hashed"
@@ -291,10 +291,10 @@ def test_subfolders_hold_different_models(tmp_path: Path) -> None:
 def test_a_model_whose_origin_tells_too_little_is_hashed_in_memory(
     tiny_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kvrag.loading
+    import kvrag.model.load
 
     known = load(ModelSource(tiny_dir, revision="x")).fingerprint
-    monkeypatch.setattr(kvrag.loading, "source_identity", lambda *_, **__: None)
+    monkeypatch.setattr(kvrag.model.load, "source_identity", lambda *_, **__: None)
     found = load(ModelSource(tiny_dir, revision="y")).fingerprint
     assert found != known
     assert found == load(ModelSource(tiny_dir, revision="z")).fingerprint

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from texts import make_chunks
 
-import kvrag.index_time
-import kvrag.write_back
+import kvrag.precompute.on_miss
+import kvrag.precompute.run
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key, text_digest
-from kvrag.models import CausalLM
+from kvrag.identity.fingerprint import chunk_key, text_digest
+from kvrag.model import CausalLM
+from kvrag.precompute.on_miss import MAX_WAITING, Erasures, _Stopped, erasures_of
 from kvrag.testing.chunks import same_bits
-from kvrag.write_back import MAX_WAITING, Erasures, _Stopped, erasures_of
 
 MakeEngine = Callable[..., KVRagEngine]
 CHUNKS = make_chunks(4, words=30, seed=31)
@@ -58,7 +58,7 @@ class Paused:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after: bool = False) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        original = kvrag.index_time.encode_chunks
+        original = kvrag.precompute.run.encode_chunks
 
         def encode(*args: Any) -> Any:
             kvs = original(*args) if after else None
@@ -66,7 +66,7 @@ class Paused:
             assert self.go_on.wait(PATIENT_S)
             return original(*args) if kvs is None else kvs
 
-        monkeypatch.setattr(kvrag.index_time, "encode_chunks", encode)
+        monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", encode)
 
 
 # -- what is stored --------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_the_answer_does_not_wait_for_it(engine: KVRagEngine, monkeypatch: pytes
 
 
 def test_more_than_can_wait_is_dropped_and_counted(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.write_back, "MAX_WAITING", 1)
+    monkeypatch.setattr(kvrag.precompute.on_miss, "MAX_WAITING", 1)
     assert MAX_WAITING > 1
     answer(engine, given(engine, CHUNKS[0], CHUNKS[1]))
     assert engine.stats()["write_back"]["dropped"] == 2
@@ -285,7 +285,7 @@ def test_faults_are_counted_and_logged_and_the_engine_goes_on(
     assert engine.stats()["write_back"]["failed"] == 1
     answer(engine, given(engine, CHUNKS[1]))
     assert engine.stats()["write_back"]["dropped"] == 1, "not again right away: each try costs a forward"
-    monkeypatch.setattr(kvrag.write_back, "RETRY_S", 0.0)
+    monkeypatch.setattr(kvrag.precompute.on_miss, "RETRY_S", 0.0)
     write_back = engine._answering.write_back
     assert write_back is not None
     write_back._not_before = 0.0
@@ -294,7 +294,7 @@ def test_faults_are_counted_and_logged_and_the_engine_goes_on(
         raise ValueError("a bug")
 
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr(kvrag.index_time, "encode_chunks", fail)
+        patch.setattr(kvrag.precompute.run, "encode_chunks", fail)
         answer(engine, given(engine, CHUNKS[1]))
     assert "a bug" in caplog.text
     assert engine.stats()["write_back"]["failed"] == 2

@@ -7,11 +7,11 @@ import os
 import torch
 
 from kvrag.config import StoreConfig
-from kvrag.keys import Keys
 from kvrag.store.base import Index, KVStore, Record, StoreStats, TextLookup, Tier
 from kvrag.store.disk import DiskStore
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.index import DiskIndex
+from kvrag.store.keys import Keys
 from kvrag.store.layers import Layers
 from kvrag.store.memory import MemoryStore
 from kvrag.store.memory_index import MemoryIndex

@@ -24,9 +24,9 @@ class Record:
     Parameters
     ----------
     key
-        Address of the blob, :func:`kvrag.fingerprint.chunk_key`.
+        Address of the blob, :func:`kvrag.identity.fingerprint.chunk_key`.
     content
-        Address without the prefix, :func:`kvrag.fingerprint.content_key`: shared by the variants of one chunk behind several prefixes.
+        Address without the prefix, :func:`kvrag.identity.fingerprint.content_key`: shared by the variants of one chunk behind several prefixes.
     model, namespace, prefix
         Fields of the :class:`~kvrag.types.ChunkIdentity`.
     num_tokens, num_bytes

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from kvrag.blend.quantise import parts
 from kvrag.errors import StoreError
-from kvrag.quantise import parts
 from kvrag.store.directory import Directory, NotRegular
 from kvrag.store.guard import Guard, Opening
 from kvrag.store.header import (
@@ -71,7 +71,7 @@ def plan(identity: ChunkIdentity, kv: ChunkKV, *, text: TextEntry | None, guard:
         )
     if kv.kv_dtype != identity.kv_dtype:
         raise StoreError(
-            f"the chunk is kept as {identity.kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it through kvrag.quantise.pack"
+            f"the chunk is kept as {identity.kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it through kvrag.blend.quantise.pack"
         )
     first = kv.layers[0]
     dtype = first.keys.dtype if first.scales is None else first.scales.dtype
@@ -114,7 +114,7 @@ def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: tor
     is_right = layer.scales is None or (layer.scales.dtype == dtype and dtype in NAMES)
     if not is_right or wanted != [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]:
         raise StoreError(
-            f"codes or scales of layer {index} of the chunk are not those of {identity.kv_dtype!r}; make them with kvrag.quantise.pack"
+            f"codes or scales of layer {index} of the chunk are not those of {identity.kv_dtype!r}; make them with kvrag.blend.quantise.pack"
         )
     return shapes[0], shapes[1]
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob, recovery
 from kvrag.store.disk_writes import ATTEMPTS, DiskWrites
 from kvrag.store.erasures import Erasing

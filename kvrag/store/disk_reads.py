@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
-from kvrag.keys import Keys
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Index, StoreStats
 from kvrag.store.claims import Claim, is_alive
 from kvrag.store.directory import Directory
@@ -23,6 +22,7 @@ from kvrag.store.evict import Budget, Evictor
 from kvrag.store.fork import ForkAware
 from kvrag.store.header import Header
 from kvrag.store.holes import Reading, Readings
+from kvrag.store.keys import Keys
 from kvrag.store.loader import Loader
 from kvrag.store.objects import Objects
 from kvrag.store.opening import open_directory

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob, foreign, recovery
 from kvrag.store.disk import DiskStore
 from kvrag.store.draft import sweep

@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from kvrag.fingerprint import FORMAT_VERSION, canonical, chunk_key
-from kvrag.keys import Keys, derive, key_id
+from kvrag.identity.fingerprint import FORMAT_VERSION, canonical, chunk_key
 from kvrag.store import gcm
 from kvrag.store.header import (
     FAULTS,
@@ -38,6 +37,7 @@ from kvrag.store.header import (
     parse,
     split,
 )
+from kvrag.store.keys import Keys, derive, key_id
 from kvrag.store.places import dump
 
 SALT_BYTES = 32

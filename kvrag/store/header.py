@@ -20,7 +20,7 @@ import xxhash
 
 from kvrag.config import KV_DTYPES
 from kvrag.errors import StoreError
-from kvrag.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
+from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
 from kvrag.store.base import Record
 from kvrag.store.places import DTYPES, NAMES, Shape, Tensors, dump, shape_of, tensors_of, unpacked
 from kvrag.types import ChunkIdentity, KVDtype, TextEntry
@@ -104,7 +104,7 @@ class Header:
 
     @functools.cached_property
     def tensors(self) -> Tensors:
-        """The tensors of all layers; raises as :func:`kvrag.quantise.parts`."""
+        """The tensors of all layers; raises as :func:`kvrag.blend.quantise.parts`."""
         return tensors_of(self.identity.kv_dtype, self.dtype, self.shapes)
 
     @property

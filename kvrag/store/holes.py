@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import KVStore, Tier
 from kvrag.store.blob import Blob
 from kvrag.store.fork import ForkAware

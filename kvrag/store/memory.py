@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from kvrag.blend.quantise import convert
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
-from kvrag.quantise import convert
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Index, StoreStats
 from kvrag.store.events import Events, StoreEvent
 from kvrag.store.fork import ForkAware
@@ -244,7 +244,7 @@ class MemoryStore(ForkAware):
                 self._shelf.pins -= Counter(keys)
 
     def converted(self, kv: ChunkKV) -> ChunkKV:
-        """Return a chunk as it is kept here; raises as :func:`kvrag.quantise.convert`. It may be the chunk itself."""
+        """Return a chunk as it is kept here; raises as :func:`kvrag.blend.quantise.convert`. It may be the chunk itself."""
         return kv if self._kv_dtype is None else convert(kv, self._kv_dtype)
 
     def kept_as(self, kv_dtype: KVDtype) -> KVDtype:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob, reader, writer
 from kvrag.store.buffers import Buffers
 from kvrag.store.directory import Directory

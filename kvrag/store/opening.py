@@ -14,8 +14,7 @@ from typing import Any
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import FORMAT_VERSION
-from kvrag.keys import Keys
+from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.store import files, recovery
 from kvrag.store.batch_index import BatchIndex
 from kvrag.store.claims import is_alive
@@ -24,6 +23,7 @@ from kvrag.store.draft import sweep, write_file
 from kvrag.store.guard import Guard
 from kvrag.store.index import DiskIndex
 from kvrag.store.index_kinds import COMPLETE, FILES
+from kvrag.store.keys import Keys
 from kvrag.store.memory_index import MemoryIndex
 from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
 from kvrag.store.privacy import make_private

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvrag.quantise import FP8, Part, parts
+from kvrag.blend.quantise import FP8, Part, parts
 from kvrag.types import KVDtype
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

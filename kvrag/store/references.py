@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from kvrag.fingerprint import canonical
+from kvrag.identity.fingerprint import canonical
 from kvrag.store.directory import Directory
 from kvrag.store.draft import Draft, write_file
 from kvrag.store.header import parse_text

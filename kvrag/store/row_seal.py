@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvrag.errors import require
-from kvrag.keys import Keys, derive, key_id
+from kvrag.store.keys import Keys, derive, key_id
 from kvrag.store.rows import DECODER
 
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from kvrag.quantise import FP8
+from kvrag.blend.quantise import FP8
 
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from kvrag.fingerprint import chunk_key, content_key
+from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.store.base import Record
 from kvrag.store.retention import Retention
 from kvrag.store.usage import Usage, order, token_ms

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob
 from kvrag.store.base import KVStore, Record, StoreStats, TextLookup
 from kvrag.store.memory import MemoryStore, copy_kv

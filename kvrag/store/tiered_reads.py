@@ -9,9 +9,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from kvrag.deadline import Deadline
 from kvrag.errors import StoreError, is_out_of_memory
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Index, KVStore, Shared, Tier
 from kvrag.store.layers import HeldLayers, Layers, PromotedLayers
 from kvrag.store.loader import Loader
@@ -19,6 +18,7 @@ from kvrag.store.memory import MemoryStore, copy_kv
 from kvrag.store.prefetch import Load, Prefetch, Prefetcher
 from kvrag.store.retention import Retention, Worth, priority_of
 from kvrag.store.rows import erasures_of
+from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvrag.quantise import Part, layer_of
+from kvrag.blend.quantise import Part, layer_of
 from kvrag.store.header import Header
 from kvrag.types import LayerKV
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob
 from kvrag.store.base import Index, Record, StoreStats
 from kvrag.store.disk import DiskStore

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from kvrag.fingerprint import chunk_key, namespace_digest
+from kvrag.identity.fingerprint import chunk_key, namespace_digest
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
 
 NAMESPACE = namespace_digest("default")

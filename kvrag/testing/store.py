@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key, content_key, namespace_digest
+from kvrag.identity.fingerprint import chunk_key, content_key, namespace_digest
 from kvrag.store.base import KVStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_text, same_bits
 from kvrag.testing.store_base import PATIENT_S

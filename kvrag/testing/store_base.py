@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import KVStore
 from kvrag.testing.chunks import make_kv, make_text
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV

@@ -5,7 +5,7 @@ from __future__ import annotations
 # ruff: noqa: D102  (the name of a test is its sentence)
 import pytest
 
-from kvrag.fingerprint import chunk_key, namespace_digest
+from kvrag.identity.fingerprint import chunk_key, namespace_digest
 from kvrag.store.base import KVStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_text, same_bits
 from kvrag.testing.store_base import PATIENT_S, StoreUnderTest

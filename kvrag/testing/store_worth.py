@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvrag.errors import ConfigError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import KVStore
 from kvrag.store.retention import Retention
 from kvrag.testing.chunks import make_identity, make_text

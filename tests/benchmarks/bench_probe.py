@@ -17,9 +17,9 @@ from bench_quality import Case, bootstrap
 from common import RESULTS, items, machine, small_model, write_result
 
 from kvrag import KVRagEngine, RepairConfig
-from kvrag.repair import probe, repair
-from kvrag.selection import select_rows
-from kvrag.stitch import stitch
+from kvrag.blend.repair import probe, repair
+from kvrag.blend.select import select_rows
+from kvrag.blend.stitch import stitch
 
 SPANS = ((0.0, 1.0), (0.0, 0.8), (0.0, 0.5), (1 / 3, 2 / 3), (1 / 3, 0.8), (1 / 3, 1.0), (0.5, 0.8))
 RATIOS = (0.05, 0.15)

@@ -22,13 +22,13 @@ import torch
 from common import RESULTS, Item, items, machine, small_model, write_result
 
 from kvrag import KVRagEngine, RepairConfig
-from kvrag.cache import KVBuffer
-from kvrag.layout import Layout, place
-from kvrag.models import CausalLM
-from kvrag.precompute import encode_chunks, encode_prefix
-from kvrag.repair import deviation, probe, repair
-from kvrag.selection import select_rows, strategy_of
-from kvrag.stitch import stitch
+from kvrag.blend.layout import Layout, place
+from kvrag.blend.repair import deviation, probe, repair
+from kvrag.blend.select import select_rows, strategy_of
+from kvrag.blend.stitch import stitch
+from kvrag.model import CausalLM
+from kvrag.model.kv import KVBuffer
+from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV
 from kvrag.verify import kl_divergence
 

@@ -20,13 +20,13 @@ from bench_quality import Case, bootstrap
 from common import RESULTS, items, machine, small_model, write_result
 
 from kvrag import KVRagEngine, RepairConfig
-from kvrag.gate import judge
-from kvrag.layout import Layout
-from kvrag.quantise import convert, pack
-from kvrag.repair import probe, repair
-from kvrag.rope import Rotations
-from kvrag.selection import select_rows
-from kvrag.stitch import stitch
+from kvrag.blend.layout import Layout
+from kvrag.blend.quantise import convert, pack
+from kvrag.blend.repair import probe, repair
+from kvrag.blend.select import select_rows
+from kvrag.blend.stitch import stitch
+from kvrag.model.rope import Rotations
+from kvrag.precompute.quantise_check import judge
 from kvrag.types import ChunkKV, KVDtype, LayerKV
 from kvrag.verify import MAX_MEAN_KL, kl_divergence
 

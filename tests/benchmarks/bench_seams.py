@@ -1,7 +1,7 @@
 """What tokenising segment by segment changes: ids that differ from the whole text's, and how far the model's answer moves with them.
 
 For MuSiQue prompts and several separators between chunks, counts the seams where the joined ids differ from those of the rendered text
-(:func:`kvrag.tokens.count_seams`). For some of the prompts, the distance of a full prefill of the joined ids from one of the whole text's
+(:func:`kvrag.prompt.tokenizer.count_seams`). For some of the prompts, the distance of a full prefill of the joined ids from one of the whole text's
 ids: no stored KV is involved.
 
     KVRAG_EVAL_DATA=... python tests/benchmarks/bench_seams.py
@@ -18,8 +18,8 @@ from typing import Any
 from common import RESULTS, Item, eval_data, items, machine, small_model, write_result
 
 from kvrag import Chunk, KVRagEngine
-from kvrag.prompt import PromptEncoder
-from kvrag.tokens import SeamCount, count_seams
+from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.tokenizer import SeamCount, count_seams
 from kvrag.verify import kl_divergence
 
 SEPARATORS = {"empty line": "\n\n", "line break": "\n", "numbered": "\n\n[{n}] ", "rule": "\n\n---\n\n", "space": " "}

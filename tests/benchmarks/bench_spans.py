@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-from kvrag.spans import SpanIndex, TextEntry, text_entry
+from kvrag.prompt.spans import SpanIndex, TextEntry, text_entry
 
 WORDS = ["".join(random.Random(n).choices("abcdefghijklmnopqrstuvwxyz", k=3 + n % 8)) for n in range(5000)]
 

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from common import RESULTS, machine, write_result
 
+from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
 from kvrag.estimate import PRESETS, ModelShape
-from kvrag.fingerprint import chunk_key
-from kvrag.quantise import pack
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, blob
 from kvrag.store.base import Record
 from kvrag.store.index import DiskIndex

@@ -34,8 +34,8 @@ def precompute_row(device: torch.device, dtype: torch.dtype, *, is_dry: bool) ->
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from kvrag.models import CausalLM
-    from kvrag.precompute import encode_chunks, encode_prefix
+    from kvrag.model import CausalLM
+    from kvrag.precompute.encode import encode_chunks, encode_prefix
 
     count, tokens = (3, 24) if is_dry else (CHUNKS, TOKENS)
     with torch.device(device):

@@ -113,8 +113,8 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
 
     ``launch`` is that launch alone; the others begin with the mean change of the repaired rows, as the repair does.
     """
-    from kvrag.layout import mask_of, place, rows_of
-    from kvrag.repair import residual_shift
+    from kvrag.blend.layout import mask_of, place, rows_of
+    from kvrag.blend.repair import residual_shift
 
     layers, heads, dim, chunk, count = (3, 2, 64, 40, 2) if is_dry else (8, 8, 128, 512, 16)
     model = _model_of(layers, heads, dim, chunk * (count + 1), device, dtype)
@@ -155,7 +155,7 @@ def _model_of(layers: int, heads: int, dim: int, rows: int, device: torch.device
     """A model with real heads and little else: for its rotation and the shape of its buffer."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from kvrag.models import CausalLM
+    from kvrag.model import CausalLM
 
     config = LlamaConfig(
         hidden_size=64,
@@ -180,8 +180,8 @@ def _kept(
     dtype: torch.dtype,
 ) -> tuple[Any, Any, int]:
     """Stitch random chunks; returns the buffer, what places them again, and the bytes of a layer that it reads."""
-    import kvrag.stitch as stitching
-    from kvrag.quantise import pack
+    import kvrag.blend.stitch as stitching
+    from kvrag.blend.quantise import pack
     from kvrag.types import ChunkKV, LayerKV
 
     layers, heads, chunk, dim, count = sizes

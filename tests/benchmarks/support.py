@@ -1,6 +1,6 @@
 """What is supported, measured: the proof and the promises on every tiny architecture of the tests, for docs/support.md.
 
-Each row runs the proof of :mod:`kvrag.proof`, and compares first-token logits of the engine with transformers' own forward: every row
+Each row runs the proof of :mod:`kvrag.model.proof`, and compares first-token logits of the engine with transformers' own forward: every row
 repaired, chunks in any order and repeated; a chunk behind its own prefix; and a chunk moved by more than 1,000 rows and more than its
 window. A refused model is asked for the greedy answer, which must be that of ``generate``. Run it once per version of transformers: the
 result file keeps one run for each.
@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, ModelError, RepairConfig
-from kvrag.models import CausalLM
-from kvrag.plain import PlainLM
-from kvrag.proof import prove, windows_of
+from kvrag.model import CausalLM
+from kvrag.model.plain import PlainLM
+from kvrag.model.proof import prove, windows_of
 from kvrag.testing.models import REFUSED, TINY, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -121,7 +121,7 @@ def refused_row(name: str) -> dict[str, Any]:
 def refuse_by_name(name: str) -> dict[str, Any]:
     """Check that what is no causal LM is refused with a sentence."""
     architecture, why = NEVER[name]
-    from kvrag.plain import check_generates
+    from kvrag.model.plain import check_generates
 
     try:
         check_generates(transformers.AutoConfig.for_model(name))

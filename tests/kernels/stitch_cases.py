@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvrag.quantise import GROUP, pack, read
+from kvrag.blend.quantise import GROUP, pack, read
 from kvrag.types import ChunkKV, KVDtype, LayerKV, Scales
 from kvrag_kernels import reference
 from kvrag_kernels.stitch import FP8, Stitching, Stored
@@ -15,7 +15,7 @@ from kvrag_kernels.stitch import FP8, Stitching, Stored
 
 @dataclass(frozen=True)
 class StitchCase:
-    """``codec``: same, other (the other 16-bit dtype), channel, token, int4, fp8; ``kept``: as :mod:`kvrag.quantise` keeps it instead."""
+    """``codec``: same, other (the other 16-bit dtype), channel, token, int4, fp8; ``kept``: as :mod:`kvrag.blend.quantise` keeps it instead."""
 
     name: str
     codec: str = "same"
@@ -98,7 +98,7 @@ def kept_parts(layer: LayerKV, length: int) -> tuple[Stored, Stored]:
 
 
 def read_back(keys: Stored, values: Stored, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`kvrag.quantise.read` gives for two parts."""
+    """What :func:`kvrag.blend.quantise.read` gives for two parts."""
     assert keys.scales is not None
     assert keys.zeros is not None
     assert values.scales is not None

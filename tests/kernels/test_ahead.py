@@ -10,13 +10,13 @@ import pytest
 import torch
 from stitch_cases import StitchCase, stitching_of
 
-import kvrag.stitch as stitching
+import kvrag.blend.stitch as stitching
 import kvrag_kernels
-from kvrag.cache import KVBuffer
-from kvrag.layout import place
-from kvrag.models import CausalLM
-from kvrag.precompute import encode_padded, encode_prefix
-from kvrag.quantise import pack
+from kvrag.blend.layout import place
+from kvrag.blend.quantise import pack
+from kvrag.model import CausalLM
+from kvrag.model.kv import KVBuffer
+from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch, stitch_op
 from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, supports

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvrag.cli import app
+from kvrag.cli.app import app
 from kvrag_kernels import ahead, nvrtc
 
 

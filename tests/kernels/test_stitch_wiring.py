@@ -10,13 +10,13 @@ import torch
 from emulated import needs_compiler
 from test_stitch import run_emulated
 
-import kvrag.stitch as stitching
-from kvrag.cache import KVBuffer
-from kvrag.layout import Layout, mask_of, place
-from kvrag.models import CausalLM
-from kvrag.precompute import encode_padded, encode_prefix
-from kvrag.quantise import pack
-from kvrag.stitch import stitch
+import kvrag.blend.stitch as stitching
+from kvrag.blend.layout import Layout, mask_of, place
+from kvrag.blend.quantise import pack
+from kvrag.blend.stitch import stitch
+from kvrag.model import CausalLM
+from kvrag.model.kv import KVBuffer
+from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkKV
 from kvrag_kernels import stitch_op

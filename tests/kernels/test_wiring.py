@@ -9,9 +9,9 @@ import pytest
 import torch
 from texts import make_chunks
 
-from kvrag import attention
-from kvrag.attention import ragged_attention
-from kvrag.row_plan import EVERYTHING, Reach, RowPlan
+from kvrag.model import attention
+from kvrag.model.attention import ragged_attention
+from kvrag.model.rows import EVERYTHING, Reach, RowPlan
 
 
 @pytest.fixture

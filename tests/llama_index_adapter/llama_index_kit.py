@@ -13,7 +13,7 @@ import llama_index.core
 from llama_index.core import Document, MockEmbedding, Settings
 
 from kvrag import KVRagEngine
-from kvrag.models import CausalLM
+from kvrag.model import CausalLM
 from llama_index.llms.kvrag import KVRagLLM
 
 WORDS = [

@@ -16,9 +16,9 @@ from kinds import PLAIN, Kind
 from planted import sql
 from world import CONFIG, Outcome, identity, key, put, state
 
+from kvrag.blend.quantise import pack
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
-from kvrag.quantise import pack
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, WriteBehind, blob, writer
 from kvrag.store.directory import Directory
 from kvrag.store.guard import Guard

@@ -53,7 +53,9 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
     import atheris
 
     sys.path.insert(0, str(HERE.parent / "store"))
-    with atheris.instrument_imports(include=["kvrag.store", "kvrag.fingerprint", "kvrag.keys", "kvrag.quantise"]):
+    with atheris.instrument_imports(
+        include=["kvrag.store", "kvrag.identity.fingerprint", "kvrag.store.keys", "kvrag.blend.quantise"]
+    ):
         import reader_target
     counts: dict[str, Any] = {"inputs": 0, "by_target": Counter(), "accepted": Counter(), "slowest_cpu_ms": 0.0}
 

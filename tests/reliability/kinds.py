@@ -9,13 +9,13 @@ from typing import Any
 
 from world import CONFIG, LONG_TOKENS
 
+from kvrag.blend.quantise import convert
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
-from kvrag.keys import Keys
-from kvrag.quantise import convert
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind
 from kvrag.store.guard import Guard
+from kvrag.store.keys import Keys
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from protected import config_of, identity_of, names_of
 
-from kvrag.fingerprint import FORMAT_VERSION
-from kvrag.quantise import pack
+from kvrag.blend.quantise import pack
+from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.store import DiskStore
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 from kvrag.types import ChunkKV, LayerKV

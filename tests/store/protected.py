@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
-from kvrag.keys import Keys
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.store.keys import Keys
 from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_identity
 

@@ -33,12 +33,12 @@ from reader_seeds import (
     Sound,
 )
 
-from kvrag.keys import Keys, Naming
-from kvrag.spans import ANCHOR_CHARS, SpanIndex
+from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.store import blob, gcm, guard, references, rows
 from kvrag.store.guard import Guard
 from kvrag.store.header import ALIGNMENT, FAULTS, BlobRejected, OtherVersion, decode, frame, split
 from kvrag.store.index import load_value
+from kvrag.store.keys import Keys, Naming
 from kvrag.store.places import dump
 from kvrag.store.reader import read_all, read_layers
 from kvrag.store.row_seal import load_rows

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import FORMAT_VERSION, chunk_key, content_key
+from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key
 from kvrag.store import blob
 from kvrag.store.header import MAX_HEADER_BYTES
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits

@@ -9,7 +9,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskIndex, DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob
 from kvrag.store.claims import Claim, is_alive
 from kvrag.store.draft import Draft

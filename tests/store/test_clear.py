@@ -7,10 +7,10 @@ import pytest
 from protected import config_of, identity_of, needs_cryptography, path_of
 from typer.testing import CliRunner
 
-from kvrag.cli import app
+from kvrag.cli.app import app
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key, namespace_digest
+from kvrag.identity.fingerprint import chunk_key, namespace_digest
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind
 from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits

@@ -8,7 +8,7 @@ import socket
 import pytest
 import torch
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, blob, writer
 from kvrag.store.directory import Directory
 from kvrag.store.header import BlobRejected

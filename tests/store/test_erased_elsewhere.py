@@ -12,7 +12,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob, reader, writer
 from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits

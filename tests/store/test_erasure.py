@@ -7,7 +7,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key, ids_bytes
+from kvrag.identity.fingerprint import chunk_key, ids_bytes
 from kvrag.store import DiskStore, MemoryStore, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 

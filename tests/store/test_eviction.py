@@ -9,7 +9,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, usage
 from kvrag.store.base import Record
 from kvrag.store.directory import Directory

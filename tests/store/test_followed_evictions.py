@@ -3,7 +3,7 @@
 import pytest
 
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind, batch_index
 from kvrag.store.batch_index import BatchIndex
 from kvrag.store.cache import CacheRows

@@ -10,7 +10,7 @@ from protected import names_of, needs_cryptography
 from safetensors import safe_open
 
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import FORMAT_VERSION, chunk_key
+from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, blob
 from kvrag.store.directory import Directory
 from kvrag.store.header import OtherVersion

@@ -10,8 +10,8 @@ import torch
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
-from kvrag.spans import SpanIndex
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.prompt.spans import SpanIndex
 from kvrag.store import DiskStore, places, references
 from kvrag.store.fsck import fsck
 from kvrag.store.header import MAX_LAYERS, BlobRejected, Header, decode, frame, split

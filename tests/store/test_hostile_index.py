@@ -9,7 +9,7 @@ import diskcache
 import pytest
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskIndex, DiskStore, recovery
 from kvrag.store.cache import JsonDisk
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits

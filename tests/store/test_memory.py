@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, blob, reader
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV

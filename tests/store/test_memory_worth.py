@@ -3,7 +3,7 @@
 import pytest
 
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, shelf
 from kvrag.store.retention import Worth
 from kvrag.store.usage import HALF_LIFE

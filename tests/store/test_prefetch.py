@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, prefetch
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 

@@ -30,7 +30,7 @@ from safetensors import safe_open
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, MissingDependencyError
-from kvrag.fingerprint import chunk_key, ids_bytes
+from kvrag.identity.fingerprint import chunk_key, ids_bytes
 from kvrag.store import DiskStore, foreign
 from kvrag.store.guard import Guard
 from kvrag.store.header import BlobRejected
@@ -208,7 +208,7 @@ def test_two_secrets_share_nothing(opened, root):
     other = StoreConfig(namespace_secret=lambda: MAC)
     store = opened("secret")
     me = put(store, "secret")
-    from kvrag.keys import Keys
+    from kvrag.store.keys import Keys
 
     theirs = Keys.of(other).names
     assert theirs.namespace("default") != me.namespace
@@ -474,8 +474,8 @@ def test_every_flipped_bit_of_the_data_and_any_of_the_header_is_a_miss(tmp_path,
 @settings(max_examples=100, deadline=None)
 @given(noise=st.binary(max_size=300), fields=st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3))
 def test_headers_of_noise_are_refused_and_nothing_else(kind, noise, fields):
-    from kvrag.keys import Keys
     from kvrag.store.header import BlobRejected, pad
+    from kvrag.store.keys import Keys
 
     guard = Guard.of(Keys.of(config_of(kind)))
     marks = {"format": "kvrag", "version": "3", "mac_key": guard.ids[0], "cipher_key": guard.ids[1], **fields}
@@ -574,7 +574,7 @@ def test_a_secret_hides_names_of_namespaces_and_texts(opened, root):
     put(store, "secret")
     store.close()
     seen, text = everything_in(root), make_text("text 0")
-    from kvrag.fingerprint import namespace_digest
+    from kvrag.identity.fingerprint import namespace_digest
 
     for trace in (text.digest, str(text.head), str(text.tail), namespace_digest("default").partition(":")[2]):
         assert trace.encode() not in seen

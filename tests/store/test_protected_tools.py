@@ -20,10 +20,10 @@ from protected import (
 )
 from typer.testing import CliRunner
 
-from kvrag.cli import app
+from kvrag.cli.app import app
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, fsck
 from kvrag.testing.chunks import make_kv, make_text, same_bits
 
@@ -275,7 +275,7 @@ def test_a_wrong_variable_is_a_sentence_without_its_value(root, keys, monkeypatc
 
 
 def test_the_commands_know_every_key_of_the_config():
-    from kvrag.commands.keys import VARIABLES
+    from kvrag.cli.keys import VARIABLES
 
     config = StoreConfig(**{option: f"env:{name}" for option, name in VARIABLES.items()})
     assert config.encryption_key == "env:KVRAG_ENCRYPTION_KEY"

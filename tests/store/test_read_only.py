@@ -8,7 +8,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, recovery
 from kvrag.store.directory import Directory
 from kvrag.store.objects import place_of

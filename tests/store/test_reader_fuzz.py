@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from protected import needs_cryptography
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob, references
 from kvrag.store.header import BlobRejected, decode
 from kvrag.testing.chunks import make_identity, make_kv, make_text

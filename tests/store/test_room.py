@@ -4,7 +4,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, Retention, evict
 from kvrag.store.directory import Directory
 from kvrag.store.index import DiskIndex

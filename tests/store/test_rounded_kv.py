@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from kvrag import StoreConfig, StoreError
-from kvrag.fingerprint import chunk_key, content_key
-from kvrag.quantise import convert, pack
+from kvrag.blend.quantise import convert, pack
+from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.store import DiskStore, MemoryStore, open_store
 from kvrag.store.fsck import copy, fsck
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits

@@ -8,7 +8,7 @@ import pytest
 import torch
 from processes import ended_in_time
 
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob, reader
 from kvrag.store.buffers import MIN_BYTES, Buffers, rounded
 from kvrag.store.helpers import Helpers

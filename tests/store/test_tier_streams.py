@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind, blob, reader, tiered_reads
 from kvrag.store.events import Events
 from kvrag.store.objects import place_of

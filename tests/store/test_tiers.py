@@ -7,7 +7,7 @@ import torch
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import (
     DiskStore,
     MemoryStore,

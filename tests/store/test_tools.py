@@ -8,10 +8,10 @@ from dataclasses import astuple
 import pytest
 from typer.testing import CliRunner
 
-from kvrag.cli import app
+from kvrag.cli.app import app
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import FORMAT_VERSION, chunk_key
+from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, Retention, fsck, usage
 from kvrag.store.index_kinds import FILES
 from kvrag.store.objects import place_of

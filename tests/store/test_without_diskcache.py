@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from protected import needs_cryptography
 
-from kvrag.commands.maintenance import must_not_write
+from kvrag.cli.maintenance import must_not_write
 from kvrag.config import StoreConfig
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, Retention
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -26,7 +26,7 @@ ABSENT = """
 import logging, sys
 sys.modules["diskcache"] = None
 logging.basicConfig(level=logging.WARNING, format="LOG %(message)s", stream=sys.stdout)
-import kvrag, kvrag.cli, kvrag.engine
+import kvrag, kvrag.cli.app, kvrag.engine
 from kvrag.config import StoreConfig
 from kvrag.store import open_store
 from kvrag.testing.chunks import *
@@ -39,7 +39,7 @@ for _ in range(2):
     assert store.index.documents(NAMESPACE) == ["doc"]
     store.close()
 sys.argv[1:] = ["stats", "--kv-dir", sys.argv[1], "--json"]
-kvrag.cli.main()
+kvrag.cli.app.main()
 """
 
 
@@ -84,7 +84,7 @@ def test_an_export_leaves_the_index_of_its_source_as_it_is(root, tmp_path):
     store = DiskStore(root, StoreConfig(min_free_bytes=0))
     store.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="doc", retention=Retention(90))
     store.close()
-    script = "import sys; sys.modules['diskcache'] = None; import kvrag.cli; kvrag.cli.main()"
+    script = "import sys; sys.modules['diskcache'] = None; import kvrag.cli.app; kvrag.cli.app.main()"
     options = ["--document", "doc", "--kv-dir"]
     command = [sys.executable, "-c", script, "export", str(tmp_path / "copy"), *options, str(root)]
     done = subprocess.run(command, capture_output=True, text=True)

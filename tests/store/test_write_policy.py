@@ -11,7 +11,7 @@ import pytest
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, open_store, usage, writer
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -231,7 +231,7 @@ if sys.argv[2] == "killed":
 for number in range(2, 4):
     identity = make_identity(number)
     store.put(identity, make_kv(identity), text=make_text(f"text {number}"), doc_id=f"doc {number}")
-assert store.contains(__import__("kvrag.fingerprint").fingerprint.chunk_key(identity))
+assert store.contains(__import__("kvrag.identity.fingerprint").fingerprint.chunk_key(identity))
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 """

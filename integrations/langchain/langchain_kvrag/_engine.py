@@ -17,8 +17,8 @@ import kvrag
 from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
 from kvrag.config import check_mode, check_prove
 from kvrag.misplaced import check_model_kwargs, refuse_store_options
+from kvrag.model.source import ModelSource
 from kvrag.options import from_mapping, unknown_option
-from kvrag.source import ModelSource
 from kvrag.types import Mode, Prove
 from langchain_kvrag._convert import engine_prefix
 

@@ -12,8 +12,8 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from kvrag import ConfigError, Retention, delete_kv, precompute_kv
-from kvrag.documents import in_collection
 from kvrag.hooks import OnError, documents_in, engine_of
+from kvrag.precompute.documents import in_collection
 from langchain_kvrag._faiss import FaissStore, Metric
 
 

@@ -13,7 +13,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
 from kvrag import InputError, TemplatePrefix
-from kvrag.prompt import PromptEncoder
+from kvrag.prompt.template import PromptEncoder
 
 _ROLES = {"developer": "system", "chatbot": "assistant", "model": "assistant", "function": "tool"}
 """Roles of other providers, as chat templates call them."""
@@ -93,7 +93,7 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True)
 class LLMTemplate:
-    """A prompt template of LlamaIndex as one LLM shows it to its model, in the form that :mod:`kvrag.prefix` reads.
+    """A prompt template of LlamaIndex as one LLM shows it to its model, in the form that :mod:`kvrag.prompt.prefix` reads.
 
     Its ``repr`` names everything that decides the rendering: engines are shared by it.
     """
@@ -123,7 +123,7 @@ def engine_prefix(prefix: Any, llm: LLM) -> Any:
     ----------
     prefix
         ``None``: LlamaIndex's default question-answering template. A prompt template, a
-        :class:`~kvrag.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), or text.
+        :class:`~kvrag.prompt.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), or text.
     llm
         Renders templates; its system prompt and its functions take part.
     """

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 
 from kvrag import GenerationResult
-from kvrag.streams import AsyncTokenStream, TokenStream
+from kvrag.generate.streams import AsyncTokenStream, TokenStream
 
 ResponseT = TypeVar("ResponseT", covariant=True)
 

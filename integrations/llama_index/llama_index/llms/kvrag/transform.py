@@ -14,9 +14,9 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
 from kvrag import ConfigError, KVRagEngine, PrecomputeReport, Retention, precompute_kv
-from kvrag.documents import in_collection
 from kvrag.hooks import Content, OnError
 from kvrag.options import unknown_option
+from kvrag.precompute.documents import in_collection
 from llama_index.llms.kvrag.base import KVRagLLM
 
 logger = logging.getLogger(__name__)

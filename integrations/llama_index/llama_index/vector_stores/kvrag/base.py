@@ -18,8 +18,8 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvrag import ConfigError, KVRagEngine, Retention
-from kvrag.documents import in_collection
 from kvrag.hooks import Content, OnError, engine_of
+from kvrag.precompute.documents import in_collection
 from llama_index.llms.kvrag.transform import precompute_nodes, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvrag.fingerprint import namespace_digest
+from kvrag.identity.fingerprint import namespace_digest
 from kvrag.store.base import below_collection
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,248 @@
+"""Repair: recompute chosen rows against the whole stitched prompt, and carry what they teach to the rows left alone.
+
+All strategies share one forward (:meth:`kvrag.model.CausalLM.forward`) over the chosen rows, the glue and the suffix, each at its own
+position, with an exact causal limit per row. Its last row's logits choose the first answer token: no other forward stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvrag.blend.layout import Layout, Segment, mask_of, rows_of
+from kvrag.model import CausalLM, StopForward
+from kvrag.model.kv import KVBuffer
+from kvrag.model.rope import Rotations
+
+SHIFT_SKIP = 4
+"""Head rows of a chunk that don't count towards its mean change: as former attention sinks they change in a way of their own."""
+
+SHIFT_MIN_ROWS = 3
+"""Fewer repaired rows than this give no estimate of a chunk's change worth applying."""
+
+
+def probed_layers(span: tuple[float, float], num_layers: int) -> range:
+    """Return the layers that a span of fractions takes in: at least one."""
+    first = min(round(span[0] * num_layers), num_layers - 1)
+    return range(first, max(first + 1, round(span[1] * num_layers)))
+
+
+def probe(
+    model: CausalLM,
+    buffer: KVBuffer,
+    layout: Layout,
+    token_ids: torch.Tensor,
+    *,
+    span: tuple[float, float] = (0.0, 1.0),
+) -> torch.Tensor:
+    """Measure the attention that the suffix pays to every row of the stitched, unrepaired prompt.
+
+    Parameters
+    ----------
+    model, buffer, layout
+        The stitched prompt. Live rows of the buffer are written on the way; the repair writes them again.
+    token_ids
+        Ids of the whole prompt, int64 ``(N,)``.
+    span
+        Layers that count, as fractions of all: :attr:`kvrag.RepairConfig.probe_span`.
+
+    Returns
+    -------
+    torch.Tensor
+        Float32 ``(N,)`` on the host: probability per row, averaged over layers, heads and suffix rows would differ by a constant only.
+    """
+    rows = rows_of(layout.live).to(model.device)
+    layers = probed_layers(span, model.num_layers)
+    _, mass = model.forward(
+        token_ids[rows.cpu()], rows, buffer, logits=0, mass_rows=layout.num_suffix, mass_layers=layers
+    )
+    assert mass is not None
+    return mass.cpu()
+
+
+def deviation(
+    model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor, *, check_layer: int = 1
+) -> torch.Tensor:
+    """Measure how far stored values are from fresh ones at the check layer (CacheBlend's HKVD signal).
+
+    All rows pass the layers before the check layer; its fresh keys and values stay in the buffer for all rows, as in the authors' code.
+
+    Returns
+    -------
+    torch.Tensor
+        Float32 ``(N,)`` on the host: squared difference of V, summed over heads and head dim.
+    """
+    layer_index = min(check_layer, model.num_layers - 1)
+    found: list[torch.Tensor] = []
+
+    def compare(
+        layer: int, keys: torch.Tensor, values: torch.Tensor, fresh_keys: torch.Tensor, fresh_values: torch.Tensor
+    ) -> None:
+        if layer == layer_index:
+            found.append((fresh_values.float() - values.float()).square().sum(dim=(0, 1, 3)))
+            keys.copy_(fresh_keys)
+            values.copy_(fresh_values)
+            raise StopForward
+
+    buffer.before_write = compare
+    try:
+        model.forward(token_ids, slice(0, layout.num_tokens), buffer, logits=0)
+    finally:
+        buffer.before_write = None
+    return found[0].cpu()
+
+
+class PlaceAgain(Protocol):
+    """Writes a layer's stored rows once more, with residuals: :meth:`kvrag.blend.stitch.Stitcher.place_again`."""
+
+    def __call__(
+        self,
+        layer: int,
+        chunks: Sequence[Segment],
+        key_residuals: torch.Tensor,
+        value_residuals: torch.Tensor,
+        computed: torch.Tensor | None,
+    ) -> bool:
+        """Return whether it could; else the rows are as they were."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualShift:
+    """Shift a chunk's unrepaired rows by the mean change of its repaired ones, layer by layer, before attention.
+
+    What a stored chunk lacks is what stands before it in this prompt, and much of that is common to its rows (the nearest published
+    idea is AgentKVShift, arXiv 2607.21604). Keys are averaged position-free and turned back to each row.
+
+    Parameters
+    ----------
+    strength
+        Factor in (0, 1].
+    chunks
+        Stale chunks with enough repaired rows, ``C`` of them.
+    picked
+        The repaired rows that count, of all chunks, as indices into the forward's rows, int64 ``(M,)``.
+    at
+        The same rows as positions in the prompt.
+    average
+        Float32 ``(C, M)``: takes the mean over each chunk's picked rows.
+    rotary
+        Rotations of the prompt's positions.
+    place_again
+        Writes the shifted rows from what is stored, in one pass and with one rounding; where it can't, or there is none, the change is
+        added to what stands in the buffer.
+    computed
+        For ``place_again``: bool ``(N,)``, the prompt's rows that this forward computes.
+    """
+
+    strength: float
+    chunks: tuple[Segment, ...]
+    picked: torch.Tensor
+    at: torch.Tensor
+    average: torch.Tensor
+    rotary: Rotations
+    place_again: PlaceAgain | None = None
+    computed: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        fresh_keys: torch.Tensor,
+        fresh_values: torch.Tensor,
+    ) -> None:
+        """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
+        if layer == 0:  # keys and values of layer 0 depend on the token alone: nothing to learn there
+            return
+        table = self.rotary[layer]
+        change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
+        mean_keys = self.average @ table.unit_unrotate(change, self.at) * self.strength
+        mean_values = self.average @ (fresh_values[0, :, self.picked].float() - values[0, :, self.at].float())
+        mean_values *= self.strength
+        if self.place_again is not None and self.place_again(
+            layer, self.chunks, table.without_magnitude(mean_keys), mean_values, self.computed
+        ):
+            return
+        partners = table.partner(mean_keys)
+        for index, chunk in enumerate(self.chunks):
+            span, one = slice(chunk.start, chunk.stop), slice(index, index + 1)
+            table.add_unit_rotated(keys[0, :, span], mean_keys[:, one], partners[:, one], span)
+            values[0, :, span] += mean_values[:, one]
+
+
+def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
+    """Whether a repair of these rows (``None``: not known yet) may shift others, and so needs the stored values of all."""
+    if selected is None:
+        return strength > 0 and bool(layout.stale)
+    return strength > 0 and 0 < len(selected) < sum(s.num_rows for s in layout.stale)
+
+
+def residual_shift(
+    layout: Layout,
+    rows: torch.Tensor,
+    strength: float,
+    rotary: Rotations,
+    place_again: PlaceAgain | None = None,
+) -> ResidualShift | None:
+    """Plan the residual shift for a forward over ``rows``; ``None`` where there is nothing to shift or to learn from."""
+    chunks, picked = [], []
+    for chunk in layout.stale if strength > 0 else ():
+        inside = (rows >= chunk.start) & (rows < chunk.stop)
+        counted = torch.nonzero(inside & (rows >= chunk.start + SHIFT_SKIP))[:, 0]
+        if len(counted) >= SHIFT_MIN_ROWS and int(inside.sum()) < chunk.num_rows:
+            chunks.append(chunk)
+            picked.append(counted)
+    if not chunks:
+        return None
+    every = torch.cat(picked)
+    owner = torch.repeat_interleave(torch.tensor([len(p) for p in picked]))
+    average = (owner == torch.arange(len(picked))[:, None]).float()
+    average = (average / average.sum(dim=1, keepdim=True)).to(rows.device)
+    computed = None if place_again is None else mask_of(rows, layout.num_tokens)
+    return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary, place_again, computed)
+
+
+def repair(
+    model: CausalLM,
+    buffer: KVBuffer,
+    layout: Layout,
+    token_ids: torch.Tensor,
+    selected: torch.Tensor,
+    *,
+    shift: float,
+    rotary: Rotations | None,
+    place_again: PlaceAgain | None = None,
+) -> torch.Tensor:
+    """Recompute the selected rows and all live rows in one forward.
+
+    Parameters
+    ----------
+    model, buffer, layout, token_ids
+        The stitched prompt.
+    selected
+        Rows of stale chunks to repair, int64, ascending.
+    shift
+        Strength of the residual shift; 0 is off.
+    rotary
+        Rotations of the prompt; needed for the shift.
+    place_again
+        What shifts rows where it can: see :class:`ResidualShift`.
+
+    Returns
+    -------
+    torch.Tensor
+        Logits ``(vocab,)`` of the prompt's last row, in the model's dtype.
+    """
+    rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values.to(model.device)
+    is_whole = len(rows) == layout.num_tokens
+    if rotary is not None and not is_whole:
+        buffer.before_write = residual_shift(layout, rows, shift, rotary, place_again)
+    try:
+        logits, _ = model.forward(token_ids[rows.cpu()], slice(0, len(rows)) if is_whole else rows, buffer)
+    finally:
+        buffer.before_write = None
+    return logits[0, -1]

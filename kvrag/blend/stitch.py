@@ -1,0 +1,253 @@
+"""Stitch: put stored KV at its final positions in one buffer. No model forward.
+
+On a CUDA device :mod:`kvrag_kernels` does it for several layers and all segments in one launch, codes and all; elsewhere torch, layer by
+layer. What the repair will shift stays on the device, and :class:`Stitcher` places it once more, a layer to a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.blend.layout import Layout, Segment, mask_of
+from kvrag.blend.quantise import GROUP, read
+from kvrag.model.kv import KVBuffer
+from kvrag.model.rope import Rotations
+from kvrag.types import ChunkKV, LayerKV, Scales
+
+LAYERS_PER_LAUNCH = 8
+"""Layers whose stored KV is on the device at one time, beside the buffer: few launches, and little memory."""
+
+KEPT_SHARE = 0.5
+"""Most of the device's free memory that stored KV may take while the prompt is repaired; the rest is for the forward."""
+
+
+@torch.inference_mode()
+def stitch(
+    buffer: KVBuffer,
+    layout: Layout,
+    kvs: Sequence[ChunkKV],
+    rotary: Rotations,
+    *,
+    skip: torch.Tensor | None = None,
+    keep: bool = False,
+) -> Stitcher | None:
+    """Copy the KV of every reused segment into the buffer; codes are read, and keys turned from position-free to their rows.
+
+    Parameters
+    ----------
+    buffer
+        At least ``layout.num_tokens`` rows. Rows of live segments are left as they are.
+    layout
+        The prompt's segments; ``segment.source`` indexes ``kvs``.
+    kvs
+        Loaded chunks. A segment shorter than its chunk takes the chunk's first rows (causal: they don't depend on the rest).
+    rotary
+        Rotations for at least ``layout.num_tokens`` positions.
+    skip
+        Rows that the next forward computes, int64: they may be left unwritten.
+    keep
+        Whether rows of stale chunks will be placed again: then their stored KV stays on the device, where there is room.
+
+    Returns
+    -------
+    Stitcher or None
+        What places kept KV again; ``None`` where nothing is kept.
+    """
+    device = buffer.keys(0).device
+    angles = (
+        _angles(rotary) if layout.reused and _has_kernel(buffer, rotary) and _is_said(buffer, layout, kvs) else None
+    )
+    stitcher = None
+    if angles is None:
+        _stitch_by_torch(buffer, layout, kvs, rotary)
+    else:
+        stitcher = Stitcher(buffer, angles)
+        is_kept = keep and _has_room(_kept_bytes(layout, kvs, device), device)
+        stitcher.place_all(layout, kvs, skip=skip, keep=is_kept)
+    if device.type == "cuda":  # what is read next may take the pinned memory that these copies are from
+        torch.cuda.current_stream(device).synchronize()
+    buffer.length = layout.num_tokens
+    return stitcher if stitcher is not None and stitcher.has_kept else None
+
+
+def _stitch_by_torch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
+    for segment in layout.reused:
+        rows = slice(segment.start, segment.stop)
+        for index, layer in enumerate(kvs[segment.source].layers):
+            all_keys, all_values = buffer.keys(index), buffer.values(index)
+            keys, values = read(layer, segment.num_rows, device=all_keys.device, dtype=all_keys.dtype)
+            all_keys[0, :, rows] = rotary[index].rotate(keys, rows)
+            all_values[0, :, rows] = values
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosines and sines ``(kinds, N, R / 2)`` of all kinds of layers; each layer's kind, or -1 where it does not turn; which are pairs."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    tables: list[int]
+    is_neighbours: bool
+
+
+class Stitcher:
+    """Places stored KV in one prompt's buffer by :func:`kvrag_kernels.stitch`, and what it has kept of it on the device again.
+
+    Parameters
+    ----------
+    buffer
+        The prompt's.
+    angles
+        Of its positions.
+    """
+
+    def __init__(self, buffer: KVBuffer, angles: Angles) -> None:
+        self._buffer, self._angles = buffer, angles
+        self._kept: dict[tuple[int, int], LayerKV] = {}
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether anything can be placed again."""
+        return bool(self._kept)
+
+    def place_all(self, layout: Layout, kvs: Sequence[ChunkKV], *, skip: torch.Tensor | None, keep: bool) -> None:
+        """Place every reused segment in all layers, some layers to a launch; see :func:`stitch`."""
+        segments, layers = layout.reused, range(len(self._angles.tables))
+        stale = {segment.start for segment in layout.stale} if keep else set()
+        mask = None
+        if skip is not None and len(skip):
+            mask = mask_of(skip.to(self._angles.cos.device), layout.num_tokens)
+        for group in (layers[i : i + LAYERS_PER_LAUNCH] for i in layers[::LAYERS_PER_LAUNCH]):
+            parts = {(i, s.start): self._moved(kvs[s.source].layers[i], s.num_rows, i) for i in group for s in segments}
+            self._launch(group, segments, parts, mask)
+            # Layer 0 depends on the token alone: nothing shifts it.
+            self._kept |= {at: part for at, part in parts.items() if at[0] > 0 and at[1] in stale}
+
+    def place_again(
+        self,
+        layer: int,
+        chunks: Sequence[Segment],
+        key_residuals: torch.Tensor,
+        value_residuals: torch.Tensor,
+        computed: torch.Tensor | None,
+    ) -> bool:
+        """Place a layer's kept chunks anew with residuals, in one launch; returns whether it could.
+
+        Parameters
+        ----------
+        layer, chunks
+            Where; only what is kept of all of them.
+        key_residuals, value_residuals
+            Float32 ``(H_kv, C, D)``: what is added to every row of each chunk, to keys before they turn.
+        computed
+            Bool ``(N,)``: the prompt's rows that the running forward computes, which are left as they are.
+        """
+        if not all((layer, chunk.start) in self._kept for chunk in chunks):
+            return False
+        residuals = {"key_residuals": list(key_residuals.unbind(1)), "value_residuals": list(value_residuals.unbind(1))}
+        self._launch([layer], chunks, self._kept, computed, **residuals)
+        return True
+
+    def forget(self, layers: Iterable[int]) -> None:
+        """Let go of layers whose rows in the buffer are no longer the stored ones, and must not be written over."""
+        gone = set(layers)
+        self._kept = {at: part for at, part in self._kept.items() if at[0] not in gone}
+
+    def _launch(
+        self,
+        layers: Sequence[int],
+        segments: Sequence[Segment],
+        parts: dict[tuple[int, int], LayerKV],
+        skip: torch.Tensor | None,
+        **residuals: list[torch.Tensor],
+    ) -> None:
+        import kvrag_kernels
+
+        found, angles = [parts[i, s.start] for i in layers for s in segments], self._angles
+        scales = [part.scales for part in found if part.scales is not None]
+        kvrag_kernels.stitch(
+            [part.keys for part in found],
+            [part.values for part in found],
+            [self._buffer.keys(i)[0] for i in layers],
+            [self._buffer.values(i)[0] for i in layers],
+            [segment.start for segment in segments],
+            angles.cos,
+            angles.sin,
+            [angles.tables[i] for i in layers],
+            interleaved=angles.is_neighbours,
+            key_scales=[s.keys for s in scales] or None,
+            value_scales=[s.values for s in scales] or None,
+            key_zeros=[s.zeros for s in scales] or None,
+            skip=skip,
+            **residuals,
+        )
+
+    def _moved(self, kv: LayerKV, num_rows: int, layer: int) -> LayerKV:
+        """Return a part's first rows on the buffer's device: codes as they are, all else in the buffer's dtype."""
+        like = self._buffer.keys(layer)
+        kv = _first_rows(kv, num_rows)
+        dtype = like.dtype if kv.scales is None else None
+        return kv.map(lambda x: x.to(like.device, dtype or x.dtype, non_blocking=True))
+
+
+def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
+    if num_rows == kv.keys.shape[1]:  # as a rule; views of hundreds of parts take longer than planning their launch
+        return kv
+    s, rows = kv.scales, slice(0, num_rows)
+    if s is not None:
+        groups = slice(0, -(-num_rows // GROUP) if s.keys.shape[1] > 1 else 1)
+        values = s.values[:, rows] if s.values.shape[1] > 1 else s.values
+        s = Scales(s.dtype, s.keys[:, groups], s.zeros[:, groups], values)
+    return LayerKV(kv.keys[:, rows], kv.values[:, rows], s)
+
+
+def _has_kernel(buffer: KVBuffer, rotary: Rotations) -> bool:
+    """Whether the op's kernel has a form for the buffer. Where torch would compute in its place, it does so better from here."""
+    keys, values = buffer.keys(0), buffer.values(0)
+    if keys.device.type != "cuda":
+        return False
+    import kvrag_kernels
+
+    width = max(table.width for table in rotary.tables)
+    return keys.shape == values.shape and kvrag_kernels.has_stitch(keys.shape[-1], width, keys.dtype, keys.device)
+
+
+def _is_said(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV]) -> bool:
+    """Whether one call of the op can say how all this KV is kept: of one kind, and scales for equal groups of channels."""
+    kinds = set()
+    for segment in layout.reused:
+        for index, layer in enumerate(kvs[segment.source].layers):
+            s = layer.scales
+            kinds.add(None if s is None else layer.keys.dtype)
+            if s is not None and buffer.values(index).shape[-1] % s.values.shape[2]:
+                return False
+    return len(kinds) == 1
+
+
+def _kept_bytes(layout: Layout, kvs: Sequence[ChunkKV], device: torch.device) -> int:
+    """Return what keeping the stale chunks' KV takes, beside what is in the device's memory anyway."""
+    needed = [kvs[segment.source] for segment in layout.stale]
+    return sum(kv.num_bytes for kv in needed if kv.layers[0].keys.device != device)
+
+
+def _has_room(num_bytes: int, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return num_bytes <= KEPT_SHARE * (free + unused)
+
+
+def _angles(rotary: Rotations) -> Angles | None:
+    """Return the angles of a prompt's positions, or ``None`` where no layer turns, or one turns otherwise than in pairs."""
+    turning = [table for table in rotary.tables if table.width]
+    pairs = [table.pairs() for table in turning]
+    found = [pair for pair in pairs if pair is not None]
+    if not found or len(found) < len(pairs) or len({(cos.shape, kind) for cos, _, kind in found}) > 1:
+        return None
+    index = {id(table): i for i, table in enumerate(turning)}
+    tables = [index.get(id(rotary.tables[kind]), -1) for kind in rotary.kinds]
+    return Angles(torch.stack([c for c, _, _ in found]), torch.stack([s for _, s, _ in found]), tables, found[0][2])

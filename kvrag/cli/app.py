@@ -1,0 +1,94 @@
+"""The command line: ``kvrag demo | precompute | ask | explain | verify | estimate | stats | fsck | gc | rm | export | import | kernels``.
+
+Faults that kvrag raises on purpose are printed as one sentence on standard error, with exit status 2. ``--debug`` or
+``KVRAG_DEBUG=1`` show where they come from instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+from kvrag.errors import KVRagError
+
+try:
+    import typer
+
+    from kvrag.cli.ask import ask
+    from kvrag.cli.demo import demo
+    from kvrag.cli.estimate import estimate
+    from kvrag.cli.explain import explain
+    from kvrag.cli.export import export
+    from kvrag.cli.fsck import fsck
+    from kvrag.cli.gc import gc
+    from kvrag.cli.import_ import import_
+    from kvrag.cli.kernels import app as kernels
+    from kvrag.cli.precompute import precompute
+    from kvrag.cli.rm import rm
+    from kvrag.cli.stats import stats
+    from kvrag.cli.verify import verify
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+        raise
+    # The console script imports this module before it calls main(), so this is the place to say it.
+    sys.stderr.write(
+        f"the command line needs the package {error.name!r}; install kvrag[cli]: pip install 'kvrag[cli]'\n"
+    )
+    raise SystemExit(2) from None
+
+
+class Commands(typer.core.TyperGroup):
+    """A group that prints kvrag's own errors as sentences, and takes ``--debug`` anywhere on the line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move ``--debug`` to the front, where the group's options are read."""
+        if "--debug" in args:
+            args = ["--debug", *(arg for arg in args if arg != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; an error of kvrag becomes a sentence and exit status 2."""
+        try:
+            return super().invoke(ctx)
+        except KVRagError as error:
+            if ctx.params.get("debug") or os.environ.get("KVRAG_DEBUG", "") not in ("", "0"):
+                raise
+            typer.echo(f"kvrag: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    name="kvrag", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+for command in (demo, precompute, ask, explain, verify, estimate, stats, fsck, gc, rm, export):
+    app.command()(command)
+app.command("import")(import_)
+app.add_typer(kernels)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from kvrag import __version__
+
+        typer.echo(f"kvrag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also KVRAG_DEBUG=1).")] = False,
+) -> None:
+    """Prefill each RAG chunk once, and reuse its KV in every prompt."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of ``kvrag``."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""``kvrag kernels info | build``: which attention computes here and why, and compiled kernels ahead of their first use."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from kvrag.cli.options import AsJson
+from kvrag.cli.output import console, facts, print_json, progress
+from kvrag.errors import ConfigError, KVRagError
+
+app = typer.Typer(
+    name="kernels", no_args_is_help=True, help="The CUDA kernels: which path computes here, and building them ahead."
+)
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Show which path computes here, and why."""
+    import kvrag_kernels
+
+    try:
+        found = kvrag_kernels.info()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if as_json:
+        print_json(found)
+        return
+    devices = [f"{d['name']} ({d['arch']}): {d['attention']}" for d in found.pop("devices")]
+    rows = {"devices": "\n".join(devices) or "no CUDA device: torch computes", **found}
+    rows["failures"] = "\n".join(found["failures"]) or "none"
+    console().print(facts("Kernels", rows))
+
+
+@app.command()
+def build(
+    arch: Annotated[
+        list[str] | None, typer.Option("--arch", help="As sm_90; may be repeated. Default: those of common GPUs.")
+    ] = None,
+    head_dim: Annotated[
+        list[int] | None,
+        typer.Option("--head-dim", help="The model's, as 128; may be repeated. Default: every supported one."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed.
+
+    Each architecture takes a core minute or so. Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels
+    turn. Others compile when first used.
+    """
+    from kvrag_kernels import build as build_kernels
+    from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, OLDEST
+    from kvrag_kernels.nvrtc import CompileError
+    from kvrag_kernels.runtime import capability_of
+
+    for name in arch or []:
+        if not re.fullmatch(r"sm_\d{2,3}", name) or capability_of(name) < OLDEST:
+            raise ConfigError(
+                f"--arch is {name!r}; it must be one of {', '.join(ARCHS)}, or another from compute capability 7.5 on, as sm_87"
+            )
+    for dim in head_dim or []:
+        if dim not in HEAD_DIMS:
+            raise ConfigError(f"--head-dim is {dim}; it must be one of {', '.join(map(str, HEAD_DIMS))}")
+    try:
+        with progress("compiling kernels"):
+            made = build_kernels(arch or ARCHS, head_dim or HEAD_DIMS)
+    except CompileError as error:
+        raise KVRagError(f"the kernels can't be built: {error}") from error
+    if as_json:
+        print_json(made)
+    else:
+        console().print(facts("Variants in the cache", made))

@@ -1,0 +1,177 @@
+"""Decode: one token after the other behind the prefilled prompt, and text that is safe to show while it grows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvrag.config import SamplingConfig
+from kvrag.model.plain import Extend
+
+_INCOMPLETE = "\ufffd"
+
+
+class Sampler:
+    """Chooses the next token with transformers' own logits processors.
+
+    Parameters
+    ----------
+    config
+        Sampling options; temperature 0 is greedy.
+    prompt_ids
+        Seen by the repetition penalty, as in ``generate``.
+    repetition_penalty
+        The model's own default, used where the config has none.
+    """
+
+    def __init__(self, config: SamplingConfig, prompt_ids: Sequence[int], *, repetition_penalty: float = 1.0) -> None:
+        self._ids = list(prompt_ids)
+        self._is_greedy = config.temperature == 0
+        self._processors = LogitsProcessorList()
+        penalty = config.repetition_penalty or repetition_penalty
+        if penalty != 1.0:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
+        self._generator: torch.Generator | None = None
+        if self._is_greedy:
+            return
+        if config.temperature != 1.0:
+            self._processors.append(TemperatureLogitsWarper(float(config.temperature)))
+        if config.top_k is not None:
+            self._processors.append(TopKLogitsWarper(config.top_k))
+        if config.top_p is not None and config.top_p < 1.0:
+            self._processors.append(TopPLogitsWarper(config.top_p))
+        self._generator = torch.Generator()
+        if config.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(config.seed)
+
+    def next(self, logits: torch.Tensor) -> int:
+        """Choose a token from logits ``(vocab,)`` and remember it."""
+        scores = logits[None].float()
+        if self._processors:
+            scores = self._processors(torch.tensor([self._ids], device=scores.device), scores)
+        if self._is_greedy:
+            token = int(scores.argmax())
+        else:
+            probabilities = torch.softmax(scores[0], dim=-1).cpu()
+            token = int(torch.multinomial(probabilities, 1, generator=self._generator))
+        self._ids.append(token)
+        return token
+
+
+def decode_tokens(
+    extend: Extend,
+    logits: torch.Tensor,
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    eos_ids: frozenset[int],
+    cancel: threading.Event,
+) -> Iterator[int]:
+    """Yield answer tokens; the first comes from ``logits``, so no forward stands before it.
+
+    Parameters
+    ----------
+    extend
+        Computes the rows after the prefilled prompt; there is room for ``max_new_tokens - 1`` of them.
+    logits
+        Of the prompt's last row, ``(vocab,)``.
+    sampler
+        Chooses tokens.
+    max_new_tokens
+        Upper bound.
+    eos_ids
+        Tokens that end the answer; the ending token is yielded.
+    cancel
+        Checked before every forward.
+    """
+    token = sampler.next(logits)
+    yield token
+    for _ in range(max_new_tokens - 1):
+        if token in eos_ids or cancel.is_set():
+            return
+        token = sampler.next(extend(torch.tensor([token]))[-1])
+        yield token
+
+
+class TextStream:
+    """Turns token ids into text deltas: whole characters only, and never a part of a stop string.
+
+    Parameters
+    ----------
+    decode
+        Ids → text.
+    stop
+        Strings that end the text.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, tuple(stop)
+        self._ids: list[int] = []
+        self._context = self._read = 0
+        self._pending = ""
+        self.is_stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that may be shown now."""
+        self._ids.append(token_id)
+        return self._release(self._new_text(is_last=False))
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        if self.is_stopped:
+            return ""
+        shown = self._release(self._new_text(is_last=True))
+        rest, self._pending = self._pending, ""
+        return shown if self.is_stopped else shown + rest
+
+    def _new_text(self, *, is_last: bool) -> str:
+        """Text of tokens not read yet. Decoding a few tokens before them keeps spaces and joined characters right.
+
+        Those before them must have text: behind nothing but tokens that are left out, a SentencePiece decoder would take the first
+        word's space for a dummy prefix and drop it.
+        """
+        before = self._decode(self._ids[self._context : self._read])
+        now = self._decode(self._ids[self._context :])
+        if now.endswith(_INCOMPLETE) and not is_last:
+            return ""
+        if len(now) > len(before):
+            self._context = self._read
+        self._read = len(self._ids)
+        return now[len(before) :]
+
+    def _release(self, text: str) -> str:
+        self._pending += text
+        hits = [at for at in (self._pending.find(s) for s in self._stop) if at >= 0]
+        if hits:
+            self.is_stopped = True
+            shown, self._pending = self._pending[: min(hits)], ""
+            return shown
+        sure = len(self._pending) - self._held_back()
+        shown, self._pending = self._pending[:sure], self._pending[sure:]
+        return shown
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the pending text that may become a stop string."""
+        lengths = (n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n]))
+        return max(lengths, default=0)
+
+
+def eos_token_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return every id that ends an answer, from the model's generation config and the tokenizer."""
+    eos = getattr(generation_config, "eos_token_id", None)
+    ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if not ids and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

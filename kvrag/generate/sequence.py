@@ -1,0 +1,282 @@
+"""Query time for one engine: plan a prompt, prefill it by reuse, decode the answer, and account for how it was made."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kvrag.blend.prefill import Clock, Prefilled, prefill, prefill_plain
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
+from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
+from kvrag.generate.sampling import Sampler, TextStream, decode_tokens, eos_token_ids
+from kvrag.generate.streams import Emit
+from kvrag.model.load import LoadedModel
+from kvrag.model.plain import PlainLM
+from kvrag.precompute.on_miss import WriteBack
+from kvrag.prompt.plan import Plan, plan_prompt
+from kvrag.prompt.spans import SpanIndex
+from kvrag.prompt.template import Prompt, chunks_in_messages
+from kvrag.store import TieredStore
+from kvrag.store.base import KVStore
+from kvrag.store.keys import Naming
+from kvrag.threads import Deadline
+from kvrag.types import GenerationResult, Missed, MissedChunk, Mode, TextEntry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to treat it: mode, repair, namespace (its digest), and the prefixes that its head may start with."""
+
+    prompt: Prompt
+    mode: Mode
+    repair: RepairConfig
+    namespace: str
+    prefixes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Answering:
+    """What the requests of one engine share: the model, the store, and the texts that are known to it.
+
+    Parameters
+    ----------
+    loaded, store, store_config
+        Model, tokenizer, KV store and its limits.
+    write_back
+        Takes what answered prompts missed; ``None`` where that is computed each time.
+    names
+        How texts are called in the store.
+    """
+
+    loaded: LoadedModel
+    store: KVStore
+    store_config: StoreConfig
+    write_back: WriteBack | None = None
+    names: Naming = field(default_factory=Naming)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
+    _has_warned: bool = False
+
+    def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
+        """Return the namespace's span index, brought up to date with what any process has stored."""
+        with self._lock:
+            spans, cursor = self._spans.get(namespace, (SpanIndex(self.names.digest), 0))
+            nothing: tuple[list[TextEntry], int] = ([], cursor)
+            read = deadline.ask(lambda: self.store.index.texts(namespace, cursor), nothing, what="the KV store's index")
+            spans.add(map(self.names.reveal, read[0]))
+            cursor = read[1]
+            self._spans[namespace] = (spans, cursor)
+            return spans
+
+    def plan(self, request: Request, deadline: Deadline | None = None) -> Plan:
+        """Plan a prompt; warn once when chunks that it will use were encoded behind another prefix than it has.
+
+        ``deadline`` is the time that the store has for this prompt; default: ``load_timeout_s``.
+        """
+        deadline = Deadline(self.store_config.load_timeout_s) if deadline is None else deadline
+        plan = plan_prompt(
+            request.prompt,
+            self.loaded.encoder,
+            scanner=self.scanner(request.namespace, deadline),
+            store=self.store,
+            model=self.loaded.fingerprint,
+            namespace=request.namespace,
+            prefixes=request.prefixes,
+            min_chunk_tokens=self.store_config.min_chunk_tokens,
+            deadline=deadline,
+            kv_dtype=self.store_config.kv_dtype,
+            read_dtype=self.store_config.read_dtype,
+        )
+        if isinstance(self.loaded.lm, PlainLM):
+            return plan.without_reuse(self.loaded.lm.refusal)
+        if plan.has_mismatch and request.mode in ("auto", "stitch") and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired; "
+                f"precompute with what stands before the first chunk: prefix={plan.pieces[0].piece.text[:400]!r}",
+                UserWarning,
+                stacklevel=2,
+            )
+        return plan
+
+    def prefilled(self, request: Request, *, max_new_tokens: int) -> tuple[Prefilled, Clock]:
+        """Plan and prefill; when memory runs out, once more without reuse.
+
+        Parameters
+        ----------
+        request
+            The prompt and how to treat it.
+        max_new_tokens
+            Room for the answer.
+
+        Raises
+        ------
+        ContextLengthError, OutOfMemoryError, InputError
+            As :meth:`kvrag.engine.KVRagEngine.generate`.
+        """
+        clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
+        erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
+        with clock.stage("plan"):
+            plan = self.plan(request, deadline)
+        lm = self.loaded.lm
+        total, window = len(plan.token_ids) + max_new_tokens, lm.context_window
+        if total > window:
+            raise ContextLengthError(
+                f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
+                f"context window of {window}; retrieve fewer chunks or lower max_new_tokens"
+            )
+
+        def attempt(mode: Mode) -> Prefilled:
+            if isinstance(lm, PlainLM):
+                return prefill_plain(lm, plan, max_new_tokens=max_new_tokens, clock=clock)
+            return prefill(
+                lm,
+                self.store,
+                plan,
+                mode=mode,
+                config=request.repair,
+                max_new_tokens=max_new_tokens,
+                load_timeout_s=deadline.left_s,
+                clock=clock,
+            )
+
+        mode: Mode = "full" if isinstance(lm, PlainLM) else request.mode
+        done = _retry_without_reuse(attempt, mode, self._release)
+        return replace(done, missed=_missed(request, plan, erasures) if self.write_back else None), clock
+
+    def _release(self) -> bool:
+        """Give up the memory of the store's uppermost tier, where another one is below it; whether that is any."""
+        return self.store.release() > 0 if isinstance(self.store, TieredStore) else False
+
+    def answer(
+        self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
+    ) -> GenerationResult:
+        """Prefill and decode.
+
+        Parameters
+        ----------
+        request, config
+            The prompt, how to treat it, and how to choose tokens.
+        start
+            When the caller asked, on ``time.perf_counter``'s clock.
+        emit
+            Takes text as it comes.
+        cancel
+            Ends decoding before its next forward.
+        """
+        done, clock = self.prefilled(request, max_new_tokens=config.max_new_tokens)
+        encoder = self.loaded.encoder
+        defaults = self.loaded.lm.model.generation_config
+        eos_ids = eos_token_ids(defaults, encoder.tokenizer)
+        sampler = Sampler(
+            config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0
+        )
+        text = TextStream(encoder.decode, config.stop)
+        ids: list[int] = []
+        parts: list[str] = []
+        first = time.perf_counter()
+
+        def show(delta: str) -> None:
+            if delta:
+                parts.append(delta)
+                emit(delta)
+
+        with clock.stage("decode"):
+            for token in decode_tokens(
+                done.extend,
+                done.logits,
+                sampler,
+                max_new_tokens=config.max_new_tokens,
+                eos_ids=eos_ids,
+                cancel=cancel,
+            ):
+                first = first if ids else time.perf_counter()
+                ids.append(token)
+                show(text.push(token))
+                if text.is_stopped:
+                    break
+            show(text.finish())
+        end = time.perf_counter()
+        has_ended = text.is_stopped or ids[-1] in eos_ids
+        if self.write_back and done.missed:
+            self.write_back.offer(done.missed)
+        return GenerationResult(
+            **accounting(done, clock),
+            text="".join(parts),
+            token_ids=ids,
+            finish_reason="stop" if has_ended else "length" if len(ids) == config.max_new_tokens else "cancelled",
+            ttft_ms=(first - start) * 1e3,
+            total_ms=(end - start) * 1e3,
+            tokens_per_s=(len(ids) - 1) / (end - first) if len(ids) > 1 else 0.0,
+        )
+
+
+def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
+    """Return what may be stored of a prompt: registered and explicit chunks behind a prefix of the application's, no live text."""
+    given = [MissedChunk(text, is_given=True) for text in chunks_in_messages(request.prompt)]
+    chunks = tuple(dict.fromkeys([*plan.missed, *given]))
+    if request.mode == "full" or not chunks:
+        return None
+    head = plan.pieces[
+        0
+    ].piece.text  # may hold a question where it is no known prefix: then nothing is encoded behind it
+    prefix = head if head in request.prefixes else request.prefixes[0]
+    return Missed(chunks, prefix, request.namespace, erasures)
+
+
+def _retry_without_reuse(attempt: Callable[[Mode], Prefilled], mode: Mode, release: Callable[[], bool]) -> Prefilled:
+    """Run a prefill; when memory runs out, once more without reuse and with the memory that ``release`` frees, then give up."""
+    done, reason = _attempt(attempt, mode)
+    if done is None and (release() or mode != "full"):
+        logger.warning("out of memory with reuse (%s); trying once more without", reason)
+        gc.collect()  # the failed attempt's buffers go before the next one allocates
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        done, reason = _attempt(attempt, "full")
+        if done is not None:
+            return replace(done, fallback_reason=None if mode == "full" else "memory ran out with reuse")
+    if done is None:
+        raise OutOfMemoryError(
+            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
+            f"or use a smaller model or dtype ({reason})"
+        )
+    return done
+
+
+def _attempt(attempt: Callable[[Mode], Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
+    """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
+    try:
+        return attempt(mode), ""
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, str(error)
+
+
+def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
+    """Fields of :class:`~kvrag.types.Accounting`."""
+    total = len(done.token_ids)
+    return {
+        "prompt_ids": done.token_ids,
+        "prompt_tokens": total,
+        "cached_tokens": total - done.num_live - done.num_repaired,
+        "repaired_tokens": done.num_repaired,
+        "computed_tokens": done.num_live,
+        "exactness": done.exactness,
+        "timings_ms": clock.timings_ms,
+        "loaded_bytes": done.loaded_bytes,
+        "fallback_reason": done.fallback_reason,
+        "has_other_prefix": done.has_other_prefix,
+        "holes": done.holes,
+        "kv_dtype": done.kv_dtype,
+    }

@@ -1,0 +1,138 @@
+"""Addresses: everything that changes KV goes into one key.
+
+Identity of a chunk = model fingerprint, namespace, prefix, token ids. The canonical form is part of the format: a sequence of
+``tag, length, bytes`` (so no field can imitate another), hashed with SHA-256 under a domain tag that carries the format version.
+A digest that is stored says which hash it is (``sha256:...``); a key, which is also a file's name, is the bare 64 hex digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvrag.types import ChunkIdentity, ChunkKey
+
+FORMAT_VERSION = 3
+"""Version of the stored bytes and of the key; a change of either is a new number."""
+
+
+def canonical(fields: Mapping[str, bytes]) -> bytes:
+    """Encode named fields so that different fields never give the same bytes.
+
+    Each field is ``u32 length of tag, tag, u64 length of value, value``, little endian, in the order of the tags.
+    """
+    parts = []
+    for tag in sorted(fields):
+        name, value = tag.encode(), fields[tag]
+        parts += [struct.pack("<I", len(name)), name, struct.pack("<Q", len(value)), value]
+    return b"".join(parts)
+
+
+def key_digest(domain: str, fields: Mapping[str, bytes]) -> str:
+    """SHA-256 (64 hex digits) of the canonical fields under a domain tag."""
+    return hashlib.sha256(canonical({**fields, "\0domain": f"kvrag/{FORMAT_VERSION}/{domain}".encode()})).hexdigest()
+
+
+def digest(domain: str, fields: Mapping[str, bytes]) -> str:
+    """As :func:`key_digest`, with the name of the hash in front: ``sha256:...``."""
+    return "sha256:" + key_digest(domain, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Everything about a loaded model that changes the KV of given token ids, and what makes those ids.
+
+    Parameters
+    ----------
+    weights
+        Where they come from (a hub commit, the content of the files) or their own content: :mod:`kvrag.identity.weights`.
+    config
+        The model's config as JSON, without entries that change nothing.
+    tokenizer
+        Digest of vocabulary, merges, added and special tokens, and normaliser.
+    rope
+        RoPE parameters as JSON.
+    regime
+        Which of several sets of RoPE angles stored keys belong to, for models that change them with the prompt's length; else empty.
+    attention
+        Class and settings of each attention layer: window, soft cap, scale, kind.
+    dtype
+        The dtype that the model computes in.
+    quantisation
+        Method and parameters as JSON; empty for plain weights.
+    adapters
+        Digest of the tensors and scalings of the adapters at work; empty without any.
+    extra_keys
+        What the user wants told apart beyond this.
+    """
+
+    weights: str
+    config: str
+    tokenizer: str
+    rope: str
+    regime: str
+    attention: str
+    dtype: str
+    quantisation: str
+    adapters: str
+    extra_keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """One digest of all fields, ``sha256:...``: the ``model`` of every :class:`~kvrag.types.ChunkIdentity`."""
+        return digest(
+            "model",
+            {
+                "weights": self.weights.encode(),
+                "config": self.config.encode(),
+                "tokenizer": self.tokenizer.encode(),
+                "rope": self.rope.encode(),
+                "regime": self.regime.encode(),
+                "attention": self.attention.encode(),
+                "dtype": self.dtype.encode(),
+                "quantisation": self.quantisation.encode(),
+                "adapters": self.adapters.encode(),
+                "extra_keys": canonical({name: value.encode() for name, value in self.extra_keys.items()}),
+            },
+        )
+
+
+def ids_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def ids_digest(token_ids: Sequence[int]) -> str:
+    """Digest of a run of token ids, such as a prefix."""
+    return digest("ids", {"ids": ids_bytes(token_ids)})
+
+
+def namespace_digest(namespace: str) -> str:
+    """Digest of a namespace's name: names themselves are not written into blobs."""
+    return digest("namespace", {"name": namespace.encode()})
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 (hex) of a stripped chunk text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def content_key(identity: ChunkIdentity) -> str:
+    """Address of a chunk regardless of the prefix that it was encoded behind."""
+    fields = {
+        "model": identity.model.encode(),
+        "namespace": identity.namespace.encode(),
+        "ids": ids_bytes(identity.token_ids),
+    }
+    if identity.kv_dtype != "auto":
+        fields["kv_dtype"] = identity.kv_dtype.encode()
+    return key_digest("content", fields)
+
+
+def chunk_key(identity: ChunkIdentity) -> ChunkKey:
+    """Address of a chunk behind its prefix."""
+    return ChunkKey(
+        key_digest("chunk", {"content": content_key(identity).encode(), "prefix": identity.prefix.encode()})
+    )

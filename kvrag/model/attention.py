@@ -1,0 +1,153 @@
+"""The attention op in torch: few query rows at scattered positions, all keys, an exact limit per row.
+
+Row ``i`` sees key ``j`` iff ``lo[i] <= j <= hi[i]``, ``lo`` by the layer's :class:`Reach`. That is not what ``is_causal`` means when
+there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused
+causal call where the rows are a whole prompt, blocks of rows with the keys cut at the block's limit, and explicit probabilities where the
+model needs them (soft cap, sinks) or the caller wants them (the probe). Where :mod:`kvrag_kernels` has a CUDA kernel, that computes
+all but whole prompts and single rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kvrag.model.rows import EVERYTHING, Block, Reach, RowPlan
+
+
+def ragged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: RowPlan,
+    *,
+    scale: float,
+    reach: Reach = EVERYTHING,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with an exact limit per row.
+
+    Parameters
+    ----------
+    query
+        ``(B, H, R, D)``.
+    keys, values
+        ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)``; ``H`` is a multiple of ``H_kv``.
+    plan
+        The rows' limits.
+    scale
+        Factor of the scores.
+    reach
+        How far back the layer's rows see.
+    softcap
+        Scores become ``softcap · tanh(scores / softcap)`` (Gemma 2).
+    sinks
+        One learned extra score per head, ``(H,)`` (GPT-OSS).
+
+    Returns
+    -------
+    torch.Tensor
+        ``(B, H, R, D_v)`` in the dtype of ``query``.
+    """
+    if plan.packing is not None:
+        return _by_kernel(query, keys, values, plan, scale, reach, softcap, sinks)
+    needs_scores = softcap is not None or sinks is not None
+    if plan.mass is None and not needs_scores and plan.is_plain_causal(reach):
+        is_grouped = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    if _has_kernel(query, values):
+        return _by_kernel(query, keys, values, plan, scale, reach, softcap, sinks)
+    out = query.new_empty((*query.shape[:3], values.shape[-1]))
+    collected_from = query.shape[2] - plan.mass_rows
+    for block in plan.blocks(reach, query.shape[1] // keys.shape[1], query.dtype):
+        q, k, v = query[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
+        if needs_scores or (plan.mass is not None and block.rows.stop > collected_from):
+            probabilities = _probabilities(q, k, block, scale, softcap, sinks)
+            out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(*q.shape[:3], v.shape[-1])
+            if plan.mass is not None:
+                plan.mass[block.keys] += _collect(probabilities, q.shape, max(0, collected_from - block.rows.start))
+        else:
+            out[:, :, block.rows] = _fused(q, k, v, block.mask, scale)
+    return out
+
+
+def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a CUDA kernel computes this: several rows, for one row sees all its keys and torch's own kernels take it without a mask.
+
+    The package that holds the kernels is only looked at where there is a CUDA device.
+    """
+    if not query.is_cuda or query.shape[2] == 1:
+        return False
+    import kvrag_kernels
+
+    return kvrag_kernels.has_kernel(query, values)
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: RowPlan,
+    scale: float,
+    reach: Reach,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend in one launch for all rows, and collect mass in a second one, without probabilities in memory.
+
+    On other devices the same op computes with torch.
+    """
+    import kvrag_kernels
+
+    hi, lo, tiles = plan.for_kernel(query, keys, reach)
+    cap = softcap or 0.0
+    out, lse = kvrag_kernels.ragged_attention(
+        query, keys, values, hi, lo, plan.prefix, scale=scale, softcap=cap, sinks=sinks, plan=tiles
+    )
+    if plan.mass is not None:
+        last = slice(query.shape[2] - min(plan.mass_rows, query.shape[2]), None)
+        first = None if lo is None else lo[last]
+        q, s = query[:, :, last], lse[:, :, last]
+        mass = kvrag_kernels.probe_mass(q, keys, s, hi[last], first, scale=scale, softcap=cap, sinks=sinks)
+        plan.mass += mass.sum(dim=0)[: plan.num_keys]
+    return out
+
+
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """One masked SDPA call with the heads of a group packed as rows, so that K and V are never repeated."""
+    batch, heads, rows, dim = q.shape
+    packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, rows, v.shape[-1])
+
+
+def _probabilities(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block: Block,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Softmax in float32 over the visible keys, ``(B, H_kv, G · R, keys)``."""
+    batch, heads, rows, dim = q.shape
+    packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
+    scores = torch.matmul(packed * scale, k.transpose(-1, -2)).float()
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if block.mask is not None:  # only where a limit cuts: most of a probe's keys are seen by every row
+        scores[..., block.sure :] += block.mask[:, block.sure :]
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    sink = sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(batch, -1, -1, rows, 1)
+    extra = sink.reshape(batch, k.shape[1], packed.shape[2], 1)
+    return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
+
+
+def _collect(probabilities: torch.Tensor, shape: torch.Size, skip: int) -> torch.Tensor:
+    """Sum probabilities over batch, heads and the rows from ``skip`` on: one pass, as a product with zeros and ones."""
+    _, heads, rows, _ = shape
+    counted = (torch.arange(rows, device=probabilities.device) >= skip).float()
+    packed = counted.repeat(heads // probabilities.shape[1])
+    return torch.matmul(packed, probabilities).sum(dim=(0, 1))

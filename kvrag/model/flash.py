@@ -1,0 +1,249 @@
+"""kvrag's attention alone, for a model that transformers runs: ``generate``, its caches and its padding stay as they are.
+
+Where the engine can't be used (another serving loop, another cache) the kernels still can: :func:`install_flash_attention` has transformers
+dispatch to :func:`kvrag_kernels.ragged_attention` by name. Nothing is patched. Instead of a mask of rows × keys, a forward carries the
+rows' indices and the padding's bounds; each layer adds its window, which was read from the model's own mask function at installation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+import kvrag_kernels
+from kvrag.errors import InputError, UnsupportedModelError
+from kvrag.model.key_sources import attention_modules
+from kvrag.model.lm import CausalLM
+from kvrag.model.rows import Reach
+from kvrag.model.switch import MaskFunction, lock_of, refuse_unknown
+
+NAME = "kvrag_rows"
+"""Name of the implementation for transformers: neither "flash" nor "/", to which it gives a meaning of its own."""
+
+_reaches: weakref.WeakKeyDictionary[torch.nn.Module, Reach] = weakref.WeakKeyDictionary()
+_before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class _Forward:
+    """What the layers of one forward share. Indices count from the sequence's first token, padding included.
+
+    Parameters
+    ----------
+    rows
+        Int64 ``(R,)``: index of each row.
+    bounds
+        First and last real key of each batch entry, int64 ``(B, 1)`` each; ``None``: no padding.
+    offset
+        Index of the first key that the cache returns (a sliding cache drops the oldest).
+    seen
+        Bool ``(B, S, K)``: what the model's own mask function says of the rows ``sample``, padding left out; to compare each reach with.
+    sample
+        Int64 ``(S,)``, indices into ``rows``.
+    limits
+        By reach: ``hi``, ``lo`` and the kernels' plan.
+    """
+
+    rows: torch.Tensor
+    bounds: tuple[torch.Tensor, torch.Tensor] | None
+    offset: int
+    seen: torch.Tensor
+    sample: torch.Tensor
+    limits: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def limits_of(
+        self, reach: Reach, query: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ``hi``, ``lo`` and the plan for a layer, made once for all layers like it."""
+        kind = (reach, query.shape, keys.shape, query.dtype)
+        if kind not in self.limits:
+            if self.bounds is not None and reach.chunk is not None:
+                raise InputError(
+                    "a padded batch meets chunked attention, whose chunks move with the padding; pass prompts one at a time"
+                )
+            self._check(reach)
+            hi, lo = self.rows, reach.lo(self.rows)
+            if self.bounds is not None:
+                hi, lo = torch.minimum(hi, self.bounds[1]), torch.maximum(lo, self.bounds[0])
+            hi, lo = ((x - self.offset).int() for x in (hi, lo))
+            self.limits[kind] = hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo)
+        return self.limits[kind]
+
+    def _check(self, reach: Reach) -> None:
+        rows = self.rows[self.sample][:, None]
+        keys = torch.arange(self.seen.shape[2], device=rows.device) + self.offset
+        expected = (keys <= rows) & (keys >= reach.lo(rows))
+        if not bool((self.seen == expected).all()):
+            raise InputError(
+                "the model's mask is not causal attention with this layer's window: packed sequences and masks of other kinds are not "
+                "served; call uninstall_flash_attention(model) before such a forward"
+            )
+
+
+_SAMPLE = 5
+"""Rows of a forward whose visible keys are compared with the model's own mask: the last one sees through any packing."""
+
+
+def _rows_mask(
+    batch_size: int,
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: object,
+) -> torch.Tensor:
+    """Return the rows in place of a mask: ``(1, 1, R, 1)``, int64, which carries the forward's :class:`_Forward`."""
+    rows = torch.arange(q_length, device=device) + q_offset
+    sample = torch.linspace(0, q_length - 1, min(q_length, _SAMPLE), device=device).long()
+    keys = torch.arange(kv_length, device=device)[None] + kv_offset
+    seen = [mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length) for b in range(batch_size)]
+    mask = rows[None, None, :, None].clone()
+    forward = _Forward(rows, _bounds(attention_mask), int(kv_offset), torch.stack(seen), sample)
+    mask.kvrag = forward  # type: ignore[attr-defined]
+    return mask
+
+
+def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the first and last real key of each batch entry.
+
+    Raises
+    ------
+    InputError
+        If padding stands between real tokens.
+    """
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    real = attention_mask.bool()
+    count = real.sum(dim=1, keepdim=True)
+    first = real.int().argmax(dim=1, keepdim=True)
+    last = first + count - 1
+    index = torch.arange(real.shape[1], device=real.device)
+    if not bool((real == ((index >= first) & (index <= last))).all()):
+        raise InputError(
+            "attention_mask has padding between real tokens; kvrag's attention serves padding at the left or at the right alone"
+        )
+    return first, last
+
+
+def _rows_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """Adapt :func:`kvrag_kernels.ragged_attention` to transformers' attention interface."""
+    refuse_unknown(module, others, "call uninstall_flash_attention(model)")
+    forward, reach = getattr(attention_mask, "kvrag", None), _reaches.get(module)
+    if reach is None:
+        raise InputError(
+            f"{type(module).__name__} asks for kvrag's attention and is of a model that it was not installed in, a copy perhaps; call "
+            "install_flash_attention(model) on that one"
+        )
+    if forward is None:
+        raise InputError(
+            f"{type(module).__name__} was given a mask of its own; kvrag's attention makes its limits from 2-D attention masks alone: pass "
+            "one, or call uninstall_flash_attention(model)"
+        )
+    if dropout or (torch.is_grad_enabled() and query.requires_grad):
+        raise InputError(
+            "kvrag's attention has no gradient and no dropout; run the model under torch.no_grad() or torch.inference_mode()"
+        )
+    hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
+    out, _ = kvrag_kernels.ragged_attention(
+        query,
+        key,
+        value,
+        hi,
+        lo,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        plan=plan,
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _rows_attention)
+AttentionMaskInterface.register(NAME, _rows_mask)
+
+
+def install_flash_attention(model: PreTrainedModel) -> int:
+    """Have transformers compute a model's attention with kvrag's kernels, until :func:`uninstall_flash_attention`.
+
+    For ``generate`` and forwards of your own, with any cache of transformers; :class:`~kvrag.KVRagEngine` needs none of this. Prompts,
+    answers, padding at either side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only.
+    Installing twice is installing once.
+
+    Parameters
+    ----------
+    model
+        A decoder-only causal LM on one device.
+
+    Returns
+    -------
+    int
+        Number of attention layers that it serves: all of them.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's attention can't be replaced, or its mask is of a kind that kvrag doesn't know, with the reason.
+    """
+    if model in _before:
+        return len(attention_modules(model))
+    lm = CausalLM(model)
+    if lm.is_dense:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its attention itself and asks for no attention function, so none can be put in its place"
+        )
+    modules = attention_modules(model)
+    with lock_of(model):
+        _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})
+        before = model.config._attn_implementation
+        if before == NAME:  # of a copy: what the first one had is not known any more
+            before = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        _before[model] = before
+        model.config._attn_implementation = NAME
+    return len(modules)
+
+
+def uninstall_flash_attention(model: PreTrainedModel) -> None:
+    """Give a model its attention back; does nothing where none was installed."""
+    with lock_of(model):
+        if model not in _before:
+            return
+        model.config._attn_implementation = _before.pop(model)
+        for module in attention_modules(model):
+            _reaches.pop(module, None)
+
+
+def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
+    """Return what computes kvrag's attention: ``"sm90"`` (Hopper), ``"mma"`` (other CUDA devices), or ``"torch"``.
+
+    Parameters
+    ----------
+    model
+        Whose head dim, dtype and device count; ``None``: 128, bfloat16, the current CUDA device if there is one.
+    """
+    config: Any = None if model is None else model.config.get_text_config(decoder=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if model is None else model.device
+    dtype = torch.bfloat16 if model is None else model.dtype
+    dim = (
+        128 if config is None else getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return kvrag_kernels.tier(dim, dtype, device)

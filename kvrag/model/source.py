@@ -1,0 +1,202 @@
+"""Which model to load, from where, onto what: everything about a model that is known before its weights are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrag.errors import ConfigError, KVRagError, ModelError
+from kvrag.identity.adapters import unwrap
+from kvrag.types import Prove
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Which model to load, and how.
+
+    Parameters
+    ----------
+    model
+        Hub id, local directory (of a model, or of an adapter of one), ``.gguf`` file, a loaded ``PreTrainedModel`` or a ``PeftModel``.
+    tokenizer
+        Tokenizer, its id or directory; ``None`` takes the model's own.
+    revision
+        Hub revision.
+    dtype
+        ``"auto"``: float32 on CPU (bfloat16 matmuls are up to 95 times slower on CPUs without native support), the checkpoint's dtype
+        elsewhere. Or a ``torch.dtype`` or its name.
+    device
+        ``None``: CUDA if there is one, else CPU.
+    hf_kwargs
+        Passed on to ``from_pretrained``.
+    extra_keys
+        Names and values that take part in the fingerprint: KV is shared only where they are equal.
+    prove
+        Whether reuse is proven on the loaded model (:mod:`kvrag.model.proof`).
+    """
+
+    model: str | os.PathLike[str] | PreTrainedModel
+    tokenizer: Any = None
+    revision: str | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device | None = None
+    hf_kwargs: dict[str, Any] = field(default_factory=dict)
+    extra_keys: Mapping[str, str] = field(default_factory=dict)
+    prove: Prove = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", unwrap(self.model))
+        if not isinstance(self.extra_keys, Mapping):
+            raise ConfigError(f"extra_keys is {self.extra_keys!r}; pass a dict of names and values, both strings")
+        for name, value in self.extra_keys.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise ConfigError(f"extra_keys holds {name!r}: {value!r}; names and values must be strings")
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What identifies the loaded weights in this process; extra keys tell KV apart, not weights."""
+        device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
+        options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
+        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options, self.prove)
+
+    @property
+    def name(self) -> str:
+        """A short name for messages and results."""
+        if isinstance(self.model, PreTrainedModel):
+            return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
+        return os.fspath(self.model)
+
+
+def _spelling(thing: Any) -> object:
+    """One name for one thing: files by their real path, objects by identity."""
+    if isinstance(thing, (str, os.PathLike)):
+        path = os.fspath(thing)
+        return os.path.realpath(path) if os.path.exists(path) else path
+    return None if thing is None else id(thing)
+
+
+def _option(value: Any) -> str:
+    """Spell an option of ``from_pretrained``: config objects by what they hold, which their repr may leave out."""
+    to_dict = getattr(value, "to_dict", None)
+    return f"{type(value).__name__}{to_dict()!r}" if callable(to_dict) else repr(value)
+
+
+def resolve_device(source: ModelSource) -> torch.device:
+    """Return the device to load to."""
+    if isinstance(source.model, PreTrainedModel):
+        return torch.device(source.model.device)
+    if source.device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(source.device)
+        if device.type != "cuda":
+            torch.empty(1, device=device).cpu()  # a device that torch knows may still not be here
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device is {source.device!r}, which torch can't use here; use 'cpu' or 'cuda'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was requested, but torch finds no CUDA device here; pass device='cpu'")
+    return device
+
+
+def resolve_dtype(source: ModelSource) -> str | torch.dtype:
+    """Return the dtype to load in: a ``torch.dtype`` or ``"auto"``."""
+    if source.dtype == "auto":
+        return torch.float32 if resolve_device(source).type == "cpu" else "auto"
+    dtype = getattr(torch, source.dtype, None) if isinstance(source.dtype, str) else source.dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype is {source.dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
+    return dtype
+
+
+def check_given(source: ModelSource, model: PreTrainedModel) -> None:
+    """Refuse what a model that was loaded already can't follow: it stays as it is, wherever it is.
+
+    Raises
+    ------
+    ConfigError
+        If the tokenizer is missing, or an option is for loading or says something else of the model than what holds.
+    """
+    if source.tokenizer is None:
+        raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
+    usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()  # they tell where its files are
+    idle = [name for name in source.hf_kwargs if name not in usable]
+    if idle or source.revision is not None:
+        name = idle[0] if idle else "revision"
+        raise ConfigError(
+            f"{name!r} is given with a model that is loaded already, and would change nothing: leave it out, or pass it to what loads "
+            "the model"
+        )
+    if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
+        raise ConfigError(
+            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: leave it out, or load the model with that dtype"
+        )
+    if source.device is not None:
+        wanted = resolve_device(replace(source, model=""))
+        if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
+            raise ConfigError(
+                f"device is {source.device!r}, and the loaded model is on {model.device}: leave it out, or move the model first"
+            )
+
+
+def directory(source: ModelSource) -> str:
+    """Return the directory of the model's files, or its hub id."""
+    path = os.fspath(source.model)
+    return os.path.dirname(path) or "." if path.endswith(".gguf") else path
+
+
+def base_directory(source: ModelSource) -> str:
+    """Return where the model's config is: for a directory that holds an adapter alone, the model that the adapter names."""
+    path = directory(source)
+    adapter = Path(path, "adapter_config.json")
+    if not adapter.is_file() or Path(path, "config.json").exists():
+        return path
+    return str(trying(source, lambda: json.loads(adapter.read_text())["base_model_name_or_path"]))
+
+
+def gguf_options(source: ModelSource) -> dict[str, Any]:
+    """Return the options that make ``from_pretrained`` read a GGUF file."""
+    path = os.fspath(source.model)
+    return {"gguf_file": os.path.basename(path)} if path.endswith(".gguf") else {}
+
+
+_HUB_OPTIONS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+"""Options of ``from_pretrained`` that say where to look, for config and tokenizer as well as for weights."""
+
+
+def hub_options(source: ModelSource, *, revision: bool = True) -> dict[str, Any]:
+    """Return the user's options that say where to look."""
+    options = {name: source.hf_kwargs[name] for name in _HUB_OPTIONS if name in source.hf_kwargs}
+    return options if source.revision is None or not revision else {**options, "revision": source.revision}
+
+
+def trying(source: ModelSource, action: Callable[[], T]) -> T:
+    """Run a transformers call and turn its faults into ours."""
+    try:
+        return action()
+    except KVRagError:
+        raise
+    except TypeError as error:
+        raise ConfigError(f"transformers refuses an option for {source.name!r}: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"could not load {source.name!r}: it is neither a usable local directory nor a model of the hub that can be reached, or its "
+            f"files are damaged; check the name and the connection ({type(error).__name__}: {str(error)[:300]})"
+        ) from error

@@ -1,0 +1,206 @@
+"""Whether a model bears KV that is rounded: reuse of rounded KV against the same reuse without rounding, once per model and type.
+
+A short prompt of two passages goes through the stages twice, unrepaired, and what follows the passages is compared token by token with the
+limit of ``verify``. A type that moves the model further is refused before anything is stored or read. A verdict that passed is kept
+beside the proofs (:mod:`kvrag.model.acceptance`) and made again when model, device or versions change.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from kvrag.blend.layout import Layout, place
+from kvrag.blend.quantise import pack
+from kvrag.blend.stitch import stitch
+from kvrag.errors import ConfigError, StoreError
+from kvrag.model import CausalLM
+from kvrag.model.acceptance import keep_json, kept_file
+from kvrag.model.load import LoadedModel
+from kvrag.precompute.encode import encode_chunks, encode_prefix
+from kvrag.types import ChunkKV, KVDtype
+from kvrag.verify import MAX_MEAN_KL, MIN_TOP1, kl_divergence
+
+logger = logging.getLogger(__name__)
+
+GATE_VERSION = 2
+"""Version of the comparison; a change makes every kept verdict void."""
+
+AS_LIKELY = 0.5
+"""What part of the best token's probability another one has that may take its place."""
+
+MAX_TOKENS = (16, 64, 64, 32)
+"""Most tokens of the prompt's parts: a second or two for a small model on a CPU, whatever the tokenizer makes of the texts."""
+
+PREFIX = "Read the passages and answer the question.\n\n"
+PASSAGES = (
+    "The lighthouse at Skerry Point was built in 1861 by Anna Lindqvist, an engineer from Gothenburg who had lost her brother at sea. "
+    "It stands on a rock that the spring tides cover twice a month, so the stones were cut on the mainland, numbered and rowed out in "
+    "calm weather. The lamp burned rape oil until 1904, paraffin until 1937, and has been electric ever since. Its light reaches nineteen "
+    "nautical miles, two white flashes every fifteen seconds.",
+    "In 1938 the last keeper, Tomas Hale, moved to the village of Orme with his wife and a parrot called Admiral. He kept a diary of the "
+    "weather for fifty-two years, which the university printed in three volumes. The school in Orme was named after him in 1991. A "
+    "museum next to the harbour shows the first lens, the keeper's boat and a letter in which the parrot's vocabulary is described with "
+    "some regret.",
+)
+QUESTION = (
+    "\n\nQuestion: Who built the lighthouse whose last keeper moved to Orme, and when?\nAnswer: The lighthouse at Skerry Point was "
+    "built in 1861 by Anna Lindqvist, an engineer from Gothenburg. Its last keeper was Tomas Hale, who moved to Orme in 1938."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far rounding moved a model.
+
+    Parameters
+    ----------
+    mean_kl
+        KL(without ‖ with rounding) in nats per token.
+    top1
+        Share of the tokens whose most likely successor is the same, or was at least :data:`AS_LIKELY` times as likely as the best one: of
+        several that are about as likely, any rounding brings another to the top.
+    tokens
+        How many were compared.
+    seconds
+        Wall time.
+    """
+
+    mean_kl: float
+    top1: float
+    tokens: int
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is within both limits of ``verify``; NaN is not."""
+        return self.mean_kl <= MAX_MEAN_KL and self.top1 >= MIN_TOP1
+
+
+class Gate:
+    """Lets a model through to a store that rounds, or says why not; remembers whom it let through.
+
+    Parameters
+    ----------
+    kv_dtype
+        What KV is rounded to; with ``"auto"`` the gate is open.
+    """
+
+    def __init__(self, kv_dtype: KVDtype) -> None:
+        self._kv_dtype: KVDtype = kv_dtype
+        self._admitted: set[str] = set()
+        self._lock = threading.Lock()
+
+    def admit(self, loaded: LoadedModel) -> None:
+        """Return if this model bears the rounding, now or in an earlier process; one whose KV is not reused has nothing to bear.
+
+        Raises
+        ------
+        ConfigError
+            If it does not; names the type, what was measured, and the limits.
+        """
+        if self._kv_dtype == "auto" or not isinstance(loaded.lm, CausalLM):
+            return
+        with self._lock:
+            fingerprint = loaded.fingerprint
+            if fingerprint not in self._admitted:
+                self._check(loaded, loaded.lm, fingerprint)
+                self._admitted.add(fingerprint)
+
+    def _check(self, loaded: LoadedModel, lm: CausalLM, fingerprint: str) -> None:
+        file = kept_file("verdict", lm, fingerprint, gate=str(GATE_VERSION), kv_dtype=self._kv_dtype)
+        if kept_verdict(file) is not None:
+            return
+        try:
+            verdict = judge(loaded, lm, self._kv_dtype)
+        except StoreError as error:
+            raise ConfigError(f"this model's KV can't be kept as {self._kv_dtype}: {error}") from error
+        if not verdict.passed:
+            raise ConfigError(
+                f"this model does not bear KV rounded to {self._kv_dtype}: KL {verdict.mean_kl:.3g} nats per token from the same reuse "
+                f"without rounding (at most {MAX_MEAN_KL:g} is allowed), the same next token, or one about as likely, for "
+                f"{verdict.top1:.0%} (at least {MIN_TOP1:.0%} is needed); "
+                f"use {remedy(self._kv_dtype)}"
+            )
+        logger.info("KV rounded to %s moves this model by %.2g nats", self._kv_dtype, verdict.mean_kl)
+        keep_json(file, asdict(verdict))
+
+
+def remedy(kv_dtype: KVDtype) -> str:
+    """Name the types that lose less."""
+    return "StoreConfig(kv_dtype='int8') or 'auto'" if kv_dtype != "int8" else "StoreConfig(kv_dtype='auto')"
+
+
+def kept_verdict(file: Path) -> Verdict | None:
+    """Read a verdict that passed; anything else in its place, damaged or failed, is none."""
+    try:
+        values = json.loads(file.read_text("utf-8"))
+        verdict = Verdict(
+            float(values["mean_kl"]), float(values["top1"]), int(values["tokens"]), float(values["seconds"])
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return verdict if verdict.passed else None
+
+
+@torch.inference_mode()
+def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
+    """Compare reuse of rounded KV with the same reuse without rounding.
+
+    Parameters
+    ----------
+    loaded
+        For its tokenizer.
+    lm
+        The model.
+    kv_dtype
+        What to round to.
+
+    Raises
+    ------
+    StoreError
+        If this model's KV can't be kept so.
+    """
+    start = time.perf_counter()
+    prefix, *chunks, tail = draw_parts(loaded, lm)
+    buffer, kv = encode_prefix(lm, prefix)
+    assert kv is not None
+    stored = [kv, *encode_chunks(lm, buffer, chunks)]
+    kinds = (("prefix", True, 0), ("chunk", True, 1), ("chunk", False, 2), ("live", False, -1))
+    lengths = [len(ids) for ids in (prefix, *chunks, tail)]
+    layout = place((n, kind, exact, source, False) for n, (kind, exact, source) in zip(lengths, kinds, strict=True))  # type: ignore[misc]
+    reference = _answers(lm, layout, stored, tail)
+    rounded = _answers(lm, layout, [pack(each, kv_dtype) for each in stored], tail)
+    mean_kl = float(kl_divergence(reference, rounded).mean())
+    return Verdict(mean_kl, _same_top(reference, rounded), len(tail), time.perf_counter() - start)
+
+
+def _same_top(reference: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Share of rows of logits ``(T, vocab)`` whose best token with rounding is the best without, or about as likely there."""
+    chosen = reference.gather(-1, rounded.argmax(-1, keepdim=True)).squeeze(-1)
+    return float((chosen - reference.amax(-1) >= math.log(AS_LIKELY)).double().mean())
+
+
+def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:
+    """Return the token ids of prefix, two passages, and the question with its answer, cut to the model's window."""
+    encoder = loaded.encoder
+    texts = [encoder.live_ids(PREFIX, at_start=True), *map(encoder.chunk_ids, PASSAGES), encoder.live_ids(QUESTION)]
+    share = min(1.0, (lm.reuse_window - 1) / sum(MAX_TOKENS))
+    return [list(ids[: max(1, int(most * share))]) for ids, most in zip(texts, MAX_TOKENS, strict=True)]
+
+
+def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[int]) -> torch.Tensor:
+    """Stitch, and return the logits of every row after the passages, ``(T, vocab)``."""
+    buffer = lm.buffer(layout.num_tokens)
+    stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
+    start = layout.num_tokens - len(tail)
+    logits, _ = lm.forward(torch.tensor(tail), slice(start, layout.num_tokens), buffer, logits=len(tail))
+    return logits[0].float().cpu()
