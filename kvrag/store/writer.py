@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.identity.tensors import raw
+from kvrag.identity.weights import raw
 from kvrag.store.blob import Plan, plan
 from kvrag.store.draft import Gather
 from kvrag.store.guard import Sealing
@@ -86,7 +86,7 @@ def _write_helped(plan: Plan, kv: ChunkKV, out: Write) -> tuple[Header, bytes]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """See a tensor's bytes, as :func:`~kvrag.identity.tensors.raw` in a third of the time, for as long as somebody else keeps the tensor."""
+    """See a tensor's bytes, as :func:`~kvrag.identity.weights.raw` in a third of the time, for as long as somebody else keeps the tensor."""
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return raw(tensor)
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
