@@ -21,6 +21,16 @@ from kvrag.store.sizes import device_budget, host_memory, lesser
 from kvrag.store.tiered import TieredStore
 from kvrag.store.write_behind import WriteBehind
 
+# INTERIM, until the new store is merged: the names of its API on today's classes.
+_AnyStore = (TieredStore, MemoryStore, DiskStore, WriteBehind)
+for _cls in _AnyStore:
+    _cls.catalog = property(lambda self: self.index)  # type: ignore
+    _cls.known = lambda self, keys: {key for key in keys if self.contains(key)}  # type: ignore
+    if not hasattr(_cls, "prefetch"):
+        _cls.prefetch = lambda self, chunks: Prefetch(len(list(chunks)))  # type: ignore
+    if not hasattr(_cls, "release"):
+        _cls.release = lambda self: 0  # type: ignore
+
 __all__ = [
     "DiskIndex",
     "DiskStore",
@@ -66,17 +76,21 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys:
     limit = lesser(config.ram_bytes, config.ram_fraction, host_memory)
     budget = config.ram_bytes if limit is None else limit
     memory = MemoryStore(budget, events=Events(config.on_event, config.event_log), kv_dtype=config.ram_dtype)
+    keys = keys or Keys.of(config)
     if kv_dir is None:
+        memory.names = keys.names  # type: ignore
         return memory
     disk = DiskStore(kv_dir, config, keys)
     lower = WriteBehind(disk) if config.write_policy == "back" else disk
-    return TieredStore(
+    store = TieredStore(
         memory,
         lower,
         min_priority=config.host_min_priority,
         lower_min_priority=config.disk_min_priority,
         prefetch=config.prefetch,
     )
+    store.names = keys.names  # type: ignore
+    return store
 
 
 def on_accelerator(store: KVStore, device: torch.device, config: StoreConfig) -> KVStore:
@@ -105,4 +119,6 @@ def accelerator_tier(store: KVStore, device: torch.device, config: StoreConfig, 
     events = Events(config.on_event, config.event_log)
     memory = MemoryStore(budget, name="gpu", device=device, events=events, kv_dtype=kv_dtype)
     # What is kept in another way here must not take the place of what is below.
-    return TieredStore(memory, store, keeps_puts=False, demotes=is_alike, prefetch=config.prefetch)
+    above = TieredStore(memory, store, keeps_puts=False, demotes=is_alike, prefetch=config.prefetch)
+    above.names = store.names  # type: ignore
+    return above

@@ -111,6 +111,8 @@ class Naming:
         """Turn what is stored to what the scanner needs; its digest is that of :meth:`digest`."""
         return self._masked(entry)
 
+    mask, unmask = hide, reveal
+
     def __reduce__(self) -> NoReturn:
         """Keys leave the process in no form."""
         raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
