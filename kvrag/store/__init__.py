@@ -31,7 +31,10 @@ for _cls in _AnyStore:
     if not hasattr(_cls, "release"):
         _cls.release = lambda self: 0  # type: ignore
 
+Catalog = Index  # INTERIM
+
 __all__ = [
+    "Catalog",
     "DiskIndex",
     "DiskStore",
     "Index",
@@ -52,6 +55,9 @@ __all__ = [
     "on_accelerator",
     "open_store",
 ]
+
+
+_open: dict = {}  # type: ignore  # INTERIM
 
 
 def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys: Keys | None = None) -> KVStore:
@@ -80,6 +86,11 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys:
     if kv_dir is None:
         memory.names = keys.names  # type: ignore
         return memory
+    place = (os.path.realpath(kv_dir), config)
+    if place in _open:  # INTERIM: one store per directory and process
+        _open[place][1][0] += 1
+        return _open[place][0]
+    users = [0]
     disk = DiskStore(kv_dir, config, keys)
     lower = WriteBehind(disk) if config.write_policy == "back" else disk
     store = TieredStore(
@@ -90,6 +101,16 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys:
         prefetch=config.prefetch,
     )
     store.names = keys.names  # type: ignore
+    close, users[0] = store.close, 1
+
+    def release() -> None:  # INTERIM
+        users[0] -= 1
+        if users[0] == 0:
+            _open.pop(place, None)
+            close()
+
+    store.close = release  # type: ignore
+    _open[place] = store, users
     return store
 
 
