@@ -202,7 +202,6 @@ class WriteBack:
                     batch_size=1,
                     min_chunk_tokens=self._config.min_chunk_tokens,
                     kv_dtype=self._config.kv_dtype,
-                    disk_min_priority=self._config.disk_min_priority,
                     show_progress=False,
                     before_batch=lambda: self._wait_for_turn(missed),
                 )

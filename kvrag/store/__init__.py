@@ -69,12 +69,10 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys:
     if kv_dir is None:
         return memory
     disk = DiskStore(kv_dir, config, keys)
-    lower = WriteBehind(disk) if config.write_policy == "back" else disk
+    lower = disk
     return TieredStore(
         memory,
         lower,
-        min_priority=config.host_min_priority,
-        lower_min_priority=config.disk_min_priority,
         prefetch=config.prefetch,
     )
 
