@@ -15,12 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.blend.prefill import too_long_to_reuse
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.generate.sequence import Answering, Request, accounting
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
-from kvrag.misplaced import refuse_misplaced
 from kvrag.model.load import LoadedModel, check_source, load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource
@@ -326,7 +325,6 @@ class KVRagEngine:
             show_progress=show_progress,
             kv_dtype=self.store_config.kv_dtype,
             retention=retention,
-            disk_min_priority=self.store_config.disk_min_priority,
         )
 
     def prefetch(

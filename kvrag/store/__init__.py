@@ -92,12 +92,10 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys:
         return _open[place][0]
     users = [0]
     disk = DiskStore(kv_dir, config, keys)
-    lower = WriteBehind(disk) if config.write_policy == "back" else disk
+    lower = disk
     store = TieredStore(
         memory,
         lower,
-        min_priority=config.host_min_priority,
-        lower_min_priority=config.disk_min_priority,
         prefetch=config.prefetch,
     )
     store.names = keys.names  # type: ignore

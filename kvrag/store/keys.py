@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from kvrag.config import KEY_OPTIONS, KeySource, StoreConfig
+from kvrag.config import KeySource, StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.identity.fingerprint import FORMAT_VERSION, canonical, namespace_digest, text_digest
 from kvrag.types import TextEntry
@@ -154,13 +154,11 @@ class Keys:
         ConfigError
             If one can't be had.
         """
-        sources = {option: getattr(config, option) for option in KEY_OPTIONS}
-        given = {option: read_key(source, option) for option, source in sources.items() if source is not None}
-        if not given:
+        if config.encryption_key is None:
             return cls()
-        secret, mac, cipher = (given.get(option) for option in KEY_OPTIONS)
-        names = Naming(derive(canonical(given), "addresses"), None if secret is None else derive(secret, "texts"))
-        return cls(names, mac and derive(mac, "mac"), cipher and derive(cipher, "cipher"))
+        key = read_key(config.encryption_key, "encryption_key")
+        names = Naming(derive(canonical({"encryption_key": key}), "addresses"), derive(key, "texts"))
+        return cls(names, None, derive(key, "cipher"))
 
     def __reduce__(self) -> NoReturn:
         """Keys leave the process in no form."""

@@ -104,7 +104,7 @@ def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejec
         files.check_format(directory, FORMAT_VERSION)
         sweep(directory)
         make_private(directory)
-        index = BatchIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
+        index = BatchIndex(directory.root / folder_of(seals.rows), None, seals.rows)
         index.make_room = lambda: give_up_ballast(directory)
         index.recover = _refuse  # the lock is held here
         recovery.finish_erasures(index, objects, references)
