@@ -28,14 +28,18 @@ def pair_up(texts: Sequence[str], ids: Sequence[str | None] | None) -> list[Item
     return list(zip(names, texts, strict=True))
 
 
-def check_items(items: Iterable[Item], collection: str | None) -> list[Item]:
-    """Validate texts and ids, and return ``(id in its collection, stripped text)``.
+def check_items(items: Iterable[Item], collection: str | None, batch_size: object = 1) -> list[Item]:
+    """Validate what is to be precomputed, and return ``(id in its collection, stripped text)``.
 
     Raises
     ------
     InputError
         If a text is not a string or empty, one id has different texts, or a document of a collection has no id.
+    ConfigError
+        If the batch size is not a whole number of at least 1.
     """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
     found: list[Item] = []
     seen: dict[str, str] = {}
     for number, (name, text) in enumerate(items):
@@ -53,12 +57,6 @@ def check_items(items: Iterable[Item], collection: str | None) -> list[Item]:
         return found
     names = in_collection((name for name, _ in found), collection)
     return [(name, text) for name, (_, text) in zip(names, found, strict=True)]
-
-
-def check_batch_size(batch_size: object) -> None:
-    """Raise :class:`ConfigError` unless it is a whole number of at least 1."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
 
 
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
@@ -80,9 +78,7 @@ def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str
     return found
 
 
-def chosen_documents(
-    catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None
-) -> list[str]:
+def chosen_documents(catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None) -> list[str]:
     """Return the stored ids of the documents that a call chose, each once.
 
     Parameters

@@ -200,7 +200,9 @@ class Precompute:
     def _store_batch(self, chunks: list[NewChunk]) -> None:
         """Encode some chunks and begin to write them; failures are reported, and the run goes on."""
         kvs, ms_per_token, reason = self._encode(chunks)
-        if self._loaded.fingerprint != self._prefix_identity.model:  # after the forward: its KV may be of another adapter
+        if (
+            self._loaded.fingerprint != self._prefix_identity.model
+        ):  # after the forward: its KV may be of another adapter
             for chunk in chunks:
                 self._fail(chunk, "the model's adapters or weights changed while it was computed; precompute again")
         elif kvs:
@@ -275,7 +277,9 @@ class Precompute:
             if "disk" not in self._store.stats():
                 remedy = "ram_bytes or ram_fraction, or pass kv_dir"
             self.stored -= 1
-            self._fail(keys[key], f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}")
+            self._fail(
+                keys[key], f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}"
+            )
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Note that a chunk has no KV now and is computed at query time."""
