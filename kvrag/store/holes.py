@@ -66,8 +66,7 @@ class Readings(ForkAware):
         if reading is None:
             return None
         blob = reading.blob
-        good, total = (0, 0) if blob is None else (blob.good_layers, blob.num_layers)
-        return Hole(key, good, total, reading.reason or "late")
+        return Hole(key, reading.reason or "late", None if blob is None else blob.good_layers)
 
 
 def in_words(holes: Sequence[Hole]) -> str | None:
@@ -93,4 +92,4 @@ def holes_of(store: KVStore, loaded: Mapping[ChunkIdentity, ChunkKV | None]) -> 
     missing = [identity for identity, kv in loaded.items() if kv is None]
     known = [store.hole(identity) if isinstance(store, Tier) else None for identity in missing]
     # No read of it is known: it was not begun in time.
-    return tuple(hole or Hole(chunk_key(i), 0, 0, "late") for i, hole in zip(missing, known, strict=True))
+    return tuple(hole or Hole(chunk_key(i), "late", None) for i, hole in zip(missing, known, strict=True))
