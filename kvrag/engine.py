@@ -14,11 +14,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.blend.prefill import too_long_to_reuse
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode
 from kvrag.errors import ConfigError, InputError, StoreError
-from kvrag.generate.sequence import Answering, Request, accounting
-from kvrag.generate.stats import EngineStats
+from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.misplaced import refuse_misplaced
 from kvrag.model.load import LoadedModel, check_source, load
@@ -29,9 +27,7 @@ from kvrag.precompute.items import check_batch_size, check_items, pair_up
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import precompute_texts, replaced_ids
-from kvrag.prompt.explain import explain_plan, explain_refusal
-from kvrag.prompt.prefix import Prefix, prefix_text
-from kvrag.prompt.template import Prompt
+from kvrag.prompt.template import Prefix, Prompt, prefix_text
 from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
 from kvrag.store.base import members
 from kvrag.store.keys import Keys
@@ -130,7 +126,7 @@ class KVRagEngine:
             Directory of the KV store; default: chunks are kept in memory only.
         prefix
             What stands before the first chunk in your prompts: text, chat messages, a prompt template, or a
-            :class:`~kvrag.prompt.prefix.TemplatePrefix`. Default: the head of the model's chat template.
+            :class:`~kvrag.prompt.template.TemplatePrefix`. Default: the head of the model's chat template.
         repair
             How stitched KV is repaired.
         device
@@ -521,7 +517,7 @@ class KVRagEngine:
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
-        stream = self.stream(
+        return self.stream(
             prompt,
             max_new_tokens=max_new_tokens,
             mode=mode,
@@ -530,10 +526,7 @@ class KVRagEngine:
             stop=stop,
             namespace=namespace,
             **sampling,
-        )
-        for _ in stream:
-            pass
-        return stream.result
+        ).read()
 
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Answer a prompt piece by piece: iterate over text, then read ``.result``. Options as for :meth:`generate`."""
@@ -561,14 +554,11 @@ class KVRagEngine:
         """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
         check_mode(mode)
         start = time.perf_counter()
-        done, clock = self._answering.prefilled(
-            self._request(prompt, mode, _check_repair(repair), namespace), max_new_tokens=1
-        )
-        result = PrefillResult(
-            **accounting(done, clock),
-            logits=done.logits.float().cpu(),
-            ttft_ms=(time.perf_counter() - start) * 1e3,
-        )
+        request = self._request(prompt, mode, _check_repair(repair), namespace)
+        with self._answering.prefilled(request, max_new_tokens=1) as (done, clock):
+            logits = done.logits.float().cpu()
+        ttft_ms = (time.perf_counter() - start) * 1e3
+        result = PrefillResult(**accounting(done, clock), logits=logits, ttft_ms=ttft_ms)
         self._stats.count(result)
         return result
 
@@ -596,10 +586,8 @@ class KVRagEngine:
         vocabulary = range(self.loaded.lm.vocab_size)
         if not ids or not all(isinstance(i, int) and i in vocabulary for i in ids):
             raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocabulary.stop}")
-        done, clock = self._answering.prefilled(
-            self._request(prompt, mode, _check_repair(repair), namespace), max_new_tokens=len(ids)
-        )
-        with clock.stage("score"):
+        request = self._request(prompt, mode, _check_repair(repair), namespace)
+        with self._answering.prefilled(request, max_new_tokens=len(ids)) as (done, clock), clock.stage("score"):
             logits = [done.logits[None]]
             if len(ids) > 1:
                 logits.append(done.extend(torch.tensor(ids[:-1])))
@@ -621,14 +609,7 @@ class KVRagEngine:
     ) -> Explanation:
         """Tell which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
         check_mode(mode)
-        request = self._request(prompt, mode, _check_repair(repair), namespace)
-        plan = self._answering.plan(request)
-        lm = self.loaded.lm
-        if isinstance(lm, PlainLM):
-            return explain_refusal(plan, lm.refusal)
-        if too_long := too_long_to_reuse(lm, len(plan.token_ids) + 1):
-            return explain_refusal(plan.without_reuse(too_long), too_long)
-        return explain_plan(plan, mode, request.repair, num_layers=lm.num_layers)
+        return self._answering.explain(self._request(prompt, mode, _check_repair(repair), namespace))
 
     def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
         """Compare reuse with full prefill on your prompts; options as for :func:`kvrag.verify.verify_prompts`."""
