@@ -7,30 +7,27 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.blend.prefill import too_long_to_reuse
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError
-from kvrag.generate.sequence import Answering, Request, accounting
-from kvrag.generate.stats import EngineStats
+from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.load import LoadedModel, check_source, load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource
-from kvrag.precompute.documents import check_items, chosen_documents, chosen_keys, members, pair_up
+from kvrag.precompute.documents import check_items, check_namespace, chosen_documents, chosen_keys, members, pair_up
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute, replaced_ids
-from kvrag.prompt.explain import explain_plan, explain_refusal
-from kvrag.prompt.prefix import Prefix, prefix_text
-from kvrag.prompt.template import Prompt
+from kvrag.prompt.template import Prefix, Prompt, prefix_text
 from kvrag.store import Prefetch, Retention, TieredStore, on_accelerator, open_store
+from kvrag.threads import ForkLock
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -61,19 +58,6 @@ class Options(TypedDict, total=False):
     namespace: str | None
 
 
-@dataclass(slots=True)
-class _Open:
-    """What an engine holds open; a separate object, which closes it when the engine is garbage."""
-
-    store: TieredStore
-    write_back: WriteBack | None = None
-
-    def close(self) -> None:
-        if self.write_back is not None:
-            self.write_back.close()
-        self.store.close()
-
-
 class KVRagEngine:
     r"""Prefills chunks once, reuses their KV in any order, and reports for every answer how it was made.
 
@@ -82,16 +66,11 @@ class KVRagEngine:
 
     Parameters of several methods:
 
-    ``namespace``
-        Isolation: chunks of one namespace are never found from another. Default: the engine's.
-    ``mode``
-        ``"auto"``, ``"full"`` (no reuse), ``"prefix"`` (exact reuse of the prompt's head only) or ``"stitch"``.
-    ``repair``
-        How stitched KV is repaired, a :class:`RepairConfig`. Default: the engine's.
-    ``collection``
-        Prefix of document ids: with ``"manuals"``, the id ``"install"`` means ``"manuals/install"``.
+    ``namespace``: chunks of one namespace are never found from another (default: the engine's). ``mode``: ``"auto"``, ``"full"`` (no
+    reuse), ``"prefix"`` (exact reuse of the prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
+    engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"`` means ``"manuals/install"``.
 
-    Options that don't exist or have impossible values raise :class:`ConfigError`; impossible prompts, texts and ids :class:`InputError`.
+    Impossible values raise :class:`ConfigError`, impossible prompts, texts and ids :class:`InputError`.
 
     Examples
     --------
@@ -100,9 +79,9 @@ class KVRagEngine:
     >>> engine.generate([{"role": "user", "content": f"{chunks[3]}\n\n{chunks[1]}\n\nWho?"}]).text  # doctest: +SKIP
     """
 
-    _shared: weakref.WeakValueDictionary[tuple[object, ...], KVRagEngine] = weakref.WeakValueDictionary()
-    _recent: dict[KVRagEngine, None] = {}  # noqa: RUF012 - the latest engines of get(), oldest first
-    _shared_lock = threading.RLock()
+    _shared: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], KVRagEngine]] = weakref.WeakValueDictionary()
+    _recent: ClassVar[dict[KVRagEngine, None]] = {}  # the latest engines of get(), oldest first
+    _shared_lock = ForkLock()
 
     def __init__(
         self,
@@ -114,22 +93,24 @@ class KVRagEngine:
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        self.source, self.namespace = source, _check_namespace(namespace)
+        self.source, self.namespace = source, check_namespace(namespace)
         self.kv_dir = _check_kv_dir(kv_dir)
         self.repair = as_config(RepairConfig, repair, option="repair") or RepairConfig()
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
-        self._open = _Open(open_store(self.kv_dir, self.store_config))
-        self._close = weakref.finalize(self, self._open.close)
-        self._close.atexit = False
+        self.store: TieredStore = open_store(self.kv_dir, self.store_config)
+        self._resources = ExitStack()
+        self._resources.callback(self.store.close)
+        weakref.finalize(self, self._resources.close).atexit = False
         self._gate = Gate(self.store_config.read_dtype)
         self._prefix = prefix
         self._prefix_text: str | None = None
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats = EngineStats()
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
         self._loaded: LoadedModel | None = None
         self._query_side: Answering | None = None
+        self._write_back: WriteBack | None = None
 
     @classmethod
     def from_pretrained(
@@ -158,20 +139,14 @@ class KVRagEngine:
         tokenizer
             A tokenizer, its id or directory; default: the model's.
         kv_dir
-            Directory of the KV store, shared by all engines on it; default: chunks are kept in memory only, by this engine.
+            Directory of the KV store, which all engines on it share; default: this engine keeps chunks in memory only.
         prefix
             The text before the first chunk in your prompts: text, chat messages, a prompt template, or a
-            :class:`~kvrag.prompt.prefix.TemplatePrefix`. Default: the head of the model's chat template.
-        repair
-            How stitched KV is repaired.
-        device
-            ``"cpu"``, ``"cuda"``, ...; default: CUDA if there is one.
-        dtype
-            ``"auto"``: float32 on CPU, else the checkpoint's.
-        namespace
-            Default namespace of the engine. See SECURITY.md for encryption.
-        revision
-            Hub revision.
+            :class:`~kvrag.TemplatePrefix`. Default: the head of the model's chat template.
+        repair, namespace
+            Defaults of the engine's methods.
+        device, dtype, revision
+            Default: CUDA if there is one, else the CPU; float32 on the CPU, else the checkpoint's; the hub's latest.
         store_config
             Budgets, limits and key of the store.
         prove
@@ -184,12 +159,10 @@ class KVRagEngine:
 
         Raises
         ------
-        ModelError
-            If the model can't be found or is not a causal LM.
+        ModelError, StoreError
+            If the model can't be found or is not a causal LM; if ``kv_dir`` can't be used.
         ConfigError
             If an option has an impossible value, would change nothing, or belongs in ``store_config``, or CUDA is requested and absent.
-        StoreError
-            If ``kv_dir`` can't be used.
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
@@ -222,18 +195,13 @@ class KVRagEngine:
     # -- state that is made at first use ---------------------------------------------------------------------------------
 
     @property
-    def store(self) -> TieredStore:
-        """The KV store."""
-        return self._open.store
-
-    @property
     def loaded(self) -> LoadedModel:
         """The model and its tokenizer; loads them."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self.source)
-                below = self._open.store
-                self._open.store = on_accelerator(below, self._loaded.lm.device, self.store_config)
+                below = self.store
+                self.store = on_accelerator(below, self._loaded.lm.device, self.store_config)
                 if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)
                     self._gate = Gate(self.store_config.read_dtype)
@@ -258,7 +226,7 @@ class KVRagEngine:
             self._recent.pop(self, None)
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
-        self._close()
+        self._resources.close()
         self._loaded = self._query_side = None
 
     # -- index time ------------------------------------------------------------------------------------------------------
@@ -287,21 +255,15 @@ class KVRagEngine:
             The text before the first chunk; default: the engine's.
         batch_size
             Chunks per forward.
-        show_progress
-            Show a progress bar.
         retention
             Priority and duration, for stored chunks too. Default: priority 35, and stored chunks keep their own.
-        collection, namespace
-            See :class:`KVRagEngine`.
 
         Raises
         ------
         InputError
-            If a text is not a string or empty, one id has different texts, or a document of a collection has none. Nothing was stored.
-        UnsupportedModelError
-            If this model's KV is not reused.
-        ConfigError
-            If the store rounds KV (``StoreConfig.kv_dtype``) more than this model tolerates.
+            If a text is not a string or empty, one id has different texts, or a document of a collection has none; nothing was stored.
+        UnsupportedModelError, ConfigError
+            If this model's KV is not reused, or does not tolerate the store's rounding (``StoreConfig.kv_dtype``).
         """
         items = check_items(pair_up(texts, ids), collection, batch_size)
         retention = as_config(Retention, retention, option="retention")
@@ -331,41 +293,31 @@ class KVRagEngine:
             Chunk texts as they will be in the prompt; the prefix is read with them.
         keys
             Keys of chunks of this model and namespace; others are ignored.
-        namespace
-            See :class:`KVRagEngine`.
 
         Returns
         -------
         Prefetch
-            ``found`` chunks, including the prefix; ``wait()`` for the reads, or ``cancel()`` those that have not begun. What a request
-            does about reads under way is ``StoreConfig.prefetch``.
+            ``found`` chunks, including the prefix; ``wait()`` for the reads, or ``cancel()`` those that have not begun.
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
             prompt: list[str | Chunk] = [self.prefix_text, *map(Chunk, texts)]
             wanted += self._answering.plan(self._request(prompt, mode="full", namespace=namespace)).identities
         if keys:
-            owner = (self.loaded.fingerprint, self._namespace(namespace))
-            records = ((key, self.store.catalog.get(key)) for key in keys)
-            wanted += [key for key, record in records if record and (record.model, record.namespace) == owner]
+            space, model = self._namespace(namespace), self.loaded.fingerprint
+            wanted += chosen_keys(self.store.catalog, space, (), keys, model=model)
         return self.store.prefetch(wanted)
 
     def flush_write_back(self, timeout_s: float | None = None) -> bool:
-        """Wait until missed chunks are stored (``StoreConfig(on_miss="store")``), for ``timeout_s`` at most; return whether nothing is left."""
-        write_back = self._open.write_back
-        return write_back is None or write_back.flush(timeout_s)
+        """Wait until missed chunks are stored (``StoreConfig(on_miss="store")``), and return whether they are."""
+        return self._write_back is None or self._write_back.flush(timeout_s)
 
     def delete(
         self, ids: Sequence[str] | None = None, *, collection: str | None = None, namespace: str | None = None
     ) -> int:
         """Delete documents and erase KV that no other document refers to, from every tier; return the number of chunks erased.
 
-        Parameters
-        ----------
-        ids
-            Document ids; ``None``: all documents of the collection, such as ``"manuals/install"`` and ``"manuals/cars/7"``.
-        collection, namespace
-            See :class:`KVRagEngine`.
+        Without ``ids``, these are all documents of the collection, such as ``"manuals/install"`` and ``"manuals/cars/7"``.
         """
         space = self._namespace(namespace)
         chosen = chosen_documents(self.store.catalog, space, ids, collection)
@@ -385,7 +337,7 @@ class KVRagEngine:
 
         Parameters
         ----------
-        ids, collection, namespace
+        ids
             As for :meth:`delete`: the KV of these documents, of all models and behind all prefixes.
         keys
             Keys of chunks of this namespace; others are ignored.
@@ -405,24 +357,16 @@ class KVRagEngine:
         return self.store.retain(chosen_keys(catalog, space, documents, keys), checked)
 
     def clear(self, *, namespace: str | None = None) -> int:
-        """Erase all documents and KV of every model and prefix from every tier; return the number of chunks erased.
+        """Erase all documents and KV, of one namespace or by default of **every** one, from every tier; return the number of chunks erased.
 
         KV that was encrypted with another key is left alone.
-
-        Parameters
-        ----------
-        namespace
-            Erase only this one. Default: **every** namespace, not just the engine's.
         """
         space = None if namespace is None else self._namespace(namespace)
         with erasures_of(self.store).erasing(EVERYWHERE if space is None else space):
             return self.store.clear(space)
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
-        """Return the ids of all documents (of a collection) that were precomputed and not deleted.
-
-        A document is listed even if its KV was evicted: that is computed at query time or by the next precompute.
-        """
+        """Return the ids of all documents (of a collection) that were precomputed and not deleted, even those whose KV was evicted."""
         found = self.store.catalog.documents(self._namespace(namespace))
         return found if collection is None else members(found, collection)
 
@@ -448,8 +392,6 @@ class KVRagEngine:
             Text, chat messages, or segments (``str`` and :class:`~kvrag.types.Chunk`).
         max_new_tokens
             Upper bound of answer tokens.
-        mode, repair, namespace
-            See :class:`KVRagEngine`.
         temperature
             0 is greedy.
         stop
@@ -461,16 +403,11 @@ class KVRagEngine:
         ------
         InputError
             If the prompt is empty, malformed, or too long with the answer (:class:`ContextLengthError`).
-        ConfigError
-            If an option does not exist or has an impossible value.
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
         options: dict[str, Any] = {"mode": mode, "repair": repair, "stop": stop, "namespace": namespace, **sampling}
-        stream = self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, **options)
-        for _ in stream:
-            pass
-        return stream.result
+        return self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, **options).read()
 
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Answer a prompt piece by piece: iterate over text, then read ``.result``. Options as for :meth:`generate`."""
@@ -490,19 +427,17 @@ class KVRagEngine:
     def prefill(self, prompt: Prompt, **options: Unpack[Options]) -> PrefillResult:
         """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
         start = time.perf_counter()
-        request = self._request(prompt, **options)
-        done, clock = self._answering.prefilled(request, max_new_tokens=1)
-        logits, ttft_ms = done.logits.float().cpu(), (time.perf_counter() - start) * 1e3
+        with self._answering.prefilled(self._request(prompt, **options), max_new_tokens=1) as (done, clock):
+            logits = done.logits.float().cpu()
+        ttft_ms = (time.perf_counter() - start) * 1e3
         result = PrefillResult(**accounting(done, clock), logits=logits, ttft_ms=ttft_ms)
         self._stats.count(result)
         return result
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[Options]) -> ScoreResult:
-        """Score a continuation (text, or at least one token id): logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats."""
-        request = self._request(prompt, **options)
-        ids = self._continuation_ids(continuation)
-        done, clock = self._answering.prefilled(request, max_new_tokens=len(ids))
-        with clock.stage("score"):
+        """Score a continuation, text or token ids: logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats."""
+        request, ids = self._request(prompt, **options), self._continuation_ids(continuation)
+        with self._answering.prefilled(request, max_new_tokens=len(ids)) as (done, clock), clock.stage("score"):
             logits = [done.logits[None]]
             if len(ids) > 1:
                 logits.append(done.extend(torch.tensor(ids[:-1])))
@@ -516,29 +451,22 @@ class KVRagEngine:
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> Explanation:
         """Report which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
-        request = self._request(prompt, **options)
-        plan, lm = self._answering.plan(request), self.loaded.lm
-        if isinstance(lm, PlainLM):
-            return explain_refusal(plan, lm.refusal)
-        if too_long := too_long_to_reuse(lm, len(plan.token_ids) + 1):
-            return explain_refusal(plan.without_reuse(too_long), too_long)
-        return explain_plan(plan, request.mode, request.repair, num_layers=lm.num_layers)
+        return self._answering.explain(self._request(prompt, **options))
 
     def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
         """Compare reuse with full prefill on your prompts; options as for :func:`kvrag.verify.verify_prompts`."""
         return verify_prompts(self, prompts, **options)
 
     def stats(self) -> dict[str, Any]:
-        """Return totals over requests, size and counters of each tier of the store, and counters of the write-back, if there is one."""
-        write_back = self._open.write_back
-        extra = {} if write_back is None else {"write_back": write_back.stats()}
+        """Return totals over requests, size and counters of each tier of the store, and counters of the write-back, if any."""
+        extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         return {**self._stats.snapshot(), **extra, "store": self.store.stats()}
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""
-        return self.store.names.namespace(self.namespace if namespace is None else _check_namespace(namespace))
+        return self.store.names.namespace(self.namespace if namespace is None else check_namespace(namespace))
 
     @property
     def _answering(self) -> Answering:
@@ -548,10 +476,9 @@ class KVRagEngine:
             self._gate.admit(loaded)
             if self._query_side is None:
                 if self.store_config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
-                    self._open.write_back = WriteBack(loaded, self.store, self.store_config)
-                self._query_side = Answering(
-                    loaded, self.store, self.store_config, self._open.write_back, self.store.names
-                )
+                    self._write_back = WriteBack(loaded, self.store, self.store_config)
+                    self._resources.callback(self._write_back.close)
+                self._query_side = Answering(loaded, self.store, self.store_config, self._write_back, self.store.names)
             return self._query_side
 
     def _request(
@@ -572,23 +499,16 @@ class KVRagEngine:
             raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocabulary.stop}")
         return ids
 
-    def _produce(
-        self,
-        prompt: Prompt,
-        *,
-        mode: Mode = "auto",
-        repair: RepairConfig | None = None,
-        namespace: str | None = None,
-        **sampling: Any,
-    ) -> Produce:
+    def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
         start = time.perf_counter()
-        check_mode(mode)
-        repair = as_config(RepairConfig, repair, option="repair")
-        config = SamplingConfig(**sampling)
+        own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
+        check_mode(own.get("mode", "auto"))
+        own["repair"] = as_config(RepairConfig, own.get("repair"), option="repair")
+        config = SamplingConfig(**options)
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
-            request = self._request(prompt, mode=mode, repair=repair, namespace=namespace)
+            request = self._request(prompt, **own)
             answering = self._answering
             with answering.write_back.request() if answering.write_back else nullcontext():
                 result = answering.answer(request, config, start, emit, cancel)
@@ -596,12 +516,6 @@ class KVRagEngine:
             return result
 
         return produce
-
-
-def _check_namespace(namespace: object) -> str:
-    if not isinstance(namespace, str) or not namespace:
-        raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
-    return namespace
 
 
 def _check_kv_dir(kv_dir: object) -> str | None:

@@ -441,7 +441,7 @@ def test_prompt_and_answer_must_fit_the_context_window(engine: KVRagEngine) -> N
 def test_an_impossible_chunk_is_named_and_nothing_is_stored(texts: Any, engine: KVRagEngine) -> None:
     with pytest.raises(InputError, match=f"chunk {len(texts) - 1}"):
         engine.precompute(texts)
-    assert engine.store.index.keys() == []
+    assert engine.store.catalog.keys() == []
 
 
 def test_ids_must_fit_the_texts(engine: KVRagEngine) -> None:

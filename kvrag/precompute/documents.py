@@ -59,6 +59,13 @@ def check_items(items: Iterable[Item], collection: str | None, batch_size: objec
     return [(name, text) for name, (_, text) in zip(names, found, strict=True)]
 
 
+def check_namespace(namespace: object) -> str:
+    """Return the name of a namespace; raise :class:`ConfigError` if it is not one."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+    return namespace
+
+
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
     """Return the stored ids of documents of a collection, or without one the ids themselves.
 
@@ -102,11 +109,13 @@ def chosen_documents(catalog: Catalog, namespace: str, ids: Sequence[str] | None
     return list(dict.fromkeys(in_collection([ids] if isinstance(ids, str) else ids, collection)))
 
 
-def chosen_keys(catalog: Catalog, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-    """Return the keys of all KV of some documents, and those of ``keys`` that belong to the namespace."""
+def chosen_keys(
+    catalog: Catalog, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey], *, model: str | None = None
+) -> list[ChunkKey]:
+    """Return the keys of all KV of some documents, and those of ``keys`` that belong to the namespace, and to the model if given."""
     found = [key for doc_id in ids for key in catalog.document_keys(namespace, doc_id)]
     for key in [ChunkKey(keys)] if isinstance(keys, str) else keys:
         record = catalog.get(key)
-        if record is not None and record.namespace == namespace:
+        if record is not None and record.namespace == namespace and model in (None, record.model):
             found.append(key)
     return list(dict.fromkeys(found))
