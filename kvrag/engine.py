@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
@@ -39,7 +40,6 @@ from kvrag.types import (
     PrefillResult,
     Prove,
     ScoreResult,
-    VerifyReport,
 )
 from kvrag.verify import verify_prompts
 
@@ -70,7 +70,8 @@ class KVRagEngine:
     reuse), ``"prefix"`` (exact reuse of the prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
     engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"`` means ``"manuals/install"``.
 
-    Impossible values raise :class:`ConfigError`, impossible prompts, texts and ids :class:`InputError`.
+    Impossible values raise :class:`ConfigError`, impossible prompts, texts and ids :class:`InputError`. Methods that change the store
+    raise :class:`StoreError` if it can't be written to.
 
     Examples
     --------
@@ -102,9 +103,9 @@ class KVRagEngine:
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
+        self._erasures = erasures_of(self.kv_dir)
         self._gate = Gate(self.store_config.read_dtype)
         self._prefix = prefix
-        self._prefix_text: str | None = None
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats = EngineStats()
         self._lock = ForkLock()
@@ -178,7 +179,6 @@ class KVRagEngine:
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
         given = {name: options[name] for name in _SOURCE_OPTIONS if options.get(name) is not None}
         source = ModelSource(model, **given, hf_kwargs=hf_kwargs)
-        check_source(source)
         repair = as_config(RepairConfig, options.get("repair"), option="repair")
         config = as_config(StoreConfig, options.get("store_config"), option="store_config")
         where = (_check_kv_dir(options.get("kv_dir")), repr(options.get("prefix")), options.get("namespace", "default"))
@@ -191,8 +191,6 @@ class KVRagEngine:
             if len(cls._recent) > MAX_KEPT:
                 del cls._recent[next(iter(cls._recent))]
             return engine
-
-    # -- state that is made at first use ---------------------------------------------------------------------------------
 
     @property
     def loaded(self) -> LoadedModel:
@@ -212,13 +210,10 @@ class KVRagEngine:
         """The tokenizer."""
         return self.loaded.encoder.tokenizer
 
-    @property
+    @cached_property
     def prefix_text(self) -> str:
         """The text that chunks are encoded behind unless :meth:`precompute` is given another one."""
-        with self._lock:
-            if self._prefix_text is None:
-                self._prefix_text = prefix_text(self._prefix, self.loaded.encoder)
-            return self._prefix_text
+        return prefix_text(self._prefix, self.loaded.encoder)
 
     def close(self) -> None:
         """Close the store and release the model; the engine can't be used afterwards."""
@@ -228,8 +223,6 @@ class KVRagEngine:
                 del self._shared[key]
         self._resources.close()
         self._loaded = self._query_side = None
-
-    # -- index time ------------------------------------------------------------------------------------------------------
 
     def precompute(
         self,
@@ -287,17 +280,14 @@ class KVRagEngine:
     ) -> Prefetch:
         """Begin to read chunks into memory for a prompt that is about to come, and return at once.
 
+        The returned :class:`Prefetch` has ``found``, the number of chunks including the prefix, ``wait()`` and ``cancel()``.
+
         Parameters
         ----------
         texts
             Chunk texts as they will be in the prompt; the prefix is read with them.
         keys
             Keys of chunks of this model and namespace; others are ignored.
-
-        Returns
-        -------
-        Prefetch
-            ``found`` chunks, including the prefix; ``wait()`` for the reads, or ``cancel()`` those that have not begun.
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
@@ -321,7 +311,7 @@ class KVRagEngine:
         """
         space = self._namespace(namespace)
         chosen = chosen_documents(self.store.catalog, space, ids, collection)
-        with erasures_of(self.store).erasing(space):
+        with self._erasures.erasing(space):
             return sum(self.store.forget(space, doc_id) for doc_id in chosen)
 
     def retain(
@@ -343,11 +333,6 @@ class KVRagEngine:
             Keys of chunks of this namespace; others are ignored.
         retention
             Priority, and for how long from now on; without a cost, chunks keep theirs.
-
-        Raises
-        ------
-        StoreError
-            If the store can't be written to.
         """
         checked = as_config(Retention, retention, option="retention")
         if checked is None:
@@ -362,15 +347,13 @@ class KVRagEngine:
         KV that was encrypted with another key is left alone.
         """
         space = None if namespace is None else self._namespace(namespace)
-        with erasures_of(self.store).erasing(EVERYWHERE if space is None else space):
+        with self._erasures.erasing(EVERYWHERE if space is None else space):
             return self.store.clear(space)
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents (of a collection) that were precomputed and not deleted, even those whose KV was evicted."""
         found = self.store.catalog.documents(self._namespace(namespace))
         return found if collection is None else members(found, collection)
-
-    # -- query time ------------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -447,22 +430,16 @@ class KVRagEngine:
         self._stats.count(result)
         return result
 
-    # -- looking inside --------------------------------------------------------------------------------------------------
-
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> Explanation:
         """Report which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
         return self._answering.explain(self._request(prompt, **options))
 
-    def verify(self, prompts: Sequence[Prompt], **options: Any) -> VerifyReport:
-        """Compare reuse with full prefill on your prompts; options as for :func:`kvrag.verify.verify_prompts`."""
-        return verify_prompts(self, prompts, **options)
+    verify = verify_prompts
 
     def stats(self) -> dict[str, Any]:
         """Return totals over requests, size and counters of each tier of the store, and counters of the write-back, if any."""
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         return {**self._stats.snapshot(), **extra, "store": self.store.stats()}
-
-    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""
@@ -476,7 +453,7 @@ class KVRagEngine:
             self._gate.admit(loaded)
             if self._query_side is None:
                 if self.store_config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
-                    self._write_back = WriteBack(loaded, self.store, self.store_config)
+                    self._write_back = WriteBack(loaded, self.store, self.store_config, self._erasures)
                     self._resources.callback(self._write_back.close)
                 self._query_side = Answering(loaded, self.store, self.store_config, self._write_back, self.store.names)
             return self._query_side
@@ -490,10 +467,9 @@ class KVRagEngine:
         return Request(prompt, mode, checked, space, (self.prefix_text, *self._prefix_texts.get(space, ())))
 
     def _continuation_ids(self, continuation: object) -> list[int]:
+        ids: list[Any] = list(continuation) if isinstance(continuation, Iterable) else []
         if isinstance(continuation, str):
             ids = self.loaded.encoder.live_ids(continuation)
-        else:
-            ids = list(continuation) if isinstance(continuation, Iterable) else []
         vocabulary = range(self.loaded.lm.vocab_size)
         if not ids or not all(isinstance(i, int) and i in vocabulary for i in ids):
             raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocabulary.stop}")

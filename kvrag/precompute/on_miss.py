@@ -7,6 +7,7 @@ rows may have been repaired, and never from live text: questions and other turns
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -70,14 +71,16 @@ class Erasures:
             yield
 
 
-_erasures: weakref.WeakKeyDictionary[TieredStore, Erasures] = weakref.WeakKeyDictionary()
+_erasures: weakref.WeakValueDictionary[str, Erasures] = weakref.WeakValueDictionary()
 _erasures_lock = threading.Lock()
 
 
-def erasures_of(store: TieredStore) -> Erasures:
-    """Return the one counter of a store, shared by all engines of this process that use it."""
+def erasures_of(kv_dir: str | None) -> Erasures:
+    """Return the one counter of a directory for all engines of this process; a new one for a store in memory."""
+    if kv_dir is None:
+        return Erasures()
     with _erasures_lock:
-        return _erasures.setdefault(store, Erasures())
+        return _erasures.setdefault(os.path.realpath(kv_dir), Erasures())
 
 
 class WriteBack:
@@ -87,10 +90,12 @@ class WriteBack:
     ----------
     loaded, store, config
         Model, KV store and its limits.
+    erasures
+        The counter of the store's directory.
     """
 
-    def __init__(self, loaded: LoadedModel, store: TieredStore, config: StoreConfig) -> None:
-        self.loaded, self.store, self.config, self.erasures = loaded, store, config, erasures_of(store)
+    def __init__(self, loaded: LoadedModel, store: TieredStore, config: StoreConfig, erasures: Erasures) -> None:
+        self.loaded, self.store, self.config, self.erasures = loaded, store, config, erasures
         self.closed = threading.Event()
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
