@@ -163,7 +163,7 @@ def test_live_text_that_begins_like_a_chunk_is_not_stored_either(
     answer(engine, prompt)
     with monkeypatch.context() as patch:
         patch.setattr(engine.store, "known", lambda keys: set())
-        patch.setattr(engine.store.index, "variants", lambda content: [])
+        patch.setattr(engine.store.catalog, "variants", lambda content: [])
         assert not any(span.hit for span in engine.explain(prompt).spans)
         assert any(span.kind == "chunk" for span in engine.explain(prompt).spans)
         answer(engine, prompt)
