@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvrag.config import KEY_OPTIONS
-
-VARIABLES = {option: f"KVRAG_{option.upper()}" for option in KEY_OPTIONS}
+VARIABLES = {option: f"KVRAG_{option.upper()}" for option in ("encryption_key",)}
 """Option of :class:`kvrag.StoreConfig` → environment variable."""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.identity.tensors import raw
+from kvrag.identity.weights import raw
 from kvrag.store import DiskStore, blob, draft, writer
 from kvrag.store.directory import Directory
 from kvrag.store.helpers import Helpers

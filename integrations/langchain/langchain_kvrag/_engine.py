@@ -15,10 +15,8 @@ from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
-from kvrag.config import check_mode, check_prove
-from kvrag.misplaced import check_model_kwargs, refuse_store_options
+from kvrag.config import as_config, check_mode, check_model_kwargs, check_prove, refuse_misplaced, unknown_option
 from kvrag.model.source import ModelSource
-from kvrag.options import from_mapping, unknown_option
 from kvrag.types import Mode, Prove
 from langchain_kvrag._convert import engine_prefix
 
@@ -117,7 +115,7 @@ class KVRagModel(BaseModel):
             data["stop"] = [data["stop"]]
         for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
             if name in data:
-                data[name] = from_mapping(kind, data[name])  # pydantic would repeat a key in its message
+                data[name] = as_config(kind, data[name], option=name)  # pydantic would repeat a key in its message
         super().__init__(**data)
         self._check_model_kwargs()
         check_mode(self.mode)
@@ -141,7 +139,7 @@ class KVRagModel(BaseModel):
             if isinstance(field.validation_alias, AliasChoices):
                 known.update(name for name in field.validation_alias.choices if isinstance(name, str))
         unknown = data.keys() - known
-        refuse_store_options(unknown, known, of=cls.__name__)
+        refuse_misplaced(unknown, known, of=cls.__name__, misspelt=False)
         for name in unknown:
             fault = unknown_option(name, known, of=cls.__name__)
             warnings.warn(

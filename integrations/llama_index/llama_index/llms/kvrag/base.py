@@ -33,8 +33,7 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import check_mode, check_prove
-from kvrag.misplaced import check_model_kwargs
+from kvrag.config import check_mode, check_model_kwargs, check_prove
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
