@@ -190,8 +190,9 @@ class KVRagEngine:
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self.source)
-                below, self.store = self.store, on_accelerator(
-                    self.store, self._loaded.lm.device, self.store_config, convert=convert
+                below, self.store = (
+                    self.store,
+                    on_accelerator(self.store, self._loaded.lm.device, self.store_config, convert=convert),
                 )
                 if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)

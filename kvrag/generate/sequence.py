@@ -70,7 +70,9 @@ class Answering:
         with self._lock:
             spans, cursor = self._spans.get(namespace, (SpanIndex(self.names.digest), 0))
             nothing: tuple[list[TextEntry], int] = ([], cursor)
-            read = deadline.ask(lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's index")
+            read = deadline.ask(
+                lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's index"
+            )
             spans.add(map(self.names.unmask, read[0]))
             cursor = read[1]
             self._spans[namespace] = (spans, cursor)

@@ -79,7 +79,9 @@ class Job:
         return next((i for i in self.doc_ids if i is not None), self.entry.digest[:12] if self.entry else "prefix")
 
 
-def replaced_ids(store: TieredStore, items: Sequence[tuple[str | None, str]], namespace: str, names: Naming) -> list[str]:
+def replaced_ids(
+    store: TieredStore, items: Sequence[tuple[str | None, str]], namespace: str, names: Naming
+) -> list[str]:
     """Return the ids that name another text now than the store remembers: the KV of a text that is gone must not outlive it."""
     replaced = []
     for name, text in items:
