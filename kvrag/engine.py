@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from transformers import PreTrainedModel
 
+from kvrag.blend.quantise import convert
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
@@ -99,7 +100,7 @@ class KVRagEngine:
         self.repair = as_config(RepairConfig, repair, option="repair") or RepairConfig()
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
-        self.store: TieredStore = open_store(self.kv_dir, self.store_config)
+        self.store: TieredStore = open_store(self.kv_dir, self.store_config, convert=convert)
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
@@ -199,7 +200,7 @@ class KVRagEngine:
             if self._loaded is None:
                 self._loaded = load(self.source)
                 below = self.store
-                self.store = on_accelerator(below, self._loaded.lm.device, self.store_config)
+                self.store = on_accelerator(below, self._loaded.lm.device, self.store_config, convert=convert)
                 if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)
                     self._gate = Gate(self.store_config.read_dtype)

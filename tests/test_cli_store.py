@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvrag.store.index_kinds import FILES
 from texts import make_chunks
 from typer.testing import CliRunner, Result
 
@@ -19,7 +20,6 @@ from kvrag.cli.app import app
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, Retention, opening
-from kvrag.store.index_kinds import FILES
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text
 
 Run = Callable[..., Result]

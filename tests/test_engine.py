@@ -29,7 +29,6 @@ from kvrag import (
     ModelError,
     OutOfMemoryError,
     RepairConfig,
-    Retention,
     StoreConfig,
     StoreError,
     StoreFormatError,

@@ -12,7 +12,6 @@ import torch
 
 from kvrag.blend.decide import because, decide, decide_plan
 from kvrag.blend.layout import Layout, num_rows_of
-from kvrag.blend.quantise import parts
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import needs_of, select_rows
 from kvrag.blend.stitch import stitch
@@ -23,8 +22,8 @@ from kvrag.model import CausalLM
 from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.prompt.plan import Plan
-from kvrag.store.base import KVStore
-from kvrag.store.holes import holes_of, in_words
+from kvrag.store import TieredStore
+from kvrag.store.layers import parts
 from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ def outcome_of(plan: Plan, mode: Mode, config: RepairConfig, model: CausalLM | P
 
 def prefill(
     model: CausalLM | PlainLM,
-    store: KVStore,
+    store: TieredStore,
     plan: Plan,
     *,
     mode: Mode,
@@ -155,8 +154,19 @@ def prefill(
     )
 
 
+def in_words(holes: Sequence[Hole]) -> str:
+    """Say which chunks could not be loaded, and why."""
+    what = "; ".join(map(str, holes))
+    return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
+
+
 def _load(
-    identities: list[ChunkIdentity], layout: Layout, store: KVStore, shapes: Sequence[LayerShape], *, timeout_s: float
+    identities: list[ChunkIdentity],
+    layout: Layout,
+    store: TieredStore,
+    shapes: Sequence[LayerShape],
+    *,
+    timeout_s: float,
 ) -> tuple[list[ChunkKV], dict[int, Hole]]:
     """Load what a layout reuses.
 
@@ -170,15 +180,14 @@ def _load(
     sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
     wanted = [identities[source] for source in sources]
     try:
-        found = store.get_many(wanted, timeout_s=timeout_s)
+        found: list[ChunkKV | Hole] = store.get_many(wanted, timeout_s=timeout_s)
     except Exception as error:  # a fault below costs time, never the answer
         logger.warning("the KV store failed to load (%s); computing instead", error)
-        found = [None] * len(wanted)
-    told = {hole.key: hole for hole in holes_of(store, dict(zip(wanted, found, strict=True)))}
+        found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
     kvs, holes = [ChunkKV(())] * len(identities), {}
     for source, identity, kv in zip(sources, wanted, found, strict=True):
-        if kv is None:
-            holes[source] = told[chunk_key(identity)]
+        if isinstance(kv, Hole):
+            holes[source] = kv
         elif _fits(kv, len(identity.token_ids), shapes):
             kvs[source] = kv
         else:  # anyone who can write to a store that is not encrypted can lie

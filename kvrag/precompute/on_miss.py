@@ -234,4 +234,4 @@ class _MissGuard(Guard):
         return chunk.is_given or digest in self._registered
 
     def _is_registered(self, digest: str) -> bool:
-        return self._owner.store.knows(self._missed.namespace, digest)
+        return self._owner.store.catalog.knows_text(self._missed.namespace, digest)
