@@ -228,8 +228,8 @@ class RepairConfig:
     """How stitched KV is repaired."""
 
     strategy: Strategy = "query"
-    """Which rows are recomputed. ``query``: the rows that the question attends to; ``hkvd``: high KV deviation (CacheBlend);
-    ``query_hkvd``: both; ``first_k``: heads of chunks (EPIC); ``boundary``: rows around each seam; ``random``, ``none``, ``all``."""
+    """Which rows are recomputed: ``query`` (those that the question attends to), ``hkvd`` (high KV deviation, CacheBlend),
+    ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction = 0.10
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
     first_k: Count = 4
