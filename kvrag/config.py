@@ -157,15 +157,6 @@ def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str, missp
             raise unknown_option(name, own, of=of)
 
 
-def check_model_kwargs(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
-    """Refuse, among options for ``from_pretrained``, those of the class itself and of the store."""
-    own, given = set(own), list(given)
-    for name in given:
-        if name in own:
-            raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
-    refuse_misplaced(given, own, of=f"model_kwargs of {of}", misspelt=False)
-
-
 def check_mode(mode: str) -> None:
     """Raise :class:`ConfigError` unless ``mode`` is one of :data:`MODES`."""
     if mode not in MODES:
