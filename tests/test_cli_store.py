@@ -16,8 +16,9 @@ from typer.testing import CliRunner, Result
 from kvrag.cli.app import app
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import DiskStore, Retention, opening
+from kvrag.store import FileBlobs, Retention, TieredStore, open_store
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text
+from kvrag.types import ChunkKey
 
 Run = Callable[..., Result]
 CHUNKS = make_chunks(4, words=30, seed=7)
@@ -48,7 +49,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 def test_commands_that_load_a_model_change_nothing_else(run: Run, root: Path, notes: Path) -> None:
-    live = DiskStore(root, StoreConfig(min_free_bytes=0))
+    live = open_store(root, StoreConfig(min_free_bytes=0))
     live.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="a", retention=Retention(90))
     commands: dict[str, dict[str, Any]] = {
         f"precompute {notes} --chunk-tokens 100": {},
@@ -58,8 +59,8 @@ def test_commands_that_load_a_model_change_nothing_else(run: Run, root: Path, no
     for command, options in commands.items():
         done = run(*command.split(), **options)
         assert done.exit_code == 0, done.output
-        assert live.priority(chunk_key(ONE)) == 90
-        assert "a" in live.index.documents(NAMESPACE)
+        assert live.retention(chunk_key(ONE)) == Retention(90)
+        assert "a" in live.catalog.documents(NAMESPACE)
     assert live.delete([chunk_key(ONE)]) == 1
     live.close()
 
@@ -86,17 +87,25 @@ def test_precompute_asks_for_the_priority_and_the_durability_given(
     run: Run, root: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    real = opening.open_directory
-    monkeypatch.setattr(
-        "kvrag.store.disk_reads.open_directory",
-        lambda directory, config, *rest: asked.append(config.durability) or real(directory, config, *rest),
-    )
+    real = FileBlobs.__init__
+
+    def init(blobs: FileBlobs, path: Path, *, durable: bool = True) -> None:
+        asked.append(durable)
+        real(blobs, path, durable=durable)
+
+    monkeypatch.setattr(FileBlobs, "__init__", init)
     done = run("precompute", notes, "--chunk-tokens", 100, "--priority", 60, "--durability", "cache")
     assert done.exit_code == 0, done.output
-    assert asked == ["cache"]
-    store = DiskStore(root, StoreConfig())
-    assert sorted(store.priority(key) for key in store.files()) == [60, 60, 60, 60, 85]  # with the prefix
+    assert asked == [False]
+    store = open_store(root, StoreConfig())
+    assert sorted(priority(store, key) for key in store.catalog.keys()) == [60, 60, 60, 60, 85]  # noqa: SIM118 - a catalog is no dict; with the prefix
     store.close()
+
+
+def priority(store: TieredStore, key: ChunkKey) -> int:
+    retention = store.retention(key)
+    assert retention is not None
+    return retention.priority
 
 
 @pytest.mark.parametrize(

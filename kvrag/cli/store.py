@@ -18,7 +18,7 @@ from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.estimate import human_bytes
 
 if TYPE_CHECKING:
-    from kvrag.store import DiskStore
+    from kvrag.store import TieredStore
 
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Id of a document; may be repeated.")]
 
@@ -33,25 +33,22 @@ def check_is_store(kv_dir: Path) -> None:
 
 
 @contextmanager
-def existing_store(kv_dir: Path, **options: Any) -> Iterator[DiskStore]:
+def existing_store(kv_dir: Path, **options: Any) -> Iterator[TieredStore]:
     """Open a store that is there, with the key of the environment; close it afterwards."""
     check_is_store(kv_dir)
-    from kvrag.store import DiskStore
+    from kvrag.store import open_store
 
-    limits = {"min_free_bytes": 0, "high_watermark": 1.0, "low_watermark": 1.0, **options}
-    with closing(DiskStore(kv_dir, StoreConfig(**limits, **key_options()))) as store:
+    limits = {"ram_bytes": 0, "min_free_bytes": 0, "high_watermark": 1.0, "low_watermark": 1.0, **options}
+    with closing(open_store(kv_dir, StoreConfig(**limits, **key_options()))) as store:
         yield store
 
 
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     """Show the size of each tier, and what is stored for which model, namespace and prefix (by their digests)."""
-    check_is_store(kv_dir)
-    from kvrag.store import open_store
-
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"chunks": 0, "tokens": 0, "num_bytes": 0})
-    with closing(open_store(kv_dir, StoreConfig(ram_bytes=0, **key_options()))) as store:
+    with existing_store(kv_dir) as store:
         tiers = {name: asdict(tier) for name, tier in store.stats().items()}
-        for record in map(store.index.get, store.index.keys()):
+        for record in map(store.catalog.get, store.catalog.keys()):
             if record is not None:  # None: erased meanwhile by another process
                 group = groups[record.model, record.namespace, record.prefix]
                 group["chunks"] += 1
@@ -81,22 +78,22 @@ def fsck(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check every chunk's header, and its data if asked to; what fails is put away and computed again. Exit status 1 then."""
-    from kvrag.store import fsck as checks
+    """Check every chunk's header, and its data if asked to; what fails is erased and computed again. Exit status 1 then."""
+    from kvrag.store import check
 
     n, slash, t = sample.partition("/")
     if sample and not (slash and n.isdecimal() and t.isdecimal()):
         raise ConfigError(f"--sample is {sample!r}; give n/t, for instance 1/10, then 2/10 the next day")
     with existing_store(kv_dir) as store:
-        keys = checks.sample(sorted(store.files()), int(n), int(t)) if sample else None
-        report = checks.fsck(store, keys, verify_data=verify_data)
+        keys = check.sample(sorted(store.blobs.keys()), int(n), int(t)) if sample else None
+        report = check.fsck(store, keys, verify_data=verify_data)
     if as_json:
         print_json({**asdict(report), "ok": report.ok})
     else:
         counts = {name.replace("_", " "): n for name, n in asdict(report).items() if isinstance(n, int)}
         console().print(facts(f"Check of {kv_dir}", counts))
         if report.rejected:
-            console().print(grid("Put away", {"chunk": False, "because": False}, report.rejected))
+            console().print(grid("Rejected", {"chunk": False, "because": False}, report.rejected))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -112,15 +109,15 @@ def gc(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove leftovers of killed writers, the quarantine, chunks of other versions, and what is over a budget.
+    """Remove leftovers of killed writers, files that the catalog does not know, those of other versions, and what is over a budget.
 
     Exit status 1 where nothing can be removed.
     """
-    from kvrag.store import fsck as checks
+    from kvrag.store import check
 
     with existing_store(kv_dir, disk_bytes=disk_bytes) as store:
         try:
-            report = asdict(checks.gc(store, with_foreign=foreign))
+            report = asdict(check.gc(store, with_foreign=foreign))
         except StoreError as error:
             typer.echo(f"kvrag: nothing was removed: {error}", err=True)
             raise typer.Exit(1) from None
@@ -156,10 +153,10 @@ def rm(
     if not document and not collection:
         raise InputError("nothing is named to erase; pass --document ID, --collection NAME or --all")
     with existing_store(kv_dir) as store:
-        from kvrag.store.base import members
+        from kvrag.store import members
 
-        space = store.keys.names.namespace(namespace)
-        known = store.index.documents(space)
+        space = store.names.namespace(namespace)
+        known = store.catalog.documents(space)
         below = [name for each in collection or () for name in members(known, each)]
         erased = {name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])}
     unknown = [name for name in erased if name not in known]
@@ -176,10 +173,10 @@ def rm(
 def _rm_all(kv_dir: Path, namespace: str | None, *, yes: bool, as_json: bool) -> None:
     of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
     with existing_store(kv_dir) as store:
-        space = None if namespace is None else store.keys.names.namespace(namespace)
-        records = [record for record in map(store.index.get, store.index.keys()) if record is not None]
+        space = None if namespace is None else store.names.namespace(namespace)
+        records = [record for record in map(store.catalog.get, store.catalog.keys()) if record is not None]
         chunks = sum(space in (None, record.namespace) for record in records)
-        is_known = space is None or chunks > 0 or bool(store.index.documents(space))
+        is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
         if not yes:
             typer.confirm(f"Erase everything in {kv_dir}, {chunks} chunk(s) of {of_what}?", abort=True, err=True)
         erased = store.clear(space)
@@ -207,18 +204,17 @@ def export(
 
     Exit status 1 if a document is not known, or a chunk can't be read; the rest is copied. Without any, no copy is made.
     """
-    from kvrag.store import DiskStore
-    from kvrag.store import fsck as checks
+    from kvrag.store import check, open_store
 
     with existing_store(kv_dir) as store:
-        space = store.keys.names.namespace(namespace)
-        known, asked = set(store.index.documents(space)), list(dict.fromkeys(document or ()))
+        space = store.names.namespace(namespace)
+        known, asked = set(store.catalog.documents(space)), list(dict.fromkeys(document or ()))
         unknown = [name for name in asked if name not in known]
         if asked and len(unknown) == len(asked):
             _raise_unknown(unknown, namespace)
-        keys = sorted({key for name in asked for key in store.index.document_keys(space, name)}) if asked else None
-        with closing(DiskStore(target, StoreConfig(**({} if plain else key_options())))) as other:
-            counts = checks.copy(store, other, keys, namespaces=[namespace])
+        keys = sorted({key for name in asked for key in store.catalog.document_keys(space, name)}) if asked else None
+        with closing(open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))) as other:
+            counts = check.copy(store, other, keys, namespaces=[namespace])
     _report_copy(f"Copied to {target}", counts, {"unknown": unknown} if asked else {}, as_json=as_json)
     if unknown:
         _raise_unknown(unknown, namespace)
@@ -239,15 +235,14 @@ def import_(
 ) -> None:
     """Take over what proves itself byte by byte; whoever wrote the source, nothing in it is run or trusted."""
     check_is_store(source)
-    from kvrag.store import DiskStore
-    from kvrag.store import fsck as checks
+    from kvrag.store import check, open_store
 
-    written = StoreConfig(read_only=True, **({} if plain else key_options()))
+    written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
     with (
-        closing(DiskStore(source, written)) as other,
-        closing(DiskStore(kv_dir, StoreConfig(**limits, **key_options()))) as store,
+        closing(open_store(source, written)) as other,
+        closing(open_store(kv_dir, StoreConfig(ram_bytes=0, **limits, **key_options()))) as store,
     ):
-        counts = checks.copy(other, store, namespaces=[namespace])
+        counts = check.copy(other, store, namespaces=[namespace])
     _report_copy(f"Imported into {kv_dir}", counts, {}, as_json=as_json)
 
 
