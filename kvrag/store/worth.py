@@ -51,8 +51,7 @@ class Retention:
     duration_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
     """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
     cost_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
-    """Time that it took to compute, in milliseconds; ``None``: as measured by a precompute or known already, else as much per token as
-    the store's other chunks took."""
+    """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
 
 
 def check_retention(value: object, *, is_needed: bool = False) -> None:
