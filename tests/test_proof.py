@@ -21,7 +21,7 @@ from kvrag.model.acceptance import keep_proof, kept_proof, proof_file, proven
 from kvrag.model.plain import PlainLM
 from kvrag.model.proof import Check, Proof, prove
 from kvrag.model.rope import RotaryTable
-from kvrag.model.rows import EVERYTHING, RowPlan
+from kvrag.model.rows import EVERYTHING, Limits
 from kvrag.testing.models import TINY, save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(2, words=12)
@@ -88,16 +88,16 @@ def test_the_proof_leaves_the_model_as_it_was() -> None:
 
 def test_a_mask_aligned_bottom_right_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of CacheBlend's and LMCache's code."""
-    original = RowPlan.__post_init__
+    original = Limits.__post_init__
 
-    def bottom_right(self: RowPlan) -> None:
+    def bottom_right(self: Limits) -> None:
         rows = len(self.hi)
         if 1 < rows < self.num_keys:
             self.hi = torch.arange(self.num_keys - rows, self.num_keys)
         original(self)
 
     lm = CausalLM(tiny_model())
-    monkeypatch.setattr(RowPlan, "__post_init__", bottom_right)
+    monkeypatch.setattr(Limits, "__post_init__", bottom_right)
     assert "3" in failed(prove(lm))
 
 
@@ -110,7 +110,7 @@ def test_a_dropped_window_is_found(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "option"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
 def test_a_dropped_option_of_attention_is_found(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.model.switch as switch
+    import kvrag.model.forward as switch
 
     real = switch.ragged_attention
     monkeypatch.setattr(switch, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))

@@ -163,7 +163,7 @@ def prefill(
     is_exact = len(selected) == num_stale and kv_dtype == "auto"
     exactness: Exactness = "full" if not layout.reused else "exact" if is_exact else "repaired"
     return Prefilled(
-        extend=_extension(model, buffer),
+        extend=model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
         token_ids=token_ids,
@@ -211,16 +211,6 @@ def prefill_plain(model: PlainLM, plan: Plan, *, max_new_tokens: int, clock: Clo
         fallback_reason=model.refusal,
         has_other_prefix=False,
     )
-
-
-def _extension(model: CausalLM, buffer: KVBuffer) -> Extend:
-    """Return what computes the rows after the last valid one of a buffer."""
-
-    def extend(ids: torch.Tensor) -> torch.Tensor:
-        rows = slice(buffer.length, buffer.length + len(ids))
-        return model.forward(ids, rows, buffer, logits=len(ids))[0][0]
-
-    return extend
 
 
 def _wait_for(logits: torch.Tensor) -> None:

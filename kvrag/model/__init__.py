@@ -16,6 +16,6 @@ lm        forwards over chosen rows, rotations, capture
 
 from kvrag.model.lm import CausalLM
 from kvrag.model.support import check_supported
-from kvrag.model.switch import StopForward
+from kvrag.model.forward import StopForward
 
 __all__ = ["CausalLM", "StopForward", "check_supported"]

@@ -26,6 +26,7 @@ from transformers import DynamicCache
 
 from kvrag.blend.layout import Layout, rows_of
 from kvrag.model import CausalLM
+from kvrag.model.rows import Rows
 from kvrag.model.trial import (
     Noise,
     Run,
@@ -281,7 +282,7 @@ def _moved(lm: CausalLM, ids: torch.Tensor) -> tuple[float, float]:
         return 0.0, limit
     cache = DynamicCache()
     with lm.capture() as captured:
-        lm.forward(tokens, slice(0, len(tokens)), lm.buffer(len(tokens)), logits=0)
+        lm.forward(tokens, Rows.span(0, len(tokens)), lm.buffer(len(tokens)), logits=0)
         first = captured[0]
         captured.clear()
         with evaluating(lm) as model:

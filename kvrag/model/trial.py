@@ -15,7 +15,9 @@ from kvrag.blend.layout import Layout, place
 from kvrag.blend.repair import repair
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
+from kvrag.model.forward import evaluating as eval_mode, lock_of, running, switched
 from kvrag.model.kv import KVBuffer
+from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV
 
@@ -98,19 +100,9 @@ def _special_ids(model: Any) -> set[int]:
 @contextmanager
 def evaluating(lm: CausalLM, attention: str | None = None) -> Iterator[Any]:
     """Give the model itself, alone, in evaluation mode and with its own attention, or another one of transformers'."""
-    model, config = lm.model, lm.model.config
-    with lm._lock:
-        was_training, before = model.training, config._attn_implementation
-        if was_training:
-            model.eval()
-        if attention is not None:
-            config._attn_implementation = attention
-        try:
-            yield model
-        finally:
-            config._attn_implementation = before
-            if was_training:
-                model.train()
+    model = lm.model
+    with lock_of(model), eval_mode(model) if attention is None else switched(model, attention):
+        yield model
 
 
 def run_own(lm: CausalLM, ids: torch.Tensor, *, pieces: int = 1, attention: str | None = None) -> Run:
@@ -149,7 +141,7 @@ def moved_embeddings(lm: CausalLM, seed: int = 0) -> Iterator[None]:
         signs = (torch.randint(0, 2, output.shape, generator=random) * 2 - 1).to(output.device)
         return (output.float() * (1 + torch.finfo(output.dtype).eps * signs)).to(output.dtype)
 
-    with lm._lock:  # the hook would see the forwards of others too
+    with lock_of(lm.model):  # the hook would see the forwards of others too
         handle = lm.model.get_input_embeddings().register_forward_hook(move)
         try:
             yield
@@ -160,7 +152,7 @@ def moved_embeddings(lm: CausalLM, seed: int = 0) -> Iterator[None]:
 def run_full(lm: CausalLM, ids: torch.Tensor) -> Run:
     """Run a prompt through kvrag's forward, without reuse."""
     buffer = lm.buffer(len(ids))
-    logits, _ = lm.forward(ids, slice(0, len(ids)), buffer, logits=min(COMPARED_ROWS, len(ids)))
+    logits, _ = lm.forward(ids, Rows.span(0, len(ids)), buffer, logits=min(COMPARED_ROWS, len(ids)))
     return Run(logits[0].float().cpu(), _pairs(lm, buffer))
 
 

@@ -25,6 +25,7 @@ from kvrag.errors import ConfigError, StoreError
 from kvrag.model import CausalLM
 from kvrag.model.acceptance import keep_json, kept_file
 from kvrag.model.load import LoadedModel
+from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV, KVDtype
 from kvrag.verify import MAX_MEAN_KL, MIN_TOP1, kl_divergence
@@ -202,5 +203,5 @@ def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[in
     buffer = lm.buffer(layout.num_tokens)
     stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
     start = layout.num_tokens - len(tail)
-    logits, _ = lm.forward(torch.tensor(tail), slice(start, layout.num_tokens), buffer, logits=len(tail))
+    logits, _ = lm.forward(torch.tensor(tail), Rows.span(start, layout.num_tokens), buffer, logits=len(tail))
     return logits[0].float().cpu()
