@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ from kvrag.generate.sequence import Answering, Request, accounting
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.misplaced import refuse_misplaced
-from kvrag.model.load import LoadedModel, check_source, load
+from kvrag.model.load import LoadedModel, check_source
+from kvrag.model.load import load as load_model
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource
 from kvrag.precompute.documents import items_in, keys_of, named
@@ -31,7 +33,7 @@ from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import precompute_texts, replaced_ids
 from kvrag.prompt.explain import explain_plan, explain_refusal
 from kvrag.prompt.prefix import Prefix, prefix_text
-from kvrag.prompt.template import Prompt
+from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
 from kvrag.store.base import members
 from kvrag.store.keys import Keys
@@ -50,6 +52,8 @@ from kvrag.types import (
     VerifyReport,
 )
 from kvrag.verify import verify_prompts
+
+load = partial(load_model, make_encoder=PromptEncoder)
 
 
 class KVRagEngine:

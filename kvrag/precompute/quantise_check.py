@@ -2,7 +2,7 @@
 
 A short prompt of two passages goes through the stages twice, unrepaired, and what follows the passages is compared token by token with the
 limit of ``verify``. A type that moves the model further is refused before anything is stored or read. A verdict that passed is kept
-beside the proofs (:mod:`kvrag.model.acceptance`) and made again when model, device or versions change.
+beside the proofs (:mod:`kvrag.model.load`) and made again when model, device or versions change.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.errors import ConfigError, StoreError
 from kvrag.model import CausalLM
-from kvrag.model.acceptance import keep_json, kept_file
-from kvrag.model.load import LoadedModel
+from kvrag.model.load import LoadedModel, keep_json, kept_file
 from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV, KVDtype
