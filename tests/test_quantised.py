@@ -99,7 +99,7 @@ def test_each_method_and_width_has_its_own_fingerprint(method: Any, bits: int, b
     prints = {plain.fingerprint, eight.fingerprint}
     for other in (method(4).to_dict(), {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}):
         config.quantization_config = other
-        prints.add(describe(eight.lm.model, eight.encoder.tokenizer, "files:1").fingerprint)
+        prints.add(describe(eight.lm.model, eight.encoder, "files:1").fingerprint)
     assert len(prints) == 5
 
 
