@@ -16,12 +16,13 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-OWN = tuple(f"{ROOT / folder}{os.sep}" for folder in ("kvrag", "kernels", "integrations"))
+FOLDERS = [Path(spec.origin).parent for name in ("kvrag", "kvrag_kernels") if (spec := find_spec(name)) and spec.origin]
+OWN = tuple(f"{folder}{os.sep}" for folder in FOLDERS)
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu")
 
 
@@ -58,7 +59,7 @@ class Hops:
             action()
         finally:
             self._is_on = False
-        by_module = {str(Path(name).relative_to(ROOT)): count for name, count in self._calls.most_common()}
+        by_module = {"/".join(Path(name).parts[-3:]): count for name, count in self._calls.most_common()}
         counts = {"modules": len(by_module), "calls": self._calls.total(), "moves": self._moves}
         return counts | {"threads": len(self._threads), "by_module": by_module}
 
