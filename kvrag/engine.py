@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.blend.prefill import too_long_to_reuse
+from kvrag.blend.quantise import convert
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_mode
-from kvrag.errors import ConfigError, InputError, StoreError
+from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, Request, accounting
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
@@ -32,10 +33,7 @@ from kvrag.precompute.run import precompute_texts, replaced_ids
 from kvrag.prompt.explain import explain_plan, explain_refusal
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt
-from kvrag.store import Prefetch, Retention, Tier, TieredStore, on_accelerator, open_store
-from kvrag.store.base import members
-from kvrag.store.keys import Keys
-from kvrag.store.retention import check_retention
+from kvrag.store import Prefetch, Retention, check_retention, members, on_accelerator, open_store
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -88,9 +86,8 @@ class KVRagEngine:
         self.kv_dir = None if kv_dir is None else os.path.abspath(kv_dir)
         self.repair = _check_repair(repair) or RepairConfig()
         self.store_config = store_config or StoreConfig()
-        keys = Keys.of(self.store_config)
-        self.names = keys.names  # how namespaces and texts are called in the store
-        self.store = open_store(kv_dir, self.store_config, keys)
+        self.store = open_store(kv_dir, self.store_config, convert=convert)
+        self.names = self.store.names
         self._erasures = erasures_of(self.kv_dir)
         self._gate = Gate(self.store_config.read_dtype)
         self._prefix, self._prefix_text = prefix, cast("str | None", None)
@@ -193,7 +190,9 @@ class KVRagEngine:
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self.source)
-                below, self.store = self.store, on_accelerator(self.store, self._loaded.lm.device, self.store_config)
+                below, self.store = self.store, on_accelerator(
+                    self.store, self._loaded.lm.device, self.store_config, convert=convert
+                )
                 if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)
                     self._gate = Gate(self.store_config.read_dtype)
@@ -211,21 +210,6 @@ class KVRagEngine:
             if self._prefix_text is None:
                 self._prefix_text = prefix_text(self._prefix, self.loaded.encoder)
             return self._prefix_text
-
-    def flush(self) -> None:
-        """Wait until everything that was stored is on the disk; with the write policy ``"through"`` it is already.
-
-        Raises
-        ------
-        StoreError
-            If something could not be brought there since the last call; it is not stored then.
-        """
-        errors = self.store.flush() if isinstance(self.store, Tier) else {}
-        if errors:
-            key, reason = next(iter(errors.items()))
-            raise StoreError(
-                f"{len(errors)} chunk(s) could not be written, {key[:12]} first: {reason}; precompute them again"
-            )
 
     def close(self) -> None:
         """Close the store, once what waits to be written is written, and forget the model; the engine can't be used afterwards."""
@@ -326,7 +310,6 @@ class KVRagEngine:
             show_progress=show_progress,
             kv_dtype=self.store_config.kv_dtype,
             retention=retention,
-            disk_min_priority=self.store_config.disk_min_priority,
         )
 
     def prefetch(
@@ -357,11 +340,9 @@ class KVRagEngine:
             wanted += self._answering.plan(self._request(prompt, "full", None, namespace)).identities
         if keys:
             owner = (self.loaded.fingerprint, self._namespace(namespace))
-            records = ((key, self.store.index.get(key)) for key in keys)
+            records = ((key, self.store.catalog.get(key)) for key in keys)
             wanted += [key for key, record in records if record and (record.model, record.namespace) == owner]
-        if isinstance(self.store, TieredStore):
-            return self.store.prefetch(wanted)
-        return Prefetch(len(wanted))
+        return self.store.prefetch(wanted)
 
     def flush_write_back(self, timeout_s: float | None = None) -> bool:
         """Wait until what answered prompts missed is stored (``StoreConfig(on_miss="store")``), for at most ``timeout_s`` seconds.
@@ -400,7 +381,7 @@ class KVRagEngine:
             If ``collection`` is no name, or an id is no string.
         """
         space = self._namespace(namespace)
-        chosen = named(self.store.index, space, ids, collection)
+        chosen = named(self.store.catalog, space, ids, collection)
         with self._erasures.erasing(
             space
         ):  # what waits to be written back was seen before, and might hold what goes now
@@ -445,7 +426,7 @@ class KVRagEngine:
             If the store can't be written to.
         """
         check_retention(retention, is_needed=True)
-        space, index = self._namespace(namespace), self.store.index
+        space, index = self._namespace(namespace), self.store.catalog
         chosen = keys_of(index, space, named(index, space, ids, collection), keys)
         return self.store.retain(chosen, retention)
 
@@ -474,7 +455,7 @@ class KVRagEngine:
         A document is listed whether or not its KV is there now: what a budget has evicted is computed at query time, or by the next
         precompute, and deleting the document erases what is left. :meth:`explain` tells what a prompt would find.
         """
-        found = self.store.index.documents(self._namespace(namespace))
+        found = self.store.catalog.documents(self._namespace(namespace))
         return found if collection is None else members(found, collection)
 
     # -- query time ------------------------------------------------------------------------------------------------------

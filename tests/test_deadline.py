@@ -132,7 +132,7 @@ def test_holes_come_first_where_the_rest_does_not_pay(engine_of: MakeEngine) -> 
 
 
 def test_the_docs_show_the_sentence_that_is_printed() -> None:
-    hole = Hole(ChunkKey("1f0c5a7be2d4" + "0" * 52), 12, 30, "late")
+    hole = Hole(ChunkKey("1f0c5a7be2d4" + "0" * 52), "late", 12)
     assert f"`{in_words([hole])}`" in STORE_DOCS.read_text()
     assert in_words([]) is None
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from kvrag.blend.decide import because, decide
 from kvrag.blend.layout import Layout
-from kvrag.blend.quantise import parts
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import select_rows, strategy_of
 from kvrag.blend.stitch import stitch
@@ -23,8 +22,8 @@ from kvrag.model import CausalLM
 from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.prompt.plan import Plan, lay_out, why_inexact
-from kvrag.store.base import KVStore
-from kvrag.store.holes import holes_of, in_words
+from kvrag.store import TieredStore
+from kvrag.store.layers import parts
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
@@ -70,13 +69,27 @@ class Prefilled:
     kv_dtype: KVDtype = "auto"
 
 
-def load(identities: list[ChunkIdentity], store: KVStore, *, timeout_s: float) -> dict[ChunkIdentity, ChunkKV | None]:
-    """Load chunks; what is late, damaged or gone is ``None``, and so is everything if the store breaks."""
+def load(
+    identities: list[ChunkIdentity], store: TieredStore, *, timeout_s: float
+) -> tuple[dict[ChunkIdentity, ChunkKV | None], list[Hole]]:
+    """Load chunks; what is late, damaged or gone is ``None`` and a hole, and so is everything if the store breaks."""
     try:
-        return dict(zip(identities, store.get_many(identities, timeout_s=timeout_s), strict=True))
+        got = store.get_many(identities, timeout_s=timeout_s)
     except Exception as error:  # a fault below costs time, never the answer
         logger.warning("the KV store failed to load (%s); computing instead", error)
-        return dict.fromkeys(identities)
+        got = [Hole(chunk_key(identity), "unreadable", None) for identity in identities]
+    pairs = list(zip(identities, got, strict=True))
+    return {i: kv if isinstance(kv, ChunkKV) else None for i, kv in pairs}, [h for _, h in pairs if isinstance(h, Hole)]
+
+
+def in_words(holes: Sequence[Hole]) -> str | None:
+    """Say which chunks could not be loaded, and why; ``None`` if there are none."""
+    what = "; ".join(map(str, holes))
+    return (
+        f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
+        if holes
+        else None
+    )
 
 
 def _drop_misfits(loaded: dict[ChunkIdentity, ChunkKV | None], shapes: list[LayerShape]) -> set[ChunkKey]:
@@ -108,7 +121,7 @@ def _fits(kv: ChunkKV, identity: ChunkIdentity, shapes: list[LayerShape]) -> boo
 
 def prefill(
     model: CausalLM,
-    store: KVStore,
+    store: TieredStore,
     plan: Plan,
     *,
     mode: Mode,
@@ -139,15 +152,14 @@ def prefill(
     mode = "full" if refused else mode
     wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
     loaded: dict[ChunkIdentity, ChunkKV | None] = {}
-    misfits: set[ChunkKey] = set()
+    holes: list[Hole] = []
     if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
         with clock.stage("load"):
             needed = [plan.identities[segment.source] for segment in wanted.reused]
-            loaded = load(list(dict.fromkeys(needed)), store, timeout_s=load_timeout_s)
-            misfits = _drop_misfits(loaded, model.shapes)
+            loaded, holes = load(list(dict.fromkeys(needed)), store, timeout_s=load_timeout_s)
+            holes += [Hole(key, "damaged", None) for key in _drop_misfits(loaded, model.shapes)]
     possible, kvs = lay_out(plan, loaded if wanted.reused else _present(plan))
     layout, reason = decide(possible, mode, config, num_layers=model.num_layers)
-    holes = tuple(replace(h, reason="damaged") if h.key in misfits else h for h in holes_of(store, loaded))
     if mode != "full":
         reason = because(in_words(holes), because(plan.fault, reason))
     token_ids = plan.token_ids
@@ -173,7 +185,7 @@ def prefill(
         loaded_bytes=num_bytes,
         fallback_reason=refused or reason,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
-        holes=holes,
+        holes=tuple(holes),
         kv_dtype=kv_dtype,
     )
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from kvrag.cli.maintenance import must_not_write
 from kvrag.cli.options import (
     DEFAULT_KV_DIR,
     AsJson,
@@ -81,7 +80,6 @@ def ask(
         device=device,
         repair=repair,
         kv_dtype=kv_dtype,
-        limits={"read_only": must_not_write(kv_dir)},
     )
     prompt = given if question is None or given is not None else _prompt(engine, question, texts, prefix, system)
     assert prompt is not None, "one of the two was given"

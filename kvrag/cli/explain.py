@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli.maintenance import must_not_write
 from kvrag.cli.options import (
     DEFAULT_KV_DIR,
     AsJson,
@@ -65,7 +64,6 @@ def explain(
         device=device,
         repair=repair,
         kv_dtype=kv_dtype,
-        limits={"read_only": must_not_write(kv_dir)},
     )
     found = engine.explain(prompt, mode=mode)  # type: ignore[arg-type]  # the engine refuses what is no mode
     engine.close()

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvrag.cli.keys import key_options
-from kvrag.cli.maintenance import existing_store, must_not_write, report_copy
+from kvrag.cli.maintenance import existing_store, report_copy
 from kvrag.cli.options import DEFAULT_KV_DIR, AsJson, KVDir, Namespace
 
 
@@ -29,19 +29,19 @@ def export(
     Exit status 1 if a document is not known, or a chunk can't be read; the rest is copied. Without any, no copy is made.
     """
     from kvrag.config import StoreConfig
-    from kvrag.store import DiskStore
-    from kvrag.store import fsck as checks
+    from kvrag.store import check as checks
+    from kvrag.store import open_store
 
-    with existing_store(kv_dir, read_only=must_not_write(kv_dir)) as store:
+    with existing_store(kv_dir) as store:
         space = store.keys.names.namespace(namespace)
         keys, unknown = None, None
         if document:
-            known = set(store.index.documents(space))
+            known = set(store.catalog.documents(space))
             unknown = [name for name in dict.fromkeys(document) if name not in known]
             if len(unknown) == len(set(document)):
                 raise_unknown(unknown, namespace)
-            keys = sorted({key for name in document for key in store.index.document_keys(space, name)})
-        other = DiskStore(target, StoreConfig(**({} if plain else key_options())))
+            keys = sorted({key for name in document for key in store.catalog.document_keys(space, name)})
+        other = open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))
         try:
             counts = checks.copy(store, other, keys, namespaces=[namespace])
         finally:

@@ -21,12 +21,12 @@ def fsck(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check every chunk's header, and its data if asked to; what fails is put away and computed again. Exit status 1 then."""
-    from kvrag.store import fsck as checks
+    """Check every chunk's header, and its data if asked to; what fails is erased and computed again. Exit status 1 then."""
+    from kvrag.store import check as checks
 
     part = _part(sample)
     with existing_store(kv_dir) as store:
-        keys = None if part is None else checks.sample(sorted(store.files()), *part)
+        keys = None if part is None else checks.sample(sorted(store.blobs.keys()), *part)
         report = checks.fsck(store, keys, verify_data=verify_data)
     if as_json:
         print_json({**asdict(report), "ok": report.ok})
@@ -34,7 +34,7 @@ def fsck(
         counts = {name: value for name, value in asdict(report).items() if isinstance(value, int)}
         console().print(facts(f"Check of {kv_dir}", {name.replace("_", " "): count for name, count in counts.items()}))
         if report.rejected:
-            console().print(grid("Put away", {"chunk": False, "because": False}, report.rejected))
+            console().print(grid("Rejected", {"chunk": False, "because": False}, report.rejected))
     if not report.ok:
         raise typer.Exit(1)
 

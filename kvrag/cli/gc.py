@@ -28,7 +28,7 @@ def gc(
 
     Exit status 1 where nothing can be removed.
     """
-    from kvrag.store import fsck as checks
+    from kvrag.store import check as checks
 
     with existing_store(kv_dir, disk_bytes=disk_bytes) as store:
         try:

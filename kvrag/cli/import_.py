@@ -30,13 +30,13 @@ def import_(
     """Take over what proves itself byte by byte; whoever wrote the source, nothing in it is run or trusted."""
     check_is_store(source)
     from kvrag.config import StoreConfig
-    from kvrag.store import DiskStore
-    from kvrag.store import fsck as checks
+    from kvrag.store import check as checks
+    from kvrag.store import open_store
 
     options = {} if plain else key_options()
-    other = DiskStore(source, StoreConfig(read_only=True, **options))
+    other = open_store(source, StoreConfig(ram_bytes=0, read_only=True, **options))
     budgets = limits(disk_bytes, min_free_bytes, durability)
-    store = DiskStore(kv_dir, StoreConfig(**key_options(), **budgets))
+    store = open_store(kv_dir, StoreConfig(ram_bytes=0, **key_options(), **budgets))
     try:
         counts = checks.copy(other, store, namespaces=[namespace])
     finally:

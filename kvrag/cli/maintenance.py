@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +14,7 @@ from kvrag.cli.output import console, facts, print_json
 from kvrag.errors import StoreError
 
 if TYPE_CHECKING:
-    from kvrag.store import DiskStore
-
-
-def must_not_write(kv_dir: Path) -> bool:
-    """Whether opening a store for writing would change the kind of its index: it has diskcache's, and that isn't installed."""
-    if importlib.util.find_spec("diskcache") is not None:
-        return False
-    from kvrag.config import StoreConfig
-    from kvrag.store.index_kinds import is_there
-    from kvrag.store.keys import Keys
-    from kvrag.store.row_seal import RowSeal, folder_of
-
-    keys = Keys.of(StoreConfig(**key_options()))
-    return is_there(kv_dir / folder_of(RowSeal.of(keys)), "diskcache")
+    from kvrag.store import TieredStore
 
 
 def check_is_store(kv_dir: Path) -> None:
@@ -48,13 +34,14 @@ def check_is_store(kv_dir: Path) -> None:
 
 
 @contextmanager
-def existing_store(kv_dir: Path, *, disk_bytes: int | None = None, read_only: bool = False) -> Iterator[DiskStore]:
+def existing_store(kv_dir: Path, *, disk_bytes: int | None = None, read_only: bool = False) -> Iterator[TieredStore]:
     """Open a store that is there, and close it afterwards."""
     check_is_store(kv_dir)
     from kvrag.config import StoreConfig
-    from kvrag.store import DiskStore
+    from kvrag.store import open_store
 
     config = StoreConfig(
+        ram_bytes=0,
         disk_bytes=disk_bytes,
         min_free_bytes=0,
         high_watermark=1.0,
@@ -62,7 +49,7 @@ def existing_store(kv_dir: Path, *, disk_bytes: int | None = None, read_only: bo
         read_only=read_only,
         **key_options(),
     )
-    store = DiskStore(kv_dir, config)
+    store = open_store(kv_dir, config)
     try:
         yield store
     finally:

@@ -44,10 +44,10 @@ def rm(
     if not document and not collection:
         raise InputError("nothing is named to erase; pass --document ID, --collection NAME or --all")
     with existing_store(kv_dir) as store:
-        from kvrag.store.base import members
+        from kvrag.store import members
 
         space = store.keys.names.namespace(namespace)
-        known = store.index.documents(space)
+        known = store.catalog.documents(space)
         below = [name for each in collection or () for name in members(known, each)]
         erased = {name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])}
     unknown = [name for name in erased if name not in known]
@@ -65,9 +65,9 @@ def _rm_all(kv_dir: Path, namespace: str | None, *, yes: bool, as_json: bool) ->
     of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
     with existing_store(kv_dir) as store:
         space = None if namespace is None else store.keys.names.namespace(namespace)
-        records = [store.index.get(key) for key in store.index.keys()]  # noqa: SIM118 - an index is no dict
+        records = [store.catalog.get(key) for key in store.catalog.keys()]  # noqa: SIM118 - an index is no dict
         chunks = sum(record is not None and space in (None, record.namespace) for record in records)
-        is_known = space is None or chunks > 0 or bool(store.index.documents(space))
+        is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
         if not yes:
             typer.confirm(f"Erase everything in {kv_dir}, {chunks} chunk(s) of {of_what}?", abort=True, err=True)
         erased = store.clear(space)

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvrag.cli.keys import key_options
-from kvrag.cli.maintenance import check_is_store, must_not_write
+from kvrag.cli.maintenance import check_is_store
 from kvrag.cli.options import DEFAULT_KV_DIR, AsJson, KVDir
 from kvrag.cli.output import console, grid, print_json
 from kvrag.estimate import human_bytes
 
 if TYPE_CHECKING:
-    from kvrag.store import Index
+    from kvrag.store import Catalog
 
 _TIERS = {"tier": False, "chunks": True, "size": True}
 _GROUPS = {"model": False, "namespace": False, "prefix": False, "chunks": True, "tokens": True, "size": True}
@@ -25,9 +25,9 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     from kvrag.config import StoreConfig
     from kvrag.store import open_store
 
-    store = open_store(kv_dir, StoreConfig(ram_bytes=0, read_only=must_not_write(kv_dir), **key_options()))
+    store = open_store(kv_dir, StoreConfig(ram_bytes=0, **key_options()))
     try:
-        tiers, groups = store.stats(), _groups(store.index)
+        tiers, groups = store.stats(), _groups(store.catalog)
     finally:
         store.close()
     if as_json:
@@ -61,7 +61,7 @@ class Group:
         return (*digests, self.chunks, self.tokens, human_bytes(self.num_bytes))
 
 
-def _groups(index: Index) -> list[Group]:
+def _groups(index: Catalog) -> list[Group]:
     groups: dict[tuple[str, str, str], Group] = {}
     for key in index.keys():  # noqa: SIM118 - an index is no dict
         record = index.get(key)

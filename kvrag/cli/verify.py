@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli.maintenance import must_not_write
 from kvrag.cli.options import (
     DEFAULT_KV_DIR,
     AsJson,
@@ -88,7 +87,6 @@ def verify(
         device=device,
         repair=repair,
         kv_dtype=kv_dtype,
-        limits={"read_only": must_not_write(kv_dir)},
     )
     with progress(f"verifying {len(todo)} prompt(s), each by full prefill and with reuse ..."):
         report = engine.verify(todo, mode=mode, max_new_tokens=max_new_tokens, max_mean_kl=max_kl, min_top1=min_top1)

@@ -24,9 +24,7 @@ from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.plan import Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
-from kvrag.store import TieredStore
-from kvrag.store.base import KVStore
-from kvrag.store.keys import Naming
+from kvrag.store import Naming, TieredStore
 from kvrag.threads import Deadline
 from kvrag.types import GenerationResult, Missed, MissedChunk, Mode, TextEntry
 
@@ -59,7 +57,7 @@ class Answering:
     """
 
     loaded: LoadedModel
-    store: KVStore
+    store: TieredStore
     store_config: StoreConfig
     write_back: WriteBack | None = None
     names: Naming = field(default_factory=Naming)
@@ -72,8 +70,8 @@ class Answering:
         with self._lock:
             spans, cursor = self._spans.get(namespace, (SpanIndex(self.names.digest), 0))
             nothing: tuple[list[TextEntry], int] = ([], cursor)
-            read = deadline.ask(lambda: self.store.index.texts(namespace, cursor), nothing, what="the KV store's index")
-            spans.add(map(self.names.reveal, read[0]))
+            read = deadline.ask(lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's index")
+            spans.add(map(self.names.unmask, read[0]))
             cursor = read[1]
             self._spans[namespace] = (spans, cursor)
             return spans
@@ -156,7 +154,7 @@ class Answering:
 
     def _release(self) -> bool:
         """Give up the memory of the store's uppermost tier, where another one is below it; whether that is any."""
-        return self.store.release() > 0 if isinstance(self.store, TieredStore) else False
+        return self.store.release() > 0
 
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event

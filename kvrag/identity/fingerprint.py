@@ -1,6 +1,6 @@
 """Addresses: everything that changes KV goes into one key.
 
-Identity of a chunk = model fingerprint, namespace, prefix, token ids. The canonical form is part of the format: a sequence of
+Identity of a chunk = model fingerprint, namespace, prefix, context, token ids, kv_dtype. The canonical form is part of the format: a sequence of
 ``tag, length, bytes`` (so no field can imitate another), hashed with SHA-256 under a domain tag that carries the format version.
 A digest that is stored says which hash it is (``sha256:...``); a key, which is also a file's name, is the bare 64 hex digits.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvrag.types import ChunkIdentity, ChunkKey
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of the stored bytes and of the key; a change of either is a new number."""
 
 
@@ -120,19 +120,21 @@ def text_digest(text: str) -> str:
 
 
 def content_key(identity: ChunkIdentity) -> str:
-    """Address of a chunk regardless of the prefix that it was encoded behind."""
+    """Address of a chunk regardless of the prefix and the context that it was encoded behind."""
     fields = {
         "model": identity.model.encode(),
         "namespace": identity.namespace.encode(),
         "ids": ids_bytes(identity.token_ids),
+        "kv_dtype": identity.kv_dtype.encode(),
     }
-    if identity.kv_dtype != "auto":
-        fields["kv_dtype"] = identity.kv_dtype.encode()
     return key_digest("content", fields)
 
 
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:
-    """Address of a chunk behind its prefix."""
-    return ChunkKey(
-        key_digest("chunk", {"content": content_key(identity).encode(), "prefix": identity.prefix.encode()})
-    )
+    """Address of a chunk behind its prefix and context."""
+    fields = {
+        "content": content_key(identity).encode(),
+        "prefix": identity.prefix.encode(),
+        "context": identity.context.encode(),
+    }
+    return ChunkKey(key_digest("chunk", fields))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvrag.errors import InputError
-from kvrag.store.base import Index, below_collection, members
+from kvrag.store import Catalog, below_collection, members
 from kvrag.types import ChunkKey
 
 
@@ -39,7 +39,7 @@ def items_in(items: list[tuple[str | None, str]], collection: str | None) -> lis
     return [(name, text) for name, (_, text) in zip(ids, items, strict=True)]
 
 
-def named(index: Index, namespace: str, ids: Sequence[str] | None, collection: str | None) -> list[str]:
+def named(index: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None) -> list[str]:
     """Return the stored ids of documents, each once: those given, of a collection if there is one, or without any given all of it.
 
     Parameters
@@ -63,7 +63,7 @@ def named(index: Index, namespace: str, ids: Sequence[str] | None, collection: s
     return list(dict.fromkeys(in_collection([ids] if isinstance(ids, str) else ids, collection)))
 
 
-def keys_of(index: Index, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+def keys_of(index: Catalog, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey]) -> list[ChunkKey]:
     """Return the keys of all KV of some documents, and those of ``keys`` that are of the namespace."""
     found = dict.fromkeys(key for doc_id in ids for key in index.document_keys(namespace, doc_id))
     keys = [ChunkKey(keys)] if isinstance(keys, str) else keys

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from kvrag.config import StoreConfig
@@ -21,9 +21,7 @@ from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import content_key
 from kvrag.model.load import LoadedModel
 from kvrag.precompute.run import precompute_texts
-from kvrag.store.base import KVStore, StoreStats, TextLookup
-from kvrag.store.keys import Naming
-from kvrag.store.retention import Retention
+from kvrag.store import Naming, Retention, StoreStats, TieredStore
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -105,7 +103,7 @@ class WriteBack:
     """
 
     def __init__(
-        self, loaded: LoadedModel, store: KVStore, config: StoreConfig, erasures: Erasures, names: Naming
+        self, loaded: LoadedModel, store: TieredStore, config: StoreConfig, erasures: Erasures, names: Naming
     ) -> None:
         self.erasures = erasures
         self._names = names
@@ -202,7 +200,6 @@ class WriteBack:
                     batch_size=1,
                     min_chunk_tokens=self._config.min_chunk_tokens,
                     kv_dtype=self._config.kv_dtype,
-                    disk_min_priority=self._config.disk_min_priority,
                     show_progress=False,
                     before_batch=lambda: self._wait_for_turn(missed),
                 )
@@ -222,7 +219,7 @@ class WriteBack:
         """Whether a chunk has no KV behind any prefix, and is either given explicitly or registered now."""
         ids = self._loaded.encoder.chunk_ids(chunk.text)
         identity = ChunkIdentity(self._loaded.fingerprint, namespace, "", ids, self._config.kv_dtype)
-        if self._store.index.variants(content_key(identity)):
+        if self._store.catalog.variants(content_key(identity)):
             return False
         digest = self._names.digest(chunk.text)
         if guarded.knows(digest):
@@ -248,18 +245,18 @@ class WriteBack:
 class _GuardedStore:
     """What one precompute sees of a store: nothing enters it that was erased meanwhile, or after the engine was closed."""
 
-    def __init__(self, store: KVStore, missed: Missed, owner: WriteBack) -> None:
+    def __init__(self, store: TieredStore, missed: Missed, owner: WriteBack) -> None:
         self._store, self._missed, self._owner = store, missed, owner
         self.registered: set[str] = set()
         self.stored = 0
 
     def knows(self, digest: str) -> bool:
         """Whether a text is registered now, as far as the store can tell."""
-        return isinstance(self._store, TextLookup) and self._store.knows(self._missed.namespace, digest)
+        return self._store.catalog.knows_text(self._missed.namespace, digest)
 
-    def contains(self, key: ChunkKey) -> bool:
-        """Whether a chunk is stored."""
-        return self._store.contains(key)
+    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return those keys whose chunks are stored."""
+        return self._store.known(keys)
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return what was said of a chunk's worth."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from typing import Protocol
 
 from tqdm.auto import tqdm
 
@@ -16,14 +18,48 @@ from kvrag.model.kv import KVBuffer
 from kvrag.model.load import LoadedModel
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.spans import text_entry
-from kvrag.store.base import KVStore, Tier
-from kvrag.store.keys import Naming
-from kvrag.store.retention import Retention
-from kvrag.store.sink import ChunkSink
-from kvrag.store.sizes import want_of_room
+from kvrag.store import Naming, Retention, StoreStats, TieredStore
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
+
+
+class ChunkSink(Protocol):
+    """What a precompute needs of a :class:`~kvrag.store.TieredStore`."""
+
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+    ) -> int:
+        """Store a chunk."""
+
+    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
+        """Add a reference to a chunk that is stored already; return whether it is."""
+
+    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return those keys whose chunks are stored."""
+
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return a chunk's retention."""
+
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Update the retention of stored chunks."""
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of each tier by name."""
+
+
+def too_small(tiers: Mapping[str, StoreStats]) -> str:
+    """Say which tier was too small for chunks that were stored and evicted again, and what to do."""
+    if "disk" not in tiers:
+        return "memory is too small; raise StoreConfig.ram_bytes or ram_fraction, or pass kv_dir"
+    return "the disk's budget is too small; raise StoreConfig.disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
+
 
 PREFIX_PRIORITY = 85
 """Priority of a prefix's KV: it is small, and every prompt begins with it."""
@@ -43,11 +79,11 @@ class Job:
         return next((i for i in self.doc_ids if i is not None), self.entry.digest[:12] if self.entry else "prefix")
 
 
-def replaced_ids(store: KVStore, items: Sequence[tuple[str | None, str]], namespace: str, names: Naming) -> list[str]:
+def replaced_ids(store: TieredStore, items: Sequence[tuple[str | None, str]], namespace: str, names: Naming) -> list[str]:
     """Return the ids that name another text now than the store remembers: the KV of a text that is gone must not outlive it."""
     replaced = []
     for name, text in items:
-        held = store.index.document_texts(namespace, name) if name is not None else []
+        held = store.catalog.document_texts(namespace, name) if name is not None else []
         entry = stored_entry(text, names) if held else None
         if name is not None and held and held != [entry.digest if entry else None]:
             replaced.append(name)
@@ -68,7 +104,6 @@ def precompute_texts(
     before_batch: Callable[[], None] | None = None,
     kv_dtype: KVDtype = "auto",
     retention: Retention | None = None,
-    disk_min_priority: int = 0,
 ) -> PrecomputeReport:
     """Store the KV of the prefix and of every text that has none yet.
 
@@ -100,15 +135,13 @@ def precompute_texts(
         How much the chunks are worth keeping, those too that are stored already; ``None``: the default, and those keep theirs. The prefix,
         which every prompt has, is worth :data:`PREFIX_PRIORITY` at least. Where it gives no cost, that is measured: each forward's time,
         split among its chunks by their tokens.
-    disk_min_priority
-        What has less is kept in memory alone.
     """
     start = time.perf_counter()
     prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
     model = loaded.fingerprint
     jobs = _jobs(loaded, items, ChunkIdentity(model, namespace, ids_digest(prefix_ids), (), kv_dtype), names)
     room = loaded.reusable.reuse_window - len(prefix_ids)
-    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype, retention, disk_min_priority)
+    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype, retention)
     todo: list[Job] = []
     for job in jobs:
         length = len(job.identity.token_ids)
@@ -139,7 +172,7 @@ def precompute_texts(
 def stored_entry(text: str, names: Naming) -> TextEntry | None:
     """Describe a chunk's text as the store keeps it; ``None`` where it is too short to be found."""
     entry = text_entry(text)
-    return None if entry is None else names.hide(entry)
+    return None if entry is None else names.mask(entry)
 
 
 def _jobs(
@@ -176,9 +209,8 @@ class _Run:
         namespace: str,
         kv_dtype: KVDtype,
         retention: Retention | None,
-        disk_min_priority: int,
     ) -> None:
-        self._retention, self._disk_min_priority = retention, disk_min_priority
+        self._retention = retention
         self._kv_dtype: KVDtype = kv_dtype
         self._loaded, self._store, self._model = loaded, store, model
         self._prefix_ids = prefix_ids
@@ -214,7 +246,7 @@ class _Run:
             if self._linked:
                 self._store.retain(self._linked, self._retention)
             held = self._store.retention(key) or Retention()
-            if (wanted := self._prefix_retention).priority > held.priority and self._store.contains(key):
+            if (wanted := self._prefix_retention).priority > held.priority and self._store.known([key]):
                 self._store.retain([key], wanted)
         except StoreError as error:
             logger.warning("what is stored already keeps its priority: %s", error)
@@ -251,17 +283,12 @@ class _Run:
             return [], 0.0, str(error)
 
     def recount(self) -> None:
-        """Report what did not reach the disk, and what has been pushed out again for want of room."""
-        errors = self._store.flush() if isinstance(self._store, Tier) else {}
+        """Report what has been pushed out again for want of room."""
+        known = self._store.known([chunk_key(job.identity) for job in self._done])
         for job in self._done:
-            key = chunk_key(job.identity)
-            reason = errors.get(key)
-            if reason is None and not self._store.contains(key):
-                fault = want_of_room(self._store.stats(), self._retention, self._disk_min_priority)
-                reason = f"pushed out again by later chunks: {fault}"
-            if reason is not None:
+            if chunk_key(job.identity) not in known:
                 self.stored -= 1
-                self.fail(job, reason)
+                self.fail(job, f"pushed out again by later chunks: {too_small(self._store.stats())}")
 
     def _put(self, job: Job, kv: ChunkKV, *, cost_ms: float) -> None:
         retention = self._retention or Retention()

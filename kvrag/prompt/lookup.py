@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvrag.config import KV_DTYPES
 from kvrag.identity.fingerprint import chunk_key, content_key
-from kvrag.store.base import KVStore, Record, TextLookup
+from kvrag.store import Record, TieredStore
 from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, KVDtype, TextEntry
 
@@ -30,7 +30,7 @@ class Lookup:
         Digest of the token ids that the prompt begins with.
     """
 
-    store: KVStore
+    store: TieredStore
     model: str
     namespace: str
     deadline: Deadline
@@ -44,7 +44,7 @@ class Lookup:
     def has(self, identity: ChunkIdentity) -> bool:
         """Whether a chunk's KV is stored."""
         key = chunk_key(identity)
-        return self.deadline.ask(lambda: self.store.contains(key), False, what="the KV store")
+        return self.deadline.ask(lambda: bool(self.store.known([key])), False, what="the KV store")
 
     def why_not(self, otherwise: str) -> str:
         """Return why nothing was found: because the store gave no answer, or for the reason given."""
@@ -57,8 +57,6 @@ class Lookup:
     def stored_ids(self, entries: Sequence[TextEntry]) -> list[tuple[int, ...]]:
         """Return the token ids of those texts that have KV of this model."""
         store = self.store
-        if not isinstance(store, TextLookup):
-            return []
         nothing: list[ChunkIdentity] = []
         found = self.deadline.ask(
             lambda: [i for entry in entries for i in store.identities(self.namespace, entry.digest)],
@@ -76,7 +74,7 @@ class Lookup:
     def other_prefix(self, ids: tuple[int, ...]) -> ChunkIdentity | None:
         """Return the newest stored variant of this chunk behind any prefix."""
         content, nothing = content_key(self.identity(ids, "")), list[Record]()
-        variants = self.deadline.ask(lambda: self.store.index.variants(content), nothing, what="the KV store's index")
+        variants = self.deadline.ask(lambda: self.store.catalog.variants(content), nothing, what="the KV store's index")
         return self.identity(ids, variants[-1].prefix) if variants else None
 
     def other_dtypes(self, ids: tuple[int, ...]) -> list[KVDtype]:

@@ -12,7 +12,7 @@ from kvrag.identity.fingerprint import ids_digest
 from kvrag.prompt.lookup import Lookup
 from kvrag.prompt.partial import HeadScanner, PartFinder
 from kvrag.prompt.template import Piece, Prompt, PromptEncoder, cut, merge_live
-from kvrag.store.base import KVStore
+from kvrag.store import TieredStore
 from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, MissedChunk, Mode, Span
 
@@ -94,7 +94,7 @@ def plan_prompt(
     encoder: PromptEncoder,
     *,
     scanner: Scanner,
-    store: KVStore,
+    store: TieredStore,
     model: str,
     namespace: str,
     prefixes: Sequence[str],
