@@ -96,8 +96,8 @@ gpu-check: ## Kernels, exactness on CUDA, TTFT of a 3B and an 8B shape, in ten m
 kernel-check: ## Of gpu-check, what needs torch and pytest alone: the kernels against float64, their speed, compute-sanitizer where there is one
 	$(PYTHON) tests/gpu_check.py --only torch kernel memcheck racecheck $(ARGS)
 
-kernel-compile: setup ## Every variant of every kernel for every architecture with both NVRTCs (seven core minutes, in CI too)
-	$(BIN)/python -m pytest -q tests/kernels/test_compile.py
+kernel-compile: setup ## Every variant of every kernel for every architecture with both NVRTCs (seven core minutes; in CI they take turns)
+	KVRAG_COMPILE=all $(BIN)/python -m pytest -q tests/kernels/test_compile.py
 
 kernel-bugs: setup ## Plant every bug in the kernels' source, and see that the emulator's tests catch it (a quarter of an hour)
 	KVRAG_PLANTED=all $(BIN)/python -m pytest -q tests/kernels -k planted

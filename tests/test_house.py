@@ -349,6 +349,14 @@ def test_exceptions_are_needed() -> None:
     assert all(len(list((ROOT / "kvrag" / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS)
 
 
+def test_tests_that_run_in_part_exist() -> None:
+    from conftest import SPREAD
+
+    for name in SPREAD:
+        file, test = name.split("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
+
+
 def test_every_module_has_a_rank() -> None:
     assert {room for path in files() if rank_of(room := room_of(path)) is None} - ANYONE <= set(KNOWN.get("rooms", ()))
 
