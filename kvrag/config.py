@@ -157,15 +157,6 @@ def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str, missp
             raise unknown_option(name, own, of=of)
 
 
-def check_model_kwargs(given: Iterable[str], own: Iterable[str], *, of: str) -> None:
-    """Refuse, among options for ``from_pretrained``, those of the class itself and of the store."""
-    own, given = set(own), list(given)
-    for name in given:
-        if name in own:
-            raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
-    refuse_misplaced(given, own, of=f"model_kwargs of {of}", misspelt=False)
-
-
 def check_mode(mode: str) -> None:
     """Raise :class:`ConfigError` unless ``mode`` is one of :data:`MODES`."""
     if mode not in MODES:
@@ -228,8 +219,8 @@ class RepairConfig:
     """How stitched KV is repaired."""
 
     strategy: Strategy = "query"
-    """Which rows are recomputed. ``query``: the rows that the question attends to; ``hkvd``: high KV deviation (CacheBlend);
-    ``query_hkvd``: both; ``first_k``: heads of chunks (EPIC); ``boundary``: rows around each seam; ``random``, ``none``, ``all``."""
+    """Which rows are recomputed: ``query`` (those that the question attends to), ``hkvd`` (high KV deviation, CacheBlend),
+    ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction = 0.10
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
     first_k: Count = 4

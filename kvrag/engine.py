@@ -27,7 +27,7 @@ from kvrag.precompute.documents import check_items, check_namespace, chosen_docu
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute, replaced_ids
-from kvrag.prompt.template import Prefix, Prompt, prefix_text
+from kvrag.prompt.template import Prefix, Prompt, PromptEncoder, prefix_text
 from kvrag.store import Prefetch, Retention, TieredStore, members, on_accelerator, open_store
 from kvrag.threads import ForkLock
 from kvrag.types import (
@@ -198,7 +198,7 @@ class KVRagEngine:
         """The model and its tokenizer; loads them."""
         with self._lock:
             if self._loaded is None:
-                self._loaded = load(self.source)
+                self._loaded = load(self.source, make_encoder=PromptEncoder)
                 below = self.store
                 self.store = on_accelerator(below, self._loaded.lm.device, self.store_config, convert=convert)
                 if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round

@@ -6,7 +6,8 @@ import copy
 import functools
 import pickle
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pydantic_core import PydanticSerializationError
 from kvrag import ConfigError, KVRagEngine, RepairConfig, Retention, SamplingConfig, StoreConfig
 from kvrag.config import as_config, option_fields, refuse_misplaced
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import KVStore, MemoryStore, TieredStore, open_store
+from kvrag.store import open_store
 from kvrag.testing.chunks import make_identity, make_kv
 from kvrag.testing.models import tiny_model
 
@@ -244,26 +245,14 @@ def test_a_retention_of_another_type_is_refused_before_anything_is_computed(
         engine.precompute(["A text that is long enough to be a chunk of its own. " * 8], retention=retention)
 
 
-@pytest.fixture(params=["memory", "tiered"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    """Every kind of store that puts with a retention."""
-    store = MemoryStore(2**20) if request.param == "memory" else open_store(tmp_path, StoreConfig())
-    yield store
-    store.close()
-
-
-def test_no_store_takes_a_retention_of_another_type(store: KVStore) -> None:
+@pytest.mark.parametrize("kind", ["memory", "tiered"])
+def test_no_store_takes_a_retention_of_another_type(kind: str, tmp_path: Path) -> None:
     identity = make_identity()
-    with pytest.raises(ConfigError, match="retention is 90"):
-        store.put(identity, make_kv(identity), text=None, retention=90)  # type: ignore[arg-type]
-    assert not store.contains(chunk_key(identity))
-    assert store.index.keys() == []
-
-
-@pytest.mark.parametrize("retention", [90, None])
-def test_retaining_takes_a_retention_alone(retention: Any, tmp_path: Path) -> None:
-    store = open_store(tmp_path, StoreConfig())
-    assert isinstance(store, TieredStore)
-    with pytest.raises(ConfigError, match=f"retention is {retention}"):
-        store._disk.retain(["0" * 64], retention)  # type: ignore[attr-defined]
-    store.close()
+    with closing(open_store(None if kind == "memory" else tmp_path, StoreConfig())) as store:
+        with pytest.raises(ConfigError, match="retention is 90"):
+            store.put(identity, make_kv(identity), text=None, retention=90)  # type: ignore[arg-type]
+        assert store.known([chunk_key(identity)]) == set()
+        assert store.catalog.keys() == []
+        for retention in (90, None):
+            with pytest.raises(ConfigError, match=f"retention is {retention}"):
+                store.retain(["0" * 64], retention)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What is public."""
+"""What is public. Who may import whom is in test_house.py."""
 
 from __future__ import annotations
 

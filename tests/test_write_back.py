@@ -17,7 +17,7 @@ from texts import make_chunks
 
 import kvrag.precompute.on_miss
 import kvrag.precompute.run
-from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, text_digest
 from kvrag.model import CausalLM
@@ -46,11 +46,7 @@ def answer(engine: KVRagEngine, prompt: Any, **options: Any) -> Any:
 
 
 def identities(engine: KVRagEngine, *texts: str) -> Any:
-    return [
-        i
-        for text in texts
-        for i in engine.store.identities(engine._namespace(None), text_digest(text))
-    ]
+    return [i for text in texts for i in engine.store.identities(engine._namespace(None), text_digest(text))]
 
 
 class Paused:

@@ -139,7 +139,7 @@ def prefill(
     kv_dtype: KVDtype = dtypes.pop() if dtypes and has_cached else "auto"
     is_exact = kv_dtype == "auto" and len(selected) == num_rows_of(layout.stale)
     return Prefilled(
-        extend=_extension(model, buffer),
+        extend=model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
         token_ids=plan.token_ids,
@@ -161,7 +161,12 @@ def in_words(holes: Sequence[Hole]) -> str:
 
 
 def _load(
-    identities: list[ChunkIdentity], layout: Layout, store: TieredStore, shapes: Sequence[LayerShape], *, timeout_s: float
+    identities: list[ChunkIdentity],
+    layout: Layout,
+    store: TieredStore,
+    shapes: Sequence[LayerShape],
+    *,
+    timeout_s: float,
 ) -> tuple[list[ChunkKV], dict[int, Hole]]:
     """Load what a layout reuses.
 
@@ -175,7 +180,7 @@ def _load(
     sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
     wanted = [identities[source] for source in sources]
     try:
-        found = store.get_many(wanted, timeout_s=timeout_s)
+        found: list[ChunkKV | Hole] = store.get_many(wanted, timeout_s=timeout_s)
     except Exception as error:  # a fault below costs time, never the answer
         logger.warning("the KV store failed to load (%s); computing instead", error)
         found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
@@ -208,16 +213,6 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
         if [tensor.shape for tensor in layer.tensors] != wanted:
             return False
     return True
-
-
-def _extension(model: CausalLM, buffer: KVBuffer) -> Extend:
-    """Return what computes the rows after the last valid one of a buffer."""
-
-    def extend(ids: torch.Tensor) -> torch.Tensor:
-        rows = slice(buffer.length, buffer.length + len(ids))
-        return model.forward(ids, rows, buffer, logits=len(ids))[0][0]
-
-    return extend
 
 
 def _wait_for(logits: torch.Tensor) -> None:

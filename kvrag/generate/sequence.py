@@ -80,7 +80,7 @@ class Answering:
             spans, cursor = self._spans.setdefault(namespace, (SpanIndex(self.names.digest), 0))
         nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
-            lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's index"
+            lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's catalog"
         )
         if new:
             spans.add([self.names.unmask(entry) for entry in new])
@@ -258,7 +258,9 @@ def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
     chunks = tuple(dict.fromkeys([*plan.missed, *given]))
     if request.mode == "full" or not chunks:
         return None
-    head = plan.pieces[0].piece.text  # where it is no known prefix, it may hold a question: nothing is encoded behind that
+    head = plan.pieces[
+        0
+    ].piece.text  # where it is no known prefix, it may hold a question: nothing is encoded behind that
     prefix = head if head in request.prefixes else request.prefixes[0]
     return Missed(chunks, prefix, request.namespace, erasures)
 

@@ -12,15 +12,33 @@ if TYPE_CHECKING:
     import torch
 
 _VOLATILE = frozenset(
-    "_name_or_path _attn_implementation transformers_version dtype torch_dtype use_cache output_attentions "
-    "output_hidden_states return_dict quantization_config".split()
+    [
+        "_name_or_path",
+        "_attn_implementation",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "quantization_config",
+    ]
 )
 """Config entries that don't change KV or are fields of their own."""
 
-_ROPE = (
-    "rope_parameters rope_scaling rope_theta rope_local_base_freq partial_rotary_factor rotary_pct rotary_dim no_rope_layers "
-    "original_max_position_embeddings max_position_embeddings"
-).split()
+_ROPE = [
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rotary_dim",
+    "no_rope_layers",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+]
 """Config entries about RoPE, under their current and older names."""
 
 _NO_EFFECT = frozenset({"training", "layer_idx", "attention_dropout", "dropout"})

@@ -29,8 +29,22 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_con
 """Files of a model's directory that are hashed: the weights, how shards fit together, and code that comes with the model."""
 
 NEUTRAL = frozenset(
-    "attn_implementation cache_dir config device_map force_download local_files_only low_cpu_mem_usage max_memory offload_buffers "
-    "offload_folder proxies quantization_config token trust_remote_code".split()
+    [
+        "attn_implementation",
+        "cache_dir",
+        "config",
+        "device_map",
+        "force_download",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "offload_buffers",
+        "offload_folder",
+        "proxies",
+        "quantization_config",
+        "token",
+        "trust_remote_code",
+    ]
 )
 """Options of ``from_pretrained`` that don't choose weights, or whose effect is in the loaded model's config."""
 

@@ -1,8 +1,8 @@
 """Whether a model tolerates rounded KV: reuse of rounded KV against the same reuse without rounding, once per model and type.
 
-A short prompt of two passages goes through the stages twice, unrepaired, and what follows the passages is compared token by token against
-the limits of ``verify``. A type beyond them is refused before anything is stored or read. A passed verdict is kept on disk and made
-again when model, device or versions change.
+A short prompt of two passages goes through the stages twice, unrepaired, and what follows the passages is compared token by token with the
+limit of ``verify``. A type that moves the model further is refused before anything is stored or read. A verdict that passed is kept
+beside the proofs (:mod:`kvrag.model.load`) and made again when model, device or versions change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvrag.blend.stitch import stitch
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.weights import keep
 from kvrag.model import CausalLM
-from kvrag.model.acceptance import kept_file
-from kvrag.model.load import LoadedModel
+from kvrag.model.load import LoadedModel, kept_file
+from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV, KVDtype
 
@@ -195,7 +195,7 @@ def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[in
     buffer = lm.buffer(layout.num_tokens)
     stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
     start = layout.num_tokens - len(tail)
-    logits, _ = lm.forward(torch.tensor(tail), slice(start, layout.num_tokens), buffer, logits=len(tail))
+    logits, _ = lm.forward(torch.tensor(tail), Rows.span(start, layout.num_tokens), buffer, logits=len(tail))
     return logits[0].float().cpu()
 
 

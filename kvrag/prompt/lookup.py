@@ -9,7 +9,7 @@ from kvrag.config import KV_DTYPES
 from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline
-from kvrag.types import ChunkIdentity, KVDtype, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, TextEntry
 
 TokenIds = tuple[int, ...]
 
@@ -43,7 +43,8 @@ class Lookup:
     def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
         """Return those whose KV is stored."""
         keys = {chunk_key(identity): identity for identity in identities}
-        found = self.deadline.ask(lambda: self.store.known(keys), set(), what="the KV store")
+        nothing: set[ChunkKey] = set()
+        found = self.deadline.ask(lambda: self.store.known(keys), nothing, what="the KV store")
         return {keys[key] for key in found}
 
     def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
@@ -61,7 +62,7 @@ class Lookup:
             return found
 
         nothing: dict[TokenIds, ChunkIdentity] = {}
-        return self.deadline.ask(find, nothing, what="the KV store's index") if runs else nothing
+        return self.deadline.ask(find, nothing, what="the KV store's catalog") if runs else nothing
 
     def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
         """Return, by digest, the token ids of those texts that have KV of this model."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvrag.config import RepairConfig, StoreConfig, as_config, refuse_misplaced, unknown_option
+from kvrag.config import StoreConfig, refuse_misplaced, unknown_option
 from kvrag.errors import ConfigError
 
 ALIASES = {
@@ -42,9 +42,6 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     elif device_map is not None:
         out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
     _take_store_config(out)
-    for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
-        if name in out:
-            out[name] = as_config(kind, out[name], option=name)
     names = set(known)
     refuse_misplaced(out.keys() - names, names, of=OWNER, misspelt=False)
     for name in out:
