@@ -26,6 +26,9 @@ from typing import Any
 
 import torch
 from common import RESULTS, machine, write_result
+from kvrag.store.index import DiskIndex
+from kvrag.store.objects import place_of
+from kvrag.store.reader import LayerStream
 
 from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
