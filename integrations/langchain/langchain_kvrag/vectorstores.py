@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from langchain_core.documents import Document
@@ -15,6 +16,17 @@ from kvrag import ConfigError, Retention, delete_kv, precompute_kv
 from kvrag.hooks import OnError, documents_in, engine_of
 from kvrag.precompute.documents import in_collection
 from langchain_kvrag._faiss import FaissStore, Metric
+
+
+def _of_inner(name: str) -> Any:
+    """Make a method, or the coroutine function of one, that is the inner store's, with its signature and documentation."""
+
+    @functools.wraps(getattr(VectorStore, name))
+    def method(self: KVRagVectorStore, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    method.__isabstractmethod__ = False  # type: ignore[attr-defined]  # copied from the abstract class
+    return method
 
 
 class KVRagVectorStore(VectorStore):
@@ -203,67 +215,18 @@ class KVRagVectorStore(VectorStore):
         """The inner store's embedding model."""
         return self.inner.embeddings
 
-    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.get_by_ids(ids)
-
-    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.aget_by_ids(ids)
-
-    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``. The own index takes ``filter``: values of the metadata, or a function of it."""
-        return self.inner.similarity_search(query, k, **kwargs)
-
-    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.asimilarity_search(query, k, **kwargs)
-
-    def similarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
-        """See ``VectorStore``."""
-        return self.inner.similarity_search_with_score(*args, **kwargs)
-
-    async def asimilarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
-        """See ``VectorStore``."""
-        return await self.inner.asimilarity_search_with_score(*args, **kwargs)
-
-    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.similarity_search_by_vector(embedding, k, **kwargs)
-
-    async def asimilarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.asimilarity_search_by_vector(embedding, k, **kwargs)
-
-    def max_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.max_marginal_relevance_search(query, *args, **kwargs)
-
-    async def amax_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.amax_marginal_relevance_search(query, *args, **kwargs)
-
-    def max_marginal_relevance_search_by_vector(
-        self, embedding: list[float], *args: Any, **kwargs: Any
-    ) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.max_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
-
-    async def amax_marginal_relevance_search_by_vector(
-        self, embedding: list[float], *args: Any, **kwargs: Any
-    ) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.amax_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
-
-    def _similarity_search_with_relevance_scores(
-        self, query: str, k: int = 4, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        return self.inner._similarity_search_with_relevance_scores(query, k, **kwargs)
-
-    async def _asimilarity_search_with_relevance_scores(
-        self, query: str, k: int = 4, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        return await self.inner._asimilarity_search_with_relevance_scores(query, k, **kwargs)
-
-    def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        return self.inner._select_relevance_score_fn()
+    get_by_ids = _of_inner("get_by_ids")
+    aget_by_ids = _of_inner("aget_by_ids")
+    similarity_search = _of_inner("similarity_search")
+    asimilarity_search = _of_inner("asimilarity_search")
+    similarity_search_with_score = _of_inner("similarity_search_with_score")
+    asimilarity_search_with_score = _of_inner("asimilarity_search_with_score")
+    similarity_search_by_vector = _of_inner("similarity_search_by_vector")
+    asimilarity_search_by_vector = _of_inner("asimilarity_search_by_vector")
+    max_marginal_relevance_search = _of_inner("max_marginal_relevance_search")
+    amax_marginal_relevance_search = _of_inner("amax_marginal_relevance_search")
+    max_marginal_relevance_search_by_vector = _of_inner("max_marginal_relevance_search_by_vector")
+    amax_marginal_relevance_search_by_vector = _of_inner("amax_marginal_relevance_search_by_vector")
+    _similarity_search_with_relevance_scores = _of_inner("_similarity_search_with_relevance_scores")
+    _asimilarity_search_with_relevance_scores = _of_inner("_asimilarity_search_with_relevance_scores")
+    _select_relevance_score_fn = _of_inner("_select_relevance_score_fn")

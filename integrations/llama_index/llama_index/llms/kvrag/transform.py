@@ -73,7 +73,26 @@ def refuse_unknown(options: Mapping[str, Any], cls: type[BaseComponent]) -> None
             raise unknown_option(name, cls.model_fields, of=cls.__name__)
 
 
-class PrecomputeKV(TransformComponent):
+class PrecomputeFields(BaseComponent):
+    """Options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
+
+    llm: Any = Field(default=None, exclude=True, repr=False)
+    namespace: str | None = None
+    prefix: Any = None
+    content: Content = "text"
+    batch_size: int = Field(default=8, ge=1)
+    show_progress: bool = False
+    on_error: OnError = "warn"
+    retention: Retention | None = None
+    collection: str | None = None
+
+    def precompute(self, nodes: Sequence[BaseNode]) -> None:
+        """Precompute the KV of nodes with these options."""
+        names = ("namespace", "prefix", "content", "batch_size", "show_progress", "on_error", "retention", "collection")
+        precompute_nodes(nodes, llm=resolve_kv_llm(self.llm), **{name: getattr(self, name) for name in names})
+
+
+class PrecomputeKV(PrecomputeFields, TransformComponent):
     """Precomputes the KV of nodes that pass through and returns them unchanged; put it last in ``transformations``.
 
     It sees additions only. A pipeline with a cache skips it for nodes that went through before, and nothing tells it of
@@ -90,16 +109,6 @@ class PrecomputeKV(TransformComponent):
     on_error
         ``"warn"``: ingestion goes on without KV. ``"raise"``: it stops.
     """
-
-    llm: Any = Field(default=None, exclude=True, repr=False)
-    namespace: str | None = None
-    prefix: Any = None
-    content: Content = "text"
-    batch_size: int = Field(default=8, ge=1)
-    show_progress: bool = False
-    on_error: OnError = "warn"
-    retention: Retention | None = None
-    collection: str | None = None
 
     def __init__(self, llm: Any = None, **options: Any) -> None:
         refuse_unknown(options, type(self))
@@ -124,18 +133,7 @@ class PrecomputeKV(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute the nodes' KV."""
-        precompute_nodes(
-            nodes,
-            llm=resolve_kv_llm(self.llm),
-            namespace=self.namespace,
-            prefix=self.prefix,
-            content=self.content,
-            batch_size=self.batch_size,
-            show_progress=self.show_progress,
-            retention=self.retention,
-            collection=self.collection,
-            on_error=self.on_error,
-        )
+        self.precompute(nodes)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

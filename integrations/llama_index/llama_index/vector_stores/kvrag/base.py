@@ -17,14 +17,14 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvrag import ConfigError, KVRagEngine, Retention
-from kvrag.hooks import Content, OnError, engine_of
+from kvrag import ConfigError, KVRagEngine
+from kvrag.hooks import engine_of
 from kvrag.precompute.documents import in_collection
-from llama_index.llms.kvrag.transform import precompute_nodes, refuse_unknown, resolve_kv_llm
+from llama_index.llms.kvrag.transform import PrecomputeFields, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
 
 
-class KVRagVectorStore(BasePydanticVectorStore):
+class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deleting them deletes it.
 
     Queries and everything else pass through. KV is referred to by node id; the nodes of each document are remembered in
@@ -55,15 +55,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
 
     stores_text: bool = False
     inner: SerializeAsAny[BasePydanticVectorStore] = Field(repr=False)
-    llm: Any = Field(default=None, exclude=True, repr=False)
-    namespace: str | None = None
     prefix: Any = Field(default=None, exclude=True, repr=False)
-    content: Content = "text"
-    batch_size: int = Field(default=8, ge=1)
-    show_progress: bool = False
-    on_error: OnError = "warn"
-    retention: Retention | None = None
-    collection: str | None = None
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
 
     def __init__(self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any) -> None:
@@ -108,22 +100,10 @@ class KVRagVectorStore(BasePydanticVectorStore):
         return ids
 
     def _keep(self, nodes: Sequence[BaseNode]) -> None:
-        llm = resolve_kv_llm(self.llm)
         # First, so that KV without an entry can't arise. Nodes without a document are one of their own.
         self._table().add(self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in nodes))
         self._forget([node.node_id for node in self._changed(nodes)], keep_refs=True)
-        precompute_nodes(
-            nodes,
-            llm=llm,
-            namespace=self.namespace,
-            prefix=self.prefix,
-            content=self.content,
-            batch_size=self.batch_size,
-            show_progress=self.show_progress,
-            retention=self.retention,
-            collection=self.collection,
-            on_error=self.on_error,
-        )
+        self.precompute(nodes)
 
     def _changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
         """Return the nodes that KV of another text is kept for: their ids were used before."""
