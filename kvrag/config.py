@@ -307,8 +307,8 @@ class StoreConfig:
         WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^env:."}, {"type": "null"}]}),
     ] = Field(default=None, repr=False)
     """Key of the store: a function that returns at least 32 bytes, or ``"env:NAME"``, an environment variable that holds them as hex
-    digits or base64. Blobs are encrypted with AES-256-GCM, and the names of namespaces, texts, documents and files are HMACs (needs the
-    extra ``crypto``). It is read when the store is opened. A store written with another key is left alone and gives no hits."""
+    digits or base64. Blobs are encrypted with AES-256-GCM, the catalog with AES-SIV, and the names of namespaces and files are HMACs
+    (needs the extra ``crypto``). It is read when the store is opened. A store written with another key is left alone and gives no hits."""
 
     def __post_init__(self) -> None:
         if self.low_watermark > self.high_watermark:

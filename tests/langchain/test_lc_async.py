@@ -48,6 +48,15 @@ async def test_async_answers_equal_sync_ones(chat: ChatKVRag, chunks: list[str])
 
 
 @BOTH
+def test_an_abandoned_stream_stops_decoding(options: dict[str, Any], forwards: Callable[[Any], int], kind: Any) -> None:
+    model = kind(**options)
+    forwards(model)
+    for _ in model.stream("Tell me everything.", max_tokens=3000):
+        break
+    assert forwards(model) < 300
+
+
+@BOTH
 async def test_leaving_a_stream_stops_decoding(
     options: dict[str, Any], forwards: Callable[[Any], int], kind: Any
 ) -> None:
