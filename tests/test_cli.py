@@ -347,11 +347,11 @@ def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypat
         (["precompute", "latin.txt"], ["latin.txt", "UTF-8"]),
         (["verify", "latin.txt"], ["UTF-8"]),
         (["verify", "bad.jsonl"], ["line 2", "bad.jsonl"]),
-        (["verify", "odd.jsonl"], ["line 1", "no prompt"]),
+        (["verify", "odd.jsonl"], ["line 1", "not a prompt"]),
         (["explain", "nowhere.txt"], ["nowhere.txt"]),
         (["stats", "--kv-dir", "nowhere"], ["nowhere"]),
         (["stats", "--kv-dir", "a-file"], ["is a file"]),
-        (["stats", "--kv-dir", "empty"], ["no KV store"]),
+        (["stats", "--kv-dir", "empty"], ["not a KV store"]),
         (["estimate", "-m", "no-such.gguf"], ["no-such.gguf"]),
         (["estimate", "-m", "empty"], ["config.json"]),
         (["estimate", "-m", "qwen2.5-3b", "--dtype", "int3"], ["int3"]),
@@ -379,7 +379,7 @@ def test_fresh_deletes_a_store_and_nothing_else(run: Run, tmp_path: Path) -> Non
     precious = tmp_path / "docs"
     precious.mkdir()
     (precious / "thesis.md").write_text("Years of work.")
-    refused(run("demo", "--framework", "none", "--corpus", precious, "--kv-dir", precious, "--fresh"), "no KV store")
+    refused(run("demo", "--framework", "none", "--corpus", precious, "--kv-dir", precious, "--fresh"), "not a KV store")
     assert (precious / "thesis.md").exists()
 
 

@@ -201,6 +201,14 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(
     assert max(map(len, shown.splitlines())) <= 100
 
 
+def test_without_a_checkout_the_demo_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.cli.demo.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "demo.py"))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["demo", "--help"])
+    assert done.exit_code == 2
+    assert "examples/demo of kvrag's source code" in done.stderr
+
+
 # -- the real thing -----------------------------------------------------------------------------------------------------
 
 

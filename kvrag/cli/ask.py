@@ -182,7 +182,7 @@ def verify(
 
 
 def _split(what: list[str], model: str | None, *, is_named: bool) -> tuple[str | None, list[Path]]:
-    """Tell a model to prove from prompts to compare on; ``is_named``: ``model`` is ``--model``'s, so every argument is a prompt file."""
+    """Distinguish a model to prove from prompt files. ``is_named``: ``--model`` was given, so every argument is a prompt file."""
     if not what:
         if model is None:
             raise InputError("pass a model to prove reuse on, or prompt files and --model")

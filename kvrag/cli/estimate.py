@@ -218,7 +218,7 @@ def _gguf_config(path: Path) -> dict[str, Any]:
         of = fields["general.architecture"].contents()
         return {new: fields[f"{of}.{old}"].contents() for old, new in names.items() if f"{of}.{old}" in fields}
     except Exception as error:  # the reader's errors for damaged files share no base class
-        raise ModelError(f"{str(path)!r} is no readable GGUF file ({type(error).__name__}: {error})") from error
+        raise ModelError(f"{str(path)!r} is not a readable GGUF file ({type(error).__name__}: {error})") from error
 
 
 def _hub_config(model: str) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _hub_config(model: str) -> dict[str, Any]:
         config: dict[str, Any] = transformers.AutoConfig.from_pretrained(model).to_dict()
     except Exception as error:  # no such name, no connection, gated: all the same here
         raise ModelError(
-            f"{model!r} is no preset ({', '.join(PRESETS)}), directory or .gguf file, and its config can't be had from the hub; "
-            f"check the name and the connection ({type(error).__name__})"
+            f"{model!r} is neither a preset ({', '.join(PRESETS)}), a directory nor a .gguf file, and its config can't be read from "
+            f"the hub; check the name and the connection ({type(error).__name__})"
         ) from error
     return config

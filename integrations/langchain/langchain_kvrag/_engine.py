@@ -69,7 +69,7 @@ class KVRagModel(EngineFields):
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
-        """Say what would be ignored; no error, as applications pass one set of options to models of all vendors.
+        """Warn of options that are ignored; no error, as applications pass one set of options to models of all vendors.
 
         Raises
         ------

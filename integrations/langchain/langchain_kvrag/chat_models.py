@@ -32,7 +32,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
     _shows_messages: ClassVar[bool] = True
 
     def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
-        """Tell which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
         messages = self._convert_input(input).to_messages()
         return self.engine.explain(chat_messages(messages), **{"mode": self.mode, **options})
 
@@ -102,7 +102,7 @@ def _chat_result(engine: KVRagEngine, result: GenerationResult) -> ChatResult:
 
 
 def _last_chunk(engine: KVRagEngine, result: GenerationResult) -> ChatGenerationChunk:
-    """Carry the accounting; LangChain sums the usage of all chunks, so it stands in this one only."""
+    """Carry the accounting; LangChain sums the usage of all chunks, so it is in this one only."""
     return ChatGenerationChunk(
         message=AIMessageChunk(
             content="",

@@ -20,7 +20,7 @@ from langchain_kvrag._engine import KVRagModel
 class KVRagLLM(KVRagModel, BaseLLM):
     """LLM over :class:`kvrag.KVRagEngine`: known chunks in the prompt are not prefilled again.
 
-    Strings go to the model as they are; chat prompts go through its chat template. How an answer was made stands in its
+    Strings go to the model as they are; chat prompts go through its chat template. How an answer was made is in its
     ``generation_info``. Options as for :class:`~langchain_kvrag.ChatKVRag`.
 
     Examples
@@ -30,7 +30,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
     """
 
     def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
-        """Tell which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
         prompt = self._rendered(self._convert_input(input))
         return self.engine.explain(prompt.to_string(), **{"mode": self.mode, **options})
 

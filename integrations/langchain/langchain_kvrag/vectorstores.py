@@ -32,7 +32,7 @@ def _of_inner(name: str) -> Any:
 class KVRagVectorStore(VectorStore):
     """Any vector store, or an own FAISS index, whose documents have KV as long as they are in it.
 
-    Adding documents precomputes their KV, replacing one drops the KV of its old text, deleting one erases its KV unless
+    Adding documents precomputes their KV, replacing one deletes the KV of its old text, deleting one deletes its KV unless
     another document has the same text. Searches are the inner store's. KV knows documents by their ids: stores that share
     a namespace must not use one id for two texts.
 
@@ -54,7 +54,7 @@ class KVRagVectorStore(VectorStore):
     metric
         Of the own index: ``"l2"`` or ``"ip"``.
     retention
-        How much the KV of documents is worth keeping that are added.
+        Retention of the KV of documents that are added.
     collection
         Collection that the store's documents are in: their KV is known as ``collection/id``, which sets apart stores of one namespace.
 
@@ -65,7 +65,7 @@ class KVRagVectorStore(VectorStore):
     MissingDependencyError
         If the own index is wanted and FAISS is not installed.
     InputError
-        If ``collection`` is no name.
+        If ``collection`` is not a name.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class KVRagVectorStore(VectorStore):
             )
         if llm is not None:
             engine_of(llm)
-        in_collection((), collection)  # refuses what is no name
+        in_collection((), collection)  # raises if it is not a name
         self.inner: VectorStore = FaissStore(embedding, metric=metric) if embedding is not None else inner  # type: ignore[assignment]
         self.llm = llm
         self.namespace = namespace
@@ -181,7 +181,7 @@ class KVRagVectorStore(VectorStore):
         return [str(d.id) for d in self.kv_documents()] if ids is None else list(ids)
 
     def _forget(self, ids: list[str], *, is_all: bool) -> None:
-        """Delete KV. What ``None`` deletes differs between stores, so ask for what is left."""
+        """Delete KV. What ``None`` deletes differs between stores, so ask which documents are left."""
         kept = {document.id for document in self.inner.get_by_ids(ids)} if is_all and ids else set()
         gone = [name for name in ids if name not in kept]
         if gone:
@@ -199,7 +199,7 @@ class KVRagVectorStore(VectorStore):
     def load_local(cls, folder: str | os.PathLike[str], embeddings: Embeddings, **kwargs: Any) -> Self:
         """Read what :meth:`save_local` wrote; keyword options are those of the constructor (``llm=...``).
 
-        Nothing is precomputed; ``llm.precompute_kv(store)`` makes what is not in the model's ``kv_dir``.
+        Nothing is precomputed; ``llm.precompute_kv(store)`` computes the KV that is missing in the model's ``kv_dir``.
 
         Raises
         ------

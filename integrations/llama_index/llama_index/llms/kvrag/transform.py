@@ -101,7 +101,7 @@ class PrecomputeKV(PrecomputeFields, TransformComponent):
     Parameters
     ----------
     llm
-        Whom the KV is for; default: ``Settings.llm`` at the time of the run.
+        The LLM whose KV is stored; default: ``Settings.llm`` at the time of the run.
     namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
@@ -112,7 +112,7 @@ class PrecomputeKV(PrecomputeFields, TransformComponent):
 
     def __init__(self, llm: Any = None, **options: Any) -> None:
         refuse_unknown(options, type(self))
-        in_collection((), options.get("collection"))  # refuses what is no name
+        in_collection((), options.get("collection"))  # raises if it is not a name
         super().__init__(**{"llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
@@ -121,7 +121,7 @@ class PrecomputeKV(PrecomputeFields, TransformComponent):
         return "PrecomputeKV"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Describe the transformation and whom the KV is for: pipelines cache by this, and each model needs its own."""
+        """Describe the transformation and the LLM whose KV is stored: pipelines cache by this, and each model needs its own."""
         return {**super().to_dict(**kwargs), "prefix": repr(self.prefix), "kv_of": self._target()}
 
     def _target(self) -> dict[str, str]:

@@ -36,7 +36,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     inner
         The store; default: a ``SimpleVectorStore``, which persists with the storage context.
     llm
-        Whom the KV is for; default: ``Settings.llm`` when it is needed.
+        The LLM whose KV is stored; default: ``Settings.llm`` when it is needed.
     namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
@@ -48,9 +48,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     Raises
     ------
     ConfigError
-        If ``inner`` is no vector store of LlamaIndex, or ``llm`` can't use KV.
+        If ``inner`` is not a vector store of LlamaIndex, or ``llm`` can't use KV.
     InputError
-        If ``collection`` is no name.
+        If ``collection`` is not a name.
     """
 
     stores_text: bool = False
@@ -67,7 +67,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         options.setdefault("stores_text", inner.stores_text)
         options.setdefault("is_embedding_query", inner.is_embedding_query)
         refuse_unknown(options, type(self))
-        in_collection((), options.get("collection"))  # refuses what is no name
+        in_collection((), options.get("collection"))  # raises if it is not a name
         super().__init__(**{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
@@ -106,7 +106,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         self.precompute(nodes)
 
     def _changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
-        """Return the nodes that KV of another text is kept for: their ids were used before."""
+        """Return the nodes whose ids were used before, with another text."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
         index, names = self._engine().store.catalog, self._engine().names
         space = names.namespace(self._space())
@@ -163,7 +163,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return known
 
     def _matching(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
-        """Return the nodes that a deletion will reach."""
+        """Return the nodes that a deletion will remove."""
         if filters is None:
             return list(node_ids or [])
         if isinstance(self.inner, SimpleVectorStore):  # keeps no nodes that it could list, but a query needs none
@@ -179,7 +179,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
             return [node.node_id for node in self.inner.get_nodes(node_ids, filters)]
         except NotImplementedError:
             warnings.warn(
-                f"{type(self.inner).__name__} can't tell which nodes the filters choose, so their KV stays; run sync_kv",
+                f"{type(self.inner).__name__} can't list the nodes that the filters match, so their KV stays; run sync_kv",
                 UserWarning,
                 stacklevel=3,
             )
