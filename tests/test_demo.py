@@ -23,6 +23,7 @@ from demo.questions import Question, read_questions, spread
 from demo.report import print_report
 from demo.run import Sizes, run_demo
 from kvrag.cli.app import app
+from kvrag.cli.demo import demo
 from kvrag.cli.documents import read_documents, split_documents, split_text
 from kvrag.cli.measure import full_prefill
 from kvrag.config import RepairConfig
@@ -202,7 +203,7 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(
 
 
 def test_without_a_checkout_the_demo_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.cli.demo.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "demo.py"))
+    monkeypatch.setitem(demo.__globals__, "__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "demo.py"))
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--help"])
     assert done.exit_code == 2

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvrag.cli.options import DEFAULT_KV_DIR, LIMITS, AsJson, Given, KVDir, Namespace, key_options, takes
+from kvrag.cli.options import (
+    DEFAULT_KV_DIR,
+    LIMITS,
+    AsJson,
+    Given,
+    KVDir,
+    Namespace,
+    is_on_command_line,
+    key_options,
+    takes,
+)
 from kvrag.cli.output import console, facts, grid, print_json
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, InputError, StoreError
@@ -28,7 +38,7 @@ def check_is_store(kv_dir: Path) -> None:
     if kv_dir.exists() and not kv_dir.is_dir():
         raise StoreError(f"{str(kv_dir)!r} is a file; --kv-dir must name the directory of a KV store")
     if not (kv_dir / "format.json").is_file():
-        fault = f"{str(kv_dir)!r} is not a KV store" if kv_dir.exists() else f"there is not a KV store {str(kv_dir)!r}"
+        fault = f"{str(kv_dir)!r} is not a KV store" if kv_dir.exists() else f"there is no KV store {str(kv_dir)!r}"
         raise StoreError(f"{fault}; check --kv-dir, or run kvrag precompute first")
 
 
@@ -149,8 +159,7 @@ def rm(
     if everything:
         if document or collection:
             raise InputError("--all erases every document; pass it without the options that name some")
-        source = context.get_parameter_source("namespace")
-        is_named = source is not None and source.name == "COMMANDLINE"
+        is_named = is_on_command_line(context, "namespace")
         _rm_all(kv_dir, namespace if is_named else None, yes=yes, as_json=as_json)
         return
     if not document and not collection:
