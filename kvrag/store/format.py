@@ -309,7 +309,8 @@ class Blob:
             raise BlobRejected("it can't be read", "unreadable", run.start)
         if len(data) != size:
             raise BlobRejected("it has the wrong length", layer=run.start)
-        return memoryview(data)
+        view = memoryview(data)
+        return memoryview(bytearray(view)) if view.readonly else view  # torch wants to be able to write
 
     def _prove(self, index: int, stored: memoryview, flat: torch.Tensor) -> torch.Tensor:
         """Return a layer's bytes, decrypted where they are encrypted."""
