@@ -37,6 +37,7 @@ from kvrag import (
 from kvrag.blend.quantise import convert, pack
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
+from kvrag.threads import POOL
 
 CHUNKS = make_chunks(5, words=30, seed=3)
 MakeEngine = Callable[..., KVRagEngine]
@@ -846,7 +847,7 @@ async def test_cancelling_a_task_stops_decoding(engine: KVRagEngine, monkeypatch
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.sleep(0.3)
-    assert not [t for t in threading.enumerate() if t.name == "kvrag-generate"]
+    assert not [job for job in POOL._threads.values() if job is not None]
 
 
 def test_a_cancelled_stream_says_so(engine: KVRagEngine) -> None:

@@ -1,4 +1,4 @@
-"""The query-time stages in their order, for one planned prompt: decide, load, stitch, select, repair. Ends with the first token's logits."""
+"""The query-time stages of one planned prompt: decide, load, stitch, select, repair. Ends with the first token's logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvrag.blend.decide import because, decide, decide_plan
+from kvrag.blend.decide import because, decide, decide_plan, in_words
 from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.quantise import parts
 from kvrag.blend.repair import deviation, may_shift, probe, repair
@@ -24,7 +24,7 @@ from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.prompt.plan import Plan
 from kvrag.store.base import KVStore
-from kvrag.store.holes import holes_of, in_words
+from kvrag.store.holes import holes_of
 from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,11 @@ class Prefilled:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     missed: Missed | None = None
+
+    def release(self) -> None:
+        """Free the buffer's memory now: a buffer and its layers refer to each other."""
+        if self.buffer is not None:
+            self.buffer.layers.clear()
 
 
 def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
@@ -131,7 +136,7 @@ def prefill(
     if holes:
         layout, also = decide(layout.without(holes), mode, config, num_layers=model.num_layers)
         reason = because(because(in_words(list(holes.values())), also), reason)
-    loaded_bytes = sum([kv.num_bytes for kv in kvs]) if layout.reused else 0
+    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors]) if layout.reused else 0
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     selected, logits = _blend(model, buffer, layout, kvs, ids, config, clock)
@@ -149,7 +154,7 @@ def prefill(
         exactness="full" if not layout.reused else "exact" if is_exact else "repaired",
         fallback_reason=reason,
         loaded_bytes=loaded_bytes,
-        has_other_prefix=any([segment.is_mismatched for segment in layout.stale]),
+        has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
     )
@@ -192,7 +197,8 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
     if len(kv.layers) != len(shapes):
         return False
     for layer, shape in zip(kv.layers, shapes, strict=True):
-        keys, values = ((shape.num_heads, num_tokens, dim) for dim in (shape.key_dim, shape.value_dim))
+        rows = shape.num_heads, num_tokens
+        keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
         if layer.scales is None:
             if (layer.keys.shape, layer.values.shape) != (keys, values):
                 return False

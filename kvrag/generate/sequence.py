@@ -31,7 +31,7 @@ from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.store import TieredStore
 from kvrag.store.base import KVStore
 from kvrag.store.keys import Naming
-from kvrag.threads import Deadline, ForkLock, Turns
+from kvrag.threads import Deadline, Turns, fork_lock
 from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -72,14 +72,16 @@ class Answering:
     store_config: StoreConfig
     write_back: WriteBack | None = None
     names: Naming = field(default_factory=Naming)
-    _lock: ForkLock = field(default_factory=ForkLock)
+    _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
         with self._lock:
-            spans, cursor = self._spans.setdefault(namespace, (SpanIndex(self.names.digest), 0))
+            if namespace not in self._spans:
+                self._spans[namespace] = SpanIndex(self.names.digest), 0
+            spans, cursor = self._spans[namespace]
         nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
             lambda: self.store.index.texts(namespace, cursor), nothing, what="the KV store's index"
@@ -180,7 +182,10 @@ class Answering:
         with TURNS.turn(cancel):
             mode: Mode = "full" if plan.refusal else request.mode
             done = _retry_without_reuse(attempt, mode, self._release)
-            yield replace(done, missed=missed) if missed else done, clock
+            try:
+                yield replace(done, missed=missed) if missed else done, clock
+            finally:
+                done.release()
 
     def _release(self) -> bool:
         """Free the memory of the store's uppermost tier, where another one is below it; return whether that is any."""
@@ -260,7 +265,9 @@ def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
     chunks = tuple(dict.fromkeys([*plan.missed, *given]))
     if request.mode == "full" or not chunks:
         return None
-    head = plan.pieces[0].piece.text  # where it is no known prefix, it may hold a question: nothing is encoded behind that
+    head = plan.pieces[
+        0
+    ].piece.text  # where it is no known prefix, it may hold a question: nothing is encoded behind that
     prefix = head if head in request.prefixes else request.prefixes[0]
     return Missed(chunks, prefix, request.namespace, erasures)
 
@@ -317,7 +324,7 @@ class EngineStats:
     """How answers were made since an engine was opened: totals over requests, thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = ForkLock()
+        self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
 
     def count(self, result: Accounting) -> None:

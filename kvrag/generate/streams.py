@@ -41,7 +41,9 @@ class _Base:
     def result(self) -> GenerationResult:
         """The finished :class:`~kvrag.types.GenerationResult`; available once the stream has ended."""
         if self._result is None:
-            state = "was cancelled before its first token" if self._is_over else "has not ended; read it to its end first"
+            state = (
+                "was cancelled before its first token" if self._is_over else "has not ended; read it to its end first"
+            )
             raise RuntimeError(f"the stream {state}")
         return self._result
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.attention import ragged_attention
 from kvrag.model.rows import EVERYTHING, Reach, RowPlan
-from kvrag.threads import ForkLock
+from kvrag.threads import fork_lock
 
 ATTENTION, DENSE, PROBE = "kvrag", "kvrag_dense", "kvrag_probe"
 """Names of the implementations: neither "flash" nor "/", to which transformers gives a meaning of their own."""
@@ -72,14 +72,14 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_locks: weakref.WeakKeyDictionary[PreTrainedModel, ForkLock] = weakref.WeakKeyDictionary()
-_locks_guard = ForkLock()
+_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_guard = fork_lock()
 
 
-def lock_of(model: PreTrainedModel) -> ForkLock:
+def lock_of(model: PreTrainedModel) -> threading.RLock:
     """Return the one lock of a model, however many engines use it: its attention is switched during a forward."""
     with _locks_guard:
-        return _locks.setdefault(model, ForkLock())
+        return _locks.setdefault(model, fork_lock())
 
 
 @contextmanager

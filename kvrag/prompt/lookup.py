@@ -9,7 +9,7 @@ from kvrag.config import KV_DTYPES
 from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.store.base import KVStore, TextLookup
 from kvrag.threads import Deadline
-from kvrag.types import ChunkIdentity, KVDtype, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, TextEntry
 
 TokenIds = tuple[int, ...]
 
@@ -43,7 +43,8 @@ class Lookup:
     def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
         """Return those whose KV is stored."""
         keys = {chunk_key(identity): identity for identity in identities}
-        found = self.deadline.ask(lambda: {k for k in keys if self.store.contains(k)}, set(), what="the KV store")
+        nothing = set[ChunkKey]()
+        found = self.deadline.ask(lambda: {k for k in keys if self.store.contains(k)}, nothing, what="the KV store")
         return {keys[key] for key in found}
 
     def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:

@@ -76,7 +76,9 @@ class PartFinder:
         places = [self.scanner.head_places(p.text) if p.kind == "live" else [] for p in pieces]
         if not any(places):
             return list(pieces)
-        stored = self._stored([p.text[a : a + ANCHOR_CHARS] for p, starts in zip(pieces, places, strict=True) for a in starts])
+        stored = self._stored(
+            [p.text[a : a + ANCHOR_CHARS] for p, starts in zip(pieces, places, strict=True) for a in starts]
+        )
         out: list[Piece] = []
         looks = MAX_LOOKS
         for piece, starts in zip(pieces, places, strict=True):

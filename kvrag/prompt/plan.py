@@ -92,7 +92,7 @@ class Plan:
     @property
     def has_mismatch(self) -> bool:
         """Whether a chunk will be used that was encoded behind another prefix."""
-        return any([piece.is_mismatched for piece in self.pieces])
+        return any(piece.is_mismatched for piece in self.pieces)
 
     @property
     def identities(self) -> list[ChunkIdentity]:
@@ -178,7 +178,7 @@ class _Draft:
     ) -> None:
         if head is None and rest and rest[0].kind == "live":
             head, rest = rest[0], rest[1:]
-        elif head is not None and not any([piece.kind == "chunk" for piece in rest]):
+        elif head is not None and not any(piece.kind == "chunk" for piece in rest):
             head, rest = Piece("".join([p.text for p in (head, *rest)])), []
         self._encoder, self._lookup, self._min_tokens = encoder, lookup, min_tokens
         self._head, self._rest = head or Piece(""), rest
@@ -232,14 +232,14 @@ class _Draft:
         reason = self._lookup.deadline.fault or "no stored KV for this prefix"
         return PlannedPiece(self._head, self._head_ids, reason=reason)
 
-    def _planned(
-        self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next_to_head: bool
-    ) -> list[PlannedPiece]:
+    def _planned(self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next_to_head: bool) -> list[PlannedPiece]:
         """Plan one piece; two come of a chunk without KV whose first part is that of a stored one."""
         if piece.kind == "live":
             return [PlannedPiece(piece, ids)]
         if len(ids) < self._min_tokens:
-            return [PlannedPiece(piece, ids, reason=f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}")]
+            return [
+                PlannedPiece(piece, ids, reason=f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}")
+            ]
         if (planned := self._stored(piece, ids, is_next_to_head)) is not None:
             return [planned]
         missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
@@ -252,9 +252,8 @@ class _Draft:
 
     def _why_missing(self, piece: Piece, ids: TokenIds) -> str:
         if (other := self._found.get(ids)) is not None:
-            return (
-                f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for: precompute it again, or ask for that"
-            )
+            asked = f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for"
+            return f"{asked}: precompute it again, or ask for that"
         known = "not precomputed" if piece.is_given else "the text is known, but there is no KV of this model for it"
         return self._lookup.deadline.fault or f"{known}: precompute it with this model"
 

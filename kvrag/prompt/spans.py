@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvrag.errors import InputError
 from kvrag.identity.fingerprint import text_digest
-from kvrag.threads import ForkLock
+from kvrag.threads import fork_lock
 from kvrag.types import Span, TextEntry
 
 ANCHOR_CHARS = 32
@@ -82,7 +82,7 @@ class SpanIndex:
 
     def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
         self._digest_of = digest_of
-        self._lock = ForkLock()
+        self._lock = fork_lock()
         self._entries: dict[str, TextEntry] = {}
         self._base = _Table.build(())
         self._overflow = _Table.build(())

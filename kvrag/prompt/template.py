@@ -63,9 +63,9 @@ class PromptEncoder(SegmentTokenizer):
         """
         if isinstance(prompt, str):
             pieces = [Piece(prompt)]
-        elif isinstance(prompt, Sequence) and prompt and all([isinstance(m, Mapping) for m in prompt]):
+        elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
             pieces = [Piece(self.render(prompt))]  # type: ignore[arg-type]
-        elif isinstance(prompt, Sequence) and all([isinstance(s, (str, Chunk)) for s in prompt]):
+        elif isinstance(prompt, Sequence) and all(isinstance(s, (str, Chunk)) for s in prompt):
             pieces = list(_given(prompt))  # type: ignore[arg-type]
         else:
             raise InputError(
@@ -74,7 +74,7 @@ class PromptEncoder(SegmentTokenizer):
             )
         for piece in pieces:
             check_encodable(piece.text)
-        if not any([piece.text.strip() for piece in pieces]):
+        if not any(piece.text.strip() for piece in pieces):
             raise InputError("the prompt is empty; pass some text, messages or segments")
         return pieces
 

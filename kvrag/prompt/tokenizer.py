@@ -15,6 +15,7 @@ What is left are merges across a seam, such as ``.`` and a line break; :func:`co
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvrag.errors import ConfigError, InputError, ModelError
-from kvrag.threads import ForkLock
+from kvrag.threads import fork_lock
 
 ANCHORS = ("\n", ".", "|", "0")
 """Texts to tokenise a continuation behind, tried in this order: the first whose own ids stay as they are is taken."""
@@ -35,14 +36,14 @@ counts as changed."""
 MAX_RUN = 256
 """Tokens, of both tokenisations together, within which they must come together again; else all that follows counts as changed."""
 
-_locks: weakref.WeakKeyDictionary[Any, ForkLock] = weakref.WeakKeyDictionary()
-_locks_guard = ForkLock()
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_guard = fork_lock()
 
 
-def _lock_of(tokenizer: Any) -> ForkLock:
+def _lock_of(tokenizer: Any) -> threading.RLock:
     """Return the one lock of a tokenizer, however many engines use it."""
     with _locks_guard:
-        return _locks.setdefault(tokenizer, ForkLock())
+        return _locks.setdefault(tokenizer, fork_lock())
 
 
 class SegmentTokenizer:
