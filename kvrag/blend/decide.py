@@ -34,7 +34,7 @@ def decide_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: int
     layout = lay_out(plan)
     refusal = plan.refusal
     if mode == "prefix" and plan.kv_dtype != "auto":
-        refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's KV is quantised to {plan.kv_dtype}"
+        refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
     if refusal is not None:
         return _nothing(layout), refusal
     layout, reason = decide(layout, mode, config, num_layers=num_layers)
