@@ -95,7 +95,7 @@ _HOME = {
     "PrecomputeReport": "kvrag.types",
     "PrefillResult": "kvrag.types",
     "RepairConfig": "kvrag.config",
-    "Retention": "kvrag.store.base",
+    "Retention": "kvrag.store",
     "SamplingConfig": "kvrag.config",
     "ScoreResult": "kvrag.types",
     "StoreConfig": "kvrag.config",

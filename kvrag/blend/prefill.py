@@ -12,7 +12,6 @@ import torch
 
 from kvrag.blend.decide import because, decide, decide_plan, in_words
 from kvrag.blend.layout import Layout, num_rows_of
-from kvrag.blend.quantise import parts
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import needs_of, select_rows
 from kvrag.blend.stitch import stitch
@@ -23,8 +22,8 @@ from kvrag.model import CausalLM
 from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.prompt.plan import Plan
-from kvrag.store.base import KVStore
-from kvrag.store.holes import holes_of
+from kvrag.store import TieredStore
+from kvrag.store.layers import parts
 from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
@@ -70,9 +69,9 @@ class Prefilled:
     missed: Missed | None = None
 
     def release(self) -> None:
-        """Free the buffer's memory now: a buffer and its layers refer to each other."""
+        """Free the buffer's memory now, whoever still holds this."""
         if self.buffer is not None:
-            self.buffer.layers.clear()
+            self.buffer.layers = ()
 
 
 def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
@@ -95,7 +94,7 @@ def outcome_of(plan: Plan, mode: Mode, config: RepairConfig, model: CausalLM | P
 
 def prefill(
     model: CausalLM | PlainLM,
-    store: KVStore,
+    store: TieredStore,
     plan: Plan,
     *,
     mode: Mode,
@@ -145,7 +144,7 @@ def prefill(
     kv_dtype: KVDtype = dtypes.pop() if dtypes and has_cached else "auto"
     is_exact = kv_dtype == "auto" and len(selected) == num_rows_of(layout.stale)
     return Prefilled(
-        extend=_extension(model, buffer),
+        extend=model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
         token_ids=plan.token_ids,
@@ -161,7 +160,12 @@ def prefill(
 
 
 def _load(
-    identities: list[ChunkIdentity], layout: Layout, store: KVStore, shapes: Sequence[LayerShape], *, timeout_s: float
+    identities: list[ChunkIdentity],
+    layout: Layout,
+    store: TieredStore,
+    shapes: Sequence[LayerShape],
+    *,
+    timeout_s: float,
 ) -> tuple[list[ChunkKV], dict[int, Hole]]:
     """Load what a layout reuses.
 
@@ -175,15 +179,14 @@ def _load(
     sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
     wanted = [identities[source] for source in sources]
     try:
-        found = store.get_many(wanted, timeout_s=timeout_s)
+        found: list[ChunkKV | Hole] = store.get_many(wanted, timeout_s=timeout_s)
     except Exception as error:  # a fault below costs time, never the answer
         logger.warning("the KV store failed to load (%s); computing instead", error)
-        found = [None] * len(wanted)
-    told = {hole.key: hole for hole in holes_of(store, dict(zip(wanted, found, strict=True)))}
+        found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
     kvs, holes = [ChunkKV(())] * len(identities), {}
     for source, identity, kv in zip(sources, wanted, found, strict=True):
-        if kv is None:
-            holes[source] = told[chunk_key(identity)]
+        if isinstance(kv, Hole):
+            holes[source] = kv
         elif _fits(kv, len(identity.token_ids), shapes):
             kvs[source] = kv
         else:  # anyone who can write to a store that is not encrypted can lie
@@ -210,16 +213,6 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
         if [tensor.shape for tensor in layer.tensors] != wanted:
             return False
     return True
-
-
-def _extension(model: CausalLM, buffer: KVBuffer) -> Extend:
-    """Return what computes the rows after the last valid one of a buffer."""
-
-    def extend(ids: torch.Tensor) -> torch.Tensor:
-        rows = slice(buffer.length, buffer.length + len(ids))
-        return model.forward(ids, rows, buffer, logits=len(ids))[0][0]
-
-    return extend
 
 
 def _wait_for(logits: torch.Tensor) -> None:

@@ -28,9 +28,7 @@ from kvrag.prompt.lookup import Lookup
 from kvrag.prompt.plan import Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
-from kvrag.store import TieredStore
-from kvrag.store.base import KVStore
-from kvrag.store.keys import Naming
+from kvrag.store import Naming, TieredStore
 from kvrag.threads import Deadline, Turns, fork_lock
 from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, Mode, TextEntry
 
@@ -68,7 +66,7 @@ class Answering:
     """
 
     loaded: LoadedModel
-    store: KVStore
+    store: TieredStore
     store_config: StoreConfig
     write_back: WriteBack | None = None
     names: Naming = field(default_factory=Naming)
@@ -84,10 +82,10 @@ class Answering:
             spans, cursor = self._spans[namespace]
         nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
-            lambda: self.store.index.texts(namespace, cursor), nothing, what="the KV store's index"
+            lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's catalog"
         )
         if new:
-            spans.add([self.names.reveal(entry) for entry in new])
+            spans.add([self.names.unmask(entry) for entry in new])
         with self._lock:  # a request that read less does no harm: texts that are known are skipped
             self._spans[namespace] = (spans, cursor)
         return spans
@@ -189,7 +187,7 @@ class Answering:
 
     def _release(self) -> bool:
         """Free the memory of the store's uppermost tier, where another one is below it; return whether that is any."""
-        return self.store.release() > 0 if isinstance(self.store, TieredStore) else False
+        return self.store.release() > 0
 
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvrag.config import KV_DTYPES
 from kvrag.identity.fingerprint import chunk_key, content_key
-from kvrag.store.base import KVStore, TextLookup
+from kvrag.store import TieredStore
 from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, TextEntry
 
@@ -30,7 +30,7 @@ class Lookup:
         How the KV is kept.
     """
 
-    store: KVStore
+    store: TieredStore
     model: str
     namespace: str
     deadline: Deadline
@@ -44,7 +44,7 @@ class Lookup:
         """Return those whose KV is stored."""
         keys = {chunk_key(identity): identity for identity in identities}
         nothing = set[ChunkKey]()
-        found = self.deadline.ask(lambda: {k for k in keys if self.store.contains(k)}, nothing, what="the KV store")
+        found = self.deadline.ask(lambda: self.store.known(keys), nothing, what="the KV store")
         return {keys[key] for key in found}
 
     def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
@@ -56,19 +56,17 @@ class Lookup:
             for ids in runs:
                 for dtype in dtypes:
                     identity = replace(self.identity(ids, ""), kv_dtype=dtype)
-                    if variants := self.store.index.variants(content_key(identity)):
-                        found[ids] = replace(identity, prefix=variants[-1].prefix)
+                    if variants := self.store.catalog.variants(content_key(identity)):
+                        found[ids] = replace(identity, prefix=variants[-1].prefix, context=variants[-1].context)
                         break
             return found
 
         nothing: dict[TokenIds, ChunkIdentity] = {}
-        return self.deadline.ask(find, nothing, what="the KV store's index") if runs else nothing
+        return self.deadline.ask(find, nothing, what="the KV store's catalog") if runs else nothing
 
     def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
         """Return, by digest, the token ids of those texts that have KV of this model."""
         store, nothing = self.store, dict[str, list[ChunkIdentity]]()
-        if not isinstance(store, TextLookup):
-            return {}
         found = self.deadline.ask(
             lambda: {entry.digest: store.identities(self.namespace, entry.digest) for entry in entries},
             nothing,
@@ -76,6 +74,8 @@ class Lookup:
         )
         own = self.identity((), "")
         return {
-            digest: list(dict.fromkeys([i.token_ids for i in ids if replace(i, prefix="", token_ids=()) == own]))
+            digest: list(
+                dict.fromkeys([i.token_ids for i in ids if replace(i, prefix="", context="", token_ids=()) == own])
+            )
             for digest, ids in found.items()
         }

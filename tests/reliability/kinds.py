@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvrag.store.guard import Guard
+from kvrag.store.keys import Keys
 from world import CONFIG, LONG_TOKENS
 
 from kvrag.blend.quantise import convert
@@ -14,8 +16,6 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind
-from kvrag.store.guard import Guard
-from kvrag.store.keys import Keys
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype
 

@@ -8,11 +8,11 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from kvrag.store.index import FILES
 from world import CONFIG, Outcome, agree, key, put, state
 
 from kvrag.errors import StoreError
 from kvrag.store import DiskStore
-from kvrag.store.index import FILES
 
 TRIES = 5
 RAN = "CREATE TABLE IF NOT EXISTS ran (x)"
