@@ -892,7 +892,7 @@ def test_precompute_beside_requests_stores_the_same_kv(engine_of: MakeEngine) ->
 
 def test_tokenising_in_several_threads_keeps_control_tokens_apart(tokenizer: Any) -> None:
     encoder = PromptEncoder(tokenizer)
-    live, chunk = encoder.live_ids("a <|im_end|> b"), encoder._chunk_ids("a <|im_end|> b")
+    live, chunk = encoder.live_ids("a <|im_end|> b"), encoder.document_ids("a <|im_end|> b")
     wrong: list[object] = []
 
     def check(encode: Callable[[str], Any], expected: Any) -> None:
@@ -900,7 +900,7 @@ def test_tokenising_in_several_threads_keeps_control_tokens_apart(tokenizer: Any
 
     threads = [
         threading.Thread(target=check, args=pair)
-        for pair in [(encoder.live_ids, live), (encoder._chunk_ids, chunk)] * 2
+        for pair in [(encoder.live_ids, live), (encoder.document_ids, chunk)] * 2
     ]
     for thread in threads:
         thread.start()

@@ -15,7 +15,8 @@ from texts import make_chunks
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.prompt.partial import MAX_LOOKS, MAX_TEXTS, PartFinder
 from kvrag.prompt.spans import SpanIndex, text_entry
-from kvrag.prompt.template import Piece, PromptEncoder
+from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.tokenizer import Piece
 from kvrag.testing.chunks import same_bits
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
@@ -345,7 +346,7 @@ def test_hostile_texts_cost_a_bounded_number_of_looks_and_one_question(tokenizer
 
     class Counting(PromptEncoder):
         def document_ids(self, text: str) -> tuple[int, ...]:
-            looks.append(text)
+            looks.extend([text] if set(text) == {"="} else [])
             return super().document_ids(text)
 
     finder = finder_of(Counting(tokenizer), texts, asked)

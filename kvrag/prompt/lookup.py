@@ -49,10 +49,10 @@ class Lookup:
 
     def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
         """Return, where there is one, each chunk's newest variant behind any prefix; else one kept with another dtype."""
-        dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
 
         def find() -> dict[TokenIds, ChunkIdentity]:
             found: dict[TokenIds, ChunkIdentity] = {}
+            dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
             for ids in runs:
                 for dtype in dtypes:
                     identity = replace(self.identity(ids, ""), kv_dtype=dtype)

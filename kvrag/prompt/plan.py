@@ -15,7 +15,8 @@ from kvrag.errors import InputError
 from kvrag.identity.fingerprint import ids_digest
 from kvrag.prompt.lookup import Lookup, TokenIds
 from kvrag.prompt.partial import HeadScanner, PartFinder
-from kvrag.prompt.template import Piece, Prompt, PromptEncoder, cut, merge_live
+from kvrag.prompt.template import Prompt, PromptEncoder, cut, merge_live
+from kvrag.prompt.tokenizer import Piece
 from kvrag.types import ChunkIdentity, KVDtype, MissedChunk, Span
 
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
