@@ -29,7 +29,7 @@ from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute, replaced_ids
 from kvrag.prompt.template import Prefix, Prompt, PromptEncoder, prefix_text
 from kvrag.store import Prefetch, Retention, TieredStore, members, on_accelerator, open_store
-from kvrag.threads import ForkLock
+from kvrag.threads import fork_lock
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -83,7 +83,7 @@ class KVRagEngine:
 
     _shared: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], KVRagEngine]] = weakref.WeakValueDictionary()
     _recent: ClassVar[dict[KVRagEngine, None]] = {}  # the latest engines of get(), oldest first
-    _shared_lock = ForkLock()
+    _shared_lock = fork_lock()
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class KVRagEngine:
         self._prefix = prefix
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats = EngineStats()
-        self._lock = ForkLock()
+        self._lock = fork_lock()
         self._loaded: LoadedModel | None = None
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
