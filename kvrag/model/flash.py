@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 import kvrag_kernels
 from kvrag.errors import InputError, UnsupportedModelError
-from kvrag.model.key_sources import attention_modules
+from kvrag.model.candidates import attention_modules
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
 from kvrag.model.forward import MaskFunction, lock_of, refuse_unknown

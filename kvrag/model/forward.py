@@ -1,9 +1,9 @@
-"""One forward, as transformers sees it: the cache that its layers write to, and the attention and the mask that it finds by name.
+"""One forward as transformers sees it: the cache that its layers write to, and the attention and the mask that it finds by name.
 
 Nothing is patched. For the time of a forward the model's config names kvrag's attention; transformers dispatches to :func:`_attention`
-and :func:`_mask`, and they ask which forward of kvrag's runs in this thread. In any other thread the model's own attention runs: a model
-that was handed in stays usable by its owner meanwhile. Where attention can't be replaced (it never asks for an attention function),
-the model's own mask is evaluated at the rows' true positions instead.
+and :func:`_mask`, and they look which forward of kvrag's runs in this thread. In any other thread the model's own attention runs: its owner
+can use a model meanwhile. Attention that can't be replaced (it never asks for an attention function) gets the model's own mask instead,
+evaluated at the rows' true positions.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,17 +39,9 @@ BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 """``(layer, all keys, all values, fresh keys, fresh values)``, tensors ``(1, H_kv, ·, D)``: may change the buffers in place."""
 
 _UNDERSTOOD = frozenset(
-    # The limits come from the model's own mask function (see traits), the rows from Rows, and dropout is off outside training.
-    (
-        "sliding_window",
-        "position_ids",
-        "cache_position",
-        "dropout",
-        "use_cache",
-        "output_attentions",
-        "output_router_logits",
-    )
+    "sliding_window position_ids cache_position dropout use_cache output_attentions output_router_logits".split()
 )
+"""Options that change nothing here: limits come from the model's own mask, rows from Rows, and dropout is off outside training."""
 
 
 class StopForward(Exception):
@@ -74,17 +67,13 @@ class Forward(Cache):  # type: ignore[misc]
         Of the model.
     reach
         How far back each attention module sees, by its ``id``.
-    weighed
-        The ``id``s of the modules whose attention is collected in ``mass``.
-    mass
-        Collects attention mass, or ``None``.
-    final
-        The ``id`` of the last attention module that is needed: what it returns matters for the last ``outputs`` rows alone, because
-        nothing mixes rows after it.
-    outputs
-        Last rows that somebody will look at.
+    weighed, mass
+        The ``id``s of the modules whose attention is collected, and where.
+    final, outputs
+        The ``id`` of the last attention module that is needed, and the last rows that somebody will look at: what that module returns
+        matters for them alone, because nothing mixes rows after it.
     before_write
-        Called in each layer before its fresh rows are written, or ``None``.
+        Called in each layer before its fresh rows are written.
     tells_offsets
         Whether a layer takes the positions of its fresh rows from the cache's length (Llama 4 scales queries by them): then the length
         that it is told is such that counting on from it gives the rows' own positions, scattered or not.
@@ -99,7 +88,7 @@ class Forward(Cache):  # type: ignore[misc]
         device: torch.device,
         *,
         reach: Mapping[int, Reach] | None = None,
-        weighed: frozenset[int] = frozenset(),
+        weighed: Sequence[int] = (),
         mass: Mass | None = None,
         final: int | None = None,
         outputs: int = 0,
@@ -112,7 +101,8 @@ class Forward(Cache):  # type: ignore[misc]
         self.limits = Limits(self.hi, rows.stop, rows.positions, rows.first, rows.prefix)
         self.positions = self.hi if rows.positions is None else rows.positions
         self.reach, self.weighed, self.mass, self.final, self.outputs = reach or {}, weighed, mass, final, outputs
-        self.is_dense, self.observed = is_dense, None
+        self.is_dense = is_dense
+        self.observed: Observed | None = None
         self._rows, self._kv, self._before_write, self._tells_offsets = rows, kv, before_write, tells_offsets
 
     def update(
@@ -120,7 +110,8 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
         stop, slots = self._rows.stop, self._rows.slots
-        keys, values = (x[:, :, :stop] for x in self._kv.layers[layer_idx])
+        keys, values = self._kv.layers[layer_idx]
+        keys, values = keys[:, :, :stop], values[:, :, :stop]
         if self._before_write is not None:
             self._before_write(layer_idx, keys, values, key_states, value_states)
         keys[:, :, slots] = key_states
@@ -137,27 +128,20 @@ class Forward(Cache):  # type: ignore[misc]
         """Return the visible length and offset 0: a row's index is its position."""
         return self._rows.stop, 0
 
-    def attend(self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Attend in one layer; in the last layer that is needed, only for the rows that somebody will look at: the others get zeros.
+    def attend_last(
+        self, query: torch.Tensor, value: torch.Tensor, mass: Mass | None, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Attend in the last layer that is needed: for the rows that somebody will look at, the others get zeros.
 
         Raises
         ------
         StopForward
             If nobody looks at the layer's output at all.
         """
-        mass = self.mass if id(module) in self.weighed else None
-        if id(module) != self.final:
-            return ragged_attention(query, key, value, self.limits, mass=mass, **options)
         total, wanted = query.shape[2], max(self.outputs, 0 if mass is None else mass.rows)
-        if wanted >= total:
-            out = ragged_attention(query, key, value, self.limits, mass=mass, **options)
-        else:
-            out = query.new_zeros((*query.shape[:3], value.shape[-1]))
-            if wanted:
-                last = slice(total - wanted, total)
-                out[:, :, last] = ragged_attention(
-                    query[:, :, last], key, value, self.limits.last(wanted), mass=mass, **options
-                )
+        out = attend(query, limits=self.limits) if wanted >= total else query.new_zeros((*query.shape[:3], value.shape[-1]))
+        if 0 < wanted < total:
+            out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], limits=self.limits.last(wanted))
         if not self.outputs:
             raise StopForward
         return out
@@ -210,7 +194,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     config._attn_implementation = ATTENTION
     _current.running = what
     try:
-        with evaluating(model):
+        with evaluating(model) if model.training else nullcontext():
             yield
     finally:
         config._attn_implementation = _own[id(config)][0] if before == ATTENTION else before
@@ -272,17 +256,20 @@ def _attention(
         refuse_unknown(module, others)
     if forward.observed is not None:
         forward.observed.masks[id(module)] = forward.observed.made.get(id(attention_mask), (None, None))[1]
-    out = forward.attend(
-        module,
-        query,
-        key,
-        value,
+    mass = forward.mass if id(module) in forward.weighed else None
+    attend = partial(
+        ragged_attention,
+        keys=key,
+        values=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         reach=forward.reach.get(id(module), EVERYTHING),
         softcap=softcap,
         sinks=s_aux,
+        mass=mass,
     )
-    return out.transpose(1, 2), None
+    if id(module) == forward.final:
+        return forward.attend_last(query, value, mass, attend).transpose(1, 2), None
+    return attend(query, limits=forward.limits).transpose(1, 2), None
 
 
 def _attention_of(module: Any, name: str | None) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
