@@ -1,31 +1,264 @@
-"""Ask something that may be slow or broken, and go on without its answer."""
+"""The only module that makes threads: run actions in other threads, take turns, and wait for results within a time budget.
+
+The pools of the standard library wait at exit for whatever runs, however long it takes. These don't: their threads are daemons, so a read
+that hangs can't keep the process alive. A daemon that is still inside torch when the interpreter goes away would abort the process, so at
+exit all work is cancelled and joined first, for at most :data:`EXIT_WAIT_S` seconds.
+"""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from queue import SimpleQueue
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Jobs = SimpleQueue[tuple[Callable[[], None], threading.Lock]]
-"""What a thread waits for: something to do, and what to release when it is over."""
 
-MOST_IDLE = 4
-"""Most threads that wait for the next question; to start one takes longer than to ask most questions."""
+MAX_IDLE = 4
+"""Threads of a pool that are kept for the next action; starting one takes longer than most actions."""
+
+EXIT_WAIT_S = 10.0
+"""Seconds that the end of the process waits for actions under way."""
+
+EXIT_GRACE_S = 1.0
+"""Seconds after which an action that has a cancel event and goes on all the same gets a ``SystemExit``."""
+
+CANCEL_POLL_S = 0.1
+"""Seconds between two looks at the cancel event of a thread that waits for its turn."""
+
+
+_forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
+
+
+class _Forkable:
+    """Begins anew in a forked child: the parent's other threads are not there, and what they held would stay held."""
+
+    def __init__(self) -> None:
+        self._reset()
+        _forkable.add(self)
+
+    def _reset(self) -> None:
+        raise NotImplementedError
+
+
+def _reset_all() -> None:
+    for each in list(_forkable):
+        each._reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)
+
+
+class ForkLock(_Forkable):
+    """A re-entrant lock for ``with``; free in a forked child, whichever thread of the parent held it."""
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Turns(_Forkable):
+    """Lets a few threads in at a time, in the order in which they came.
+
+    Parameters
+    ----------
+    limit
+        How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        super().__init__()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._waiting: deque[object] = deque()
+        self._num_inside = 0
+
+    @contextmanager
+    def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
+        """Wait for a turn, and have it until the context ends.
+
+        Raises
+        ------
+        CancelledError
+            If ``cancel`` is set before the turn comes.
+        """
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while self._num_inside >= self._limit or self._waiting[0] is not ticket:
+                    self._changed.wait(None if cancel is None else CANCEL_POLL_S)
+                    if cancel is not None and cancel.is_set():
+                        raise CancelledError
+                self._num_inside += 1
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+
+class _Job:
+    """One action, its future, and the event that cancels it."""
+
+    __slots__ = ("action", "cancel", "future")
+
+    def __init__(self, action: Callable[[], Any], cancel: threading.Event | None) -> None:
+        self.action, self.cancel, self.future = action, cancel, Future[Any]()
+
+
+class Pool(_Forkable):
+    """Daemon threads that run actions; fresh after a fork; cancelled and joined, within a bound, at interpreter exit.
+
+    Parameters
+    ----------
+    name
+        Name of the threads.
+    max_threads
+        Actions that run at the same time; more wait for their turn. ``None``: each action runs at once, in a thread of its own if it must.
+    """
+
+    def __init__(self, name: str, max_threads: int | None = None) -> None:
+        self._name, self._max_threads = name, max_threads
+        super().__init__()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._jobs: deque[_Job] = deque()
+        self._threads: dict[threading.Thread, _Job | None] = {}
+        self._num_idle = 0  # threads that will take a job: they wait for one, or are about to
+        self._is_over = False
+
+    def submit(self, action: Callable[[], T], *, cancel: threading.Event | None = None) -> Future[T]:
+        """Run an action in another thread.
+
+        Parameters
+        ----------
+        action
+            Whatever it raises becomes the future's exception.
+        cancel
+            Set at interpreter exit, for an action that looks at it.
+
+        Raises
+        ------
+        RuntimeError
+            If no thread can be had: too many run, or the interpreter is about to exit.
+        """
+        job = _Job(action, cancel)
+        with self._changed:
+            if self._is_over:
+                raise RuntimeError("the interpreter is about to exit")
+            self._jobs.append(job)
+            if len(self._jobs) <= self._num_idle:
+                self._changed.notify()
+            elif self._max_threads is None or len(self._threads) < self._max_threads:
+                self._start(job)
+        return job.future
+
+    def _start(self, job: _Job) -> None:
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        self._threads[thread] = None
+        self._num_idle += 1
+        try:
+            thread.start()
+        except RuntimeError:
+            del self._threads[thread]
+            self._num_idle -= 1
+            self._jobs.remove(job)
+            raise
+
+    def _work(self) -> None:
+        thread = threading.current_thread()
+        while (job := self._next(thread)) is not None:
+            result, error = None, None
+            if job.future.set_running_or_notify_cancel():
+                try:
+                    result = job.action()
+                except BaseException as raised:
+                    error = raised
+            with self._changed:  # before the result is there: whoever submits again at once finds this thread
+                self._num_idle += 1
+                self._threads[thread] = None
+            if error is not None:
+                job.future.set_exception(error)
+            elif not job.future.cancelled():
+                job.future.set_result(result)
+            del job, result, error  # they may hold chunks, and the next job may be long in coming
+
+    def _next(self, thread: threading.Thread) -> _Job | None:
+        """Wait for a job; ``None`` where the thread is not needed any more."""
+        with self._changed:
+            while not self._jobs:
+                if self._is_over or self._num_idle > MAX_IDLE:
+                    self._num_idle -= 1
+                    del self._threads[thread]
+                    return None
+                self._changed.wait()
+            self._num_idle -= 1
+            job = self._threads[thread] = self._jobs.popleft()
+            return job
+
+    def _end(self) -> dict[threading.Thread, _Job | None]:
+        """Take no more jobs, cancel those that there are, and return the threads with what they run."""
+        with self._changed:
+            self._is_over = True
+            waiting, threads = list(self._jobs), dict(self._threads)
+            self._jobs.clear()
+            self._changed.notify_all()
+        for job in waiting:
+            job.future.cancel()
+        for job in filter(None, (*waiting, *threads.values())):
+            if job.cancel is not None:
+                job.cancel.set()
+        return threads
+
+
+@atexit.register
+def _end_all() -> None:
+    """Cancel what runs and join it; what can be cancelled and doesn't look at its event is ended where it next comes back to Python."""
+    start = time.monotonic()
+    pools = [each for each in list(_forkable) if isinstance(each, Pool)]
+    running = {thread: job for pool in pools for thread, job in pool._end().items()}
+    for deadline in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
+        for thread in running:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for thread, job in running.items():
+            if thread.is_alive() and thread.ident is not None and job is not None and job.cancel is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+POOL = Pool("kvrag")
+"""Shared by all of kvrag: one thread for each action under way, and a few that wait for the next."""
 
 
 class Deadline:
-    """A time budget over several questions; once it is spent, or a question failed, the rest get their defaults at once.
+    """A time budget for several results; once it is spent, or one was late, the rest get their defaults at once.
 
     Parameters
     ----------
     seconds
-        The budget. What counts is the time that answers are waited for, not what the asker does between its questions.
+        The budget. Only waiting counts, not what happens between two results.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -36,91 +269,39 @@ class Deadline:
         """Why the rest gets no answers, in words; ``None`` as long as it does."""
 
     def ask(self, action: Callable[[], T], default: T, *, what: str) -> T:
-        """Run an action in another thread and return its result, or the default when it is late, raises, or there is no thread.
-
-        A thread that hangs in a read is left behind: it is a daemon and holds nothing that a request needs.
-        """
+        """Run an action in another thread and return its result, or the default: it is late, raises, or there is no thread."""
         if self.fault is not None:
             return default
-        answer: list[Any] = []
-        failure: list[str] = []
-
-        def run() -> None:
-            try:
-                answer.append(action())
-            except Exception as error:  # a fault of the store must not break the answer
-                logger.warning("%s failed (%s); computing instead", what, error)
-                failure.append(f"the store failed ({error})")
-
-        start = time.monotonic()
         try:
-            over = ASKERS.begin(run)
-        except RuntimeError as error:  # too many threads, or the interpreter is about to exit
+            future = POOL.submit(action)
+        except RuntimeError as error:
             logger.warning("%s could not be asked (%s); computing instead", what, error)
             self.fault = f"the store could not be asked ({error})"
             return default
-        over.acquire(timeout=min(self.left_s, threading.TIMEOUT_MAX))
-        self.left_s = max(0.0, self.left_s - (time.monotonic() - start))
-        if answer:
-            return answer[0]  # type: ignore[no-any-return]
-        if failure:
-            self.fault = failure[0]
-        else:
-            self.left_s = 0.0
-            self.fault = f"the store did not answer within {self._seconds:g} s"
-            logger.warning("%s did not answer in time; computing instead", what)
-        return default
+        return self.result(future, default, what=what)
 
+    def result(self, future: Future[T], default: T, *, what: str) -> T:
+        """Return a future's result if it comes in time; else log why, set ``fault``, and return the default.
 
-class Askers:
-    """The threads of a process that ask: one for each question under way, and a few that wait for the next.
-
-    What hangs keeps its thread, and nobody else's question waits behind it. A forked child has none of its parent's.
-    """
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        # Nothing but pop and append, each of which is one step for all threads: there is no lock that a fork could find taken.
-        self._idle: list[Jobs] = []
-        self._pid = os.getpid()  # last: until then, the child's other threads don't take the parent's for theirs
-
-    def begin(self, action: Callable[[], None]) -> threading.Lock:
-        """Run an action in another thread, and return a lock that can be had once it is over.
-
-        Raises
-        ------
-        RuntimeError
-            If no thread is idle and none can be started.
+        An action that hangs is left behind in its thread.
         """
-        if self._pid != os.getpid():
-            self._reset()
-        over = threading.Lock()
-        over.acquire()
+        start = time.monotonic()
         try:
-            jobs = self._idle.pop()
-        except IndexError:
-            jobs = Jobs()
-            threading.Thread(target=self._serve, args=(jobs, self._idle), name="kvrag-ask", daemon=True).start()
-        jobs.put((action, over))
-        return over
-
-    @staticmethod
-    def _serve(jobs: Jobs, idle: list[Jobs]) -> None:
-        stays = True
-        while stays:
-            action, over = jobs.get()
-            stays = False
-            try:
-                action()
-                stays = len(idle) < MOST_IDLE
-            finally:
-                del action  # it may hold chunks, and the next question may be long in coming
-                if stays:  # first: who asks again at once finds this one
-                    idle.append(jobs)
-                over.release()
+            return future.result(0 if self.fault else min(self.left_s, threading.TIMEOUT_MAX))
+        except BaseException as error:
+            if not isinstance(error, Exception) and not _is_raised_by(future, error):
+                raise  # it came to this thread, as Ctrl-C does
+            if isinstance(error, TimeoutError) and not future.done():
+                self.left_s = 0.0
+                self.fault = self.fault or f"the store did not answer within {self._seconds:g} s"
+                logger.warning("%s did not answer in time; computing instead", what)
+            else:
+                self.fault = self.fault or f"the store failed ({error})"
+                logger.warning("%s failed (%s); computing instead", what, error)
+            return default
+        finally:
+            self.left_s = max(0.0, self.left_s - (time.monotonic() - start))
 
 
-ASKERS = Askers()
-"""Those of this process."""
+def _is_raised_by(future: Future[Any], error: BaseException) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is error

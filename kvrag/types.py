@@ -20,6 +20,9 @@ Mode = Literal["auto", "full", "prefix", "stitch"]
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: the model's structure alone decides."""
 
+HoleReason = Literal["late", "absent", "damaged", "unreadable"]
+"""Why a stored chunk was not loaded."""
+
 KVDtype = Literal["auto", "int8", "int4", "fp8"]
 """How stored keys and values are kept: ``"auto"`` as the model computed them, else rounded to codes (:mod:`kvrag.blend.quantise`)."""
 
@@ -59,6 +62,8 @@ class ChunkIdentity:
         The chunk's own token ids.
     kv_dtype
         How the KV is kept: KV that was rounded is other KV.
+    context
+        Digest of what the chunk was encoded behind besides the prefix; empty if there was nothing.
     """
 
     model: str
@@ -66,6 +71,7 @@ class ChunkIdentity:
     prefix: str
     token_ids: tuple[int, ...]
     kv_dtype: KVDtype = "auto"
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,33 +165,24 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A stored chunk that a request could not load whole, and computed.
+    """A stored chunk that a request could not load whole and computed instead.
 
     Parameters
     ----------
     key
         The chunk.
-    good_layers
-        Layers from 0 on that had been read and proven: the chunk's row in the bitmap of success, which is true up to here and false
-        from the first bad layer on.
-    num_layers
-        Layers that it has; 0 where not even that could be read.
     reason
-        ``"late"``, ``"absent"``, ``"damaged"`` or ``"unreadable"``.
+        ``"late"``: not loaded in time; ``"absent"``: gone; ``"damaged"``: its bytes are wrong; ``"unreadable"``: reading failed.
+    layer
+        The first layer that was not read; ``None`` if not even the header was.
     """
 
     key: ChunkKey
-    good_layers: int
-    num_layers: int
-    reason: Literal["late", "absent", "damaged", "unreadable"]
-
-    @property
-    def bitmap(self) -> tuple[bool, ...]:
-        """Which layers had been read and proven, layer 0 first."""
-        return tuple(layer < self.good_layers for layer in range(self.num_layers))
+    reason: HoleReason
+    layer: int | None
 
     def __str__(self) -> str:
-        where = f" from layer {self.good_layers} of {self.num_layers} on" if self.num_layers else ""
+        where = "" if self.layer is None else f" at layer {self.layer}"
         return f"{self.key[:12]} {self.reason}{where}"
 
 
@@ -309,8 +306,7 @@ class Accounting:
     has_other_prefix
         Whether chunks were used that had been encoded behind another prefix than this prompt has: nothing of them is exact.
     holes
-        Stored chunks that were late, damaged or gone when they were to be loaded, and so were computed: a row each of the bitmap of
-        success per chunk and layer; all chunks that are not among them were whole.
+        Stored chunks that could not be loaded and were computed instead; all other chunks were loaded whole.
     kv_dtype
         How the stored KV that was used is kept. Anything but ``"auto"`` was rounded, so the answer is not exact whatever stands where.
     """

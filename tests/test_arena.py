@@ -17,7 +17,10 @@ from kvrag.types import ChunkKV
 
 STEPS = 6
 ORDERS = [(0, 1, 2), (2, 0), (1, 2, 0, 1)]
-ALONE = {"bloom", "codegen", "falcon", "falcon-multi-head", "falcon-new", "gptj", "mpt"} | {"llama4_text", "phi3-longrope"}
+ALONE = {"bloom", "codegen", "falcon", "falcon-multi-head", "falcon-new", "gptj", "mpt"} | {
+    "llama4_text",
+    "phi3-longrope",
+}
 """Positions that are not told by ``position_ids`` alone, and angles that change with the prompt's length."""
 
 

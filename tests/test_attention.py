@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrag.model.attention import Mass, ragged_attention
-from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Reach, Limits
+from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Limits, Reach
 
 
 def reference(

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvrag.store.holes import in_words
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig, deadline
 from kvrag.store import DiskStore, MemoryStore, TieredStore, tiered_reads
-from kvrag.store.holes import in_words
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.threads import Deadline
 from kvrag.types import ChunkKey, Hole
@@ -132,7 +132,7 @@ def test_holes_come_first_where_the_rest_does_not_pay(engine_of: MakeEngine) -> 
 
 
 def test_the_docs_show_the_sentence_that_is_printed() -> None:
-    hole = Hole(ChunkKey("1f0c5a7be2d4" + "0" * 52), 12, 30, "late")
+    hole = Hole(ChunkKey("1f0c5a7be2d4" + "0" * 52), "late", 12)
     assert f"`{in_words([hole])}`" in STORE_DOCS.read_text()
     assert in_words([]) is None
 

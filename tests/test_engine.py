@@ -29,7 +29,6 @@ from kvrag import (
     ModelError,
     OutOfMemoryError,
     RepairConfig,
-    Retention,
     StoreConfig,
     StoreError,
     StoreFormatError,
@@ -441,7 +440,7 @@ def test_prompt_and_answer_must_fit_the_context_window(engine: KVRagEngine) -> N
 def test_an_impossible_chunk_is_named_and_nothing_is_stored(texts: Any, engine: KVRagEngine) -> None:
     with pytest.raises(InputError, match=f"chunk {len(texts) - 1}"):
         engine.precompute(texts)
-    assert engine.store.index.keys() == []
+    assert engine.store.catalog.keys() == []
 
 
 def test_ids_must_fit_the_texts(engine: KVRagEngine) -> None:
@@ -674,32 +673,23 @@ def test_one_id_is_one_id(engine: KVRagEngine) -> None:
     assert engine.document_ids() == ["1"]
 
 
-def test_chunks_pushed_out_of_a_small_memory_are_reported(engine_of: MakeEngine) -> None:
-    engine = engine_of(kv_dir=None, store_config=StoreConfig(ram_bytes=250_000))
-    report = engine.precompute(CHUNKS)
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"kv_dir": None, "store_config": StoreConfig(ram_bytes=250_000)}, "ram_bytes or ram_fraction, or pass kv_dir"),
+        ({"store_config": StoreConfig(disk_bytes=250_000)}, "disk_bytes or disk_fraction"),
+    ],
+    ids=["memory", "disk"],
+)
+def test_chunks_that_later_ones_evict_are_reported_with_the_budget_that_is_too_small(
+    options: dict[str, Any], remedy: str, engine_of: MakeEngine
+) -> None:
+    report = engine_of(**options).precompute(CHUNKS)
     assert report.stored + len(report.failed) == len(CHUNKS)
     assert report.failed
-    assert "ram_bytes or ram_fraction, or pass kv_dir" in report.failed[0][1]
-
-
-@pytest.mark.parametrize(
-    ("config", "priority", "remedy"),
-    [
-        ({"disk_bytes": 250_000}, 35, "disk_bytes"),
-        ({"disk_bytes": 250_000, "disk_min_priority": 50}, 60, "disk_bytes"),
-        ({"ram_bytes": 250_000, "disk_min_priority": 50}, 20, "ram_bytes"),
-    ],
-)
-def test_chunks_pushed_out_name_the_budget_that_was_too_small(
-    config: dict[str, int], priority: int, remedy: str, engine_of: MakeEngine
-) -> None:
-    engine = engine_of(store_config=StoreConfig(**config))
-    report = engine.precompute(CHUNKS, retention=Retention(priority))
-    reasons = [reason for _, reason in report.failed if "pushed out" in reason]
-    assert reasons
-    for reason in reasons:
+    for _, reason in report.failed:
+        assert "evicted by later chunks" in reason
         assert f"raise StoreConfig.{remedy}" in reason
-        assert "kv_dir" not in reason
 
 
 def test_verify_does_not_pass_when_nothing_was_reused(engine: KVRagEngine) -> None:
@@ -727,7 +717,7 @@ def test_prefetch_counts_what_it_found(engine: KVRagEngine) -> None:
         lambda e: e.precompute(CHUNKS[:1], prefix=[3]),
         lambda e: e.generate("hello", temperature=1e-42),
         lambda e: KVRagEngine.from_pretrained(None),
-        lambda e: KVRagEngine.from_pretrained(e.source.model, store_config={}),
+        lambda e: KVRagEngine.from_pretrained(e.source.model, store_config=3),
         lambda e: KVRagEngine.from_pretrained(e.source.model, kv_dir=3),
         lambda e: KVRagEngine.from_pretrained(e.source.model, kv_dir="\0"),
         lambda e: KVRagEngine.from_pretrained(e.source.model, device="mps"),

@@ -50,23 +50,23 @@ MODEL = ModelIdentity(
 # Golden values. A change of any literal below is a change of the format: raise FORMAT_VERSION and say so in docs/format.md.
 
 
-def test_canonical_bytes_are_those_of_format_3() -> None:
+def test_canonical_bytes_are_those_of_format_4() -> None:
     assert canonical({"b": b"\x01\x02", "a": b""}) == (
         b"\x01\x00\x00\x00a\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00b\x02\x00\x00\x00\x00\x00\x00\x00\x01\x02"
     )
     assert canonical({}) == b""
 
 
-def test_keys_are_those_of_format_3() -> None:
-    assert kvrag.identity.fingerprint.FORMAT_VERSION == 3
-    assert chunk_key(IDENTITY) == "c75557c43dcb67cbcefcb5a091f854f985d88c17f85e99f81347009953233d9f"
-    assert content_key(IDENTITY) == "3c3b42a53cc2ed1b300c45a314deb182d9cf53818b5146066be45eeb9fd07a54"
+def test_keys_are_those_of_format_4() -> None:
+    assert kvrag.identity.fingerprint.FORMAT_VERSION == 4
+    assert chunk_key(IDENTITY) == "9546392707e0d27b99b14a695be6833e8aeaa9466f0f7cd8cedaa86c4539b766"
+    assert content_key(IDENTITY) == "2954c176142cd4766bcf86f1148c898404b65b7f542981d74913625f73692e36"
 
 
-def test_digests_are_those_of_format_3() -> None:
-    assert namespace_digest("default") == "sha256:cbe094a76f122e69b5f909420a8ba2cbe5b7ff879ead2f77c0210cb3031d72c5"
-    assert ids_digest([1, 2]) == "sha256:2628e1fc4c1be666722192102a6febe4bf3cfba2cbf60a56a0d3571f1428cf97"
-    assert MODEL.fingerprint == "sha256:92941c39277ffd1abe7e77992090db525421cc4dc1321b62ac2babde0195af26"
+def test_digests_are_those_of_format_4() -> None:
+    assert namespace_digest("default") == "sha256:58da2ee63bee290b687f519e3785e855b0a1d530af84b41fbf32d43e6634f303"
+    assert ids_digest([1, 2]) == "sha256:a9481d6e1528210943911686157a5a9627ab7cd6ef2e89d78c14120b36634af2"
+    assert MODEL.fingerprint == "sha256:fb4139aa0c4696b3938a5f7a4cccfd776634b2565d4f89b475d3038ad1267e4b"
 
 
 def test_digests_name_their_hash_and_keys_are_bare() -> None:
@@ -91,6 +91,12 @@ def test_prefix_participates() -> None:
     assert chunk_key(replace(IDENTITY, prefix=ids_digest([]))) != chunk_key(IDENTITY)
 
 
+def test_context_participates() -> None:
+    behind = replace(IDENTITY, context=ids_digest([7, 8]))
+    assert chunk_key(behind) != chunk_key(IDENTITY)
+    assert chunk_key(replace(behind, prefix=behind.context, context=behind.prefix)) != chunk_key(behind)
+
+
 @pytest.mark.parametrize("ids", [(3, 4), (5, 4, 3), (3, 4, 6)], ids=["length", "order", "value"])
 def test_token_ids_participate(ids: tuple[int, ...]) -> None:
     assert chunk_key(replace(IDENTITY, token_ids=ids)) != chunk_key(IDENTITY)
@@ -108,8 +114,8 @@ def test_format_version_participates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(old != new for old, new in zip(before, after, strict=True))
 
 
-def test_the_content_key_leaves_out_the_prefix_alone() -> None:
-    assert content_key(replace(IDENTITY, prefix="other")) == content_key(IDENTITY)
+def test_the_content_key_leaves_out_prefix_and_context_alone() -> None:
+    assert content_key(replace(IDENTITY, prefix="other", context="other")) == content_key(IDENTITY)
     for change in ({"model": "other"}, {"namespace": "other"}, {"token_ids": (3,)}):
         assert content_key(replace(IDENTITY, **change)) != content_key(IDENTITY)  # type: ignore[arg-type]
 

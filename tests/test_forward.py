@@ -100,7 +100,9 @@ def test_the_probe_goes_by_its_span(lm: CausalLM) -> None:
     first = mass((0.0, 1 / lm.num_layers))
     assert not torch.allclose(first, mass((0.0, 1.0)), atol=1e-4)
     _, buffer = filled(lm)
-    _, expected = lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=TOKENS - 40, mass_layers=range(1))
+    _, expected = lm.forward(
+        IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=TOKENS - 40, mass_layers=range(1)
+    )
     assert torch.equal(first, expected)
 
 

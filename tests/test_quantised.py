@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Q
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, UnsupportedModelError
 from kvrag.identity.model import describe, weights_digest
-from kvrag.identity.tensors import is_packed, leaves
-from kvrag.identity.weights import files_digest
+from kvrag.identity.weights import files_digest, is_packed, leaves
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model

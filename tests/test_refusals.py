@@ -11,8 +11,8 @@ from transformers import AutoConfig
 import kvrag.model.support as support
 from kvrag.errors import UnsupportedModelError
 from kvrag.model import CausalLM, check_supported
-from kvrag.model.traits import read_mask
 from kvrag.model.rows import EVERYTHING, Reach
+from kvrag.model.traits import read_mask
 from kvrag.testing.models import REFUSED, TINY, tiny_model
 
 REASONS = {

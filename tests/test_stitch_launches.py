@@ -222,7 +222,9 @@ def test_the_op_stitches_where_it_has_a_kernel(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     x, y = (
-        SimpleNamespace(device=torch.device(device), is_cuda=device == "cuda", shape=(1, 2, 9, dim), dtype=torch.float16)
+        SimpleNamespace(
+            device=torch.device(device), is_cuda=device == "cuda", shape=(1, 2, 9, dim), dtype=torch.float16
+        )
         for dim in (key_dim, value_dim)
     )
     rotary: Any = [SimpleNamespace(width=0), SimpleNamespace(width=width)]

@@ -21,91 +21,16 @@ Measured errors: docs/quantised.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.types import ChunkKV, KVDtype, LayerKV, Scales
-
-GROUP = 32
-"""Tokens that share a scale of int4 keys, and most channels that share one of int4 values."""
-
-FP8 = torch.float8_e4m3fn
-CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
-"""Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower one first."""
+from kvrag.store.layers import CODES, GROUP, group_of, layer_of, parts
+from kvrag.types import ChunkKV, KVDtype, LayerKV
 
 LARGEST_CODE = {"int8": 127, "int4": 7, "fp8": 448}
 LARGEST_SCALE = 65504.0
 """Largest float16."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Name, dtype and shape of one stored tensor of a layer."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, int, int]
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def parts(
-    kv_dtype: KVDtype, dtype: torch.dtype, keys: tuple[int, int, int], values: tuple[int, int, int]
-) -> tuple[Part, ...]:
-    """Say which tensors a layer is kept as, in the order of :attr:`~kvrag.types.LayerKV.tensors`.
-
-    Parameters
-    ----------
-    kv_dtype
-        How it is kept.
-    dtype
-        Of its keys and values.
-    keys, values
-        Their shapes, ``(H_kv, T, D)``.
-
-    Raises
-    ------
-    StoreError
-        If the type can't hold these shapes.
-    """
-    if kv_dtype == "auto":
-        return Part("keys", dtype, keys), Part("values", dtype, values)
-    (heads, tokens, dim), (value_heads, _, value_dim) = keys, values
-    packed, half, codes = 1, torch.float16, CODES[kv_dtype]
-    groups, key_channels, scales = 1, dim, (tokens, 1)
-    if kv_dtype == "fp8":
-        key_channels, scales = 1, (1, 1)
-    elif kv_dtype == "int4":
-        if dim % 2 or value_dim % 2:
-            raise StoreError(
-                f"int4 packs two channels into a byte, and the head dim {dim} or {value_dim} is odd; use int8"
-            )
-        packed, groups = 2, -(-tokens // GROUP)
-        scales = (tokens, -(-value_dim // group_of(value_dim)))
-    return (
-        Part("keys", codes, (heads, tokens, dim // packed)),
-        Part("values", codes, (value_heads, tokens, value_dim // packed)),
-        Part("key_scales", half, (heads, groups, key_channels)),
-        Part("key_zeros", half, (heads, groups, dim)),
-        Part("value_scales", half, (value_heads, *scales)),
-    )
-
-
-def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
-    """Put a layer's tensors together again; ``dtype`` is that of its keys and values."""
-    keys, values, *scales = tensors
-    return LayerKV(keys, values, Scales(dtype, *scales) if scales else None)
-
-
-def group_of(dim: int) -> int:
-    """Return how many neighbouring channels of int4 values share a scale: a divisor of the head dim where there is one in [16, 32]."""
-    return next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP) if dim > GROUP else dim
 
 
 def convert(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:

@@ -71,14 +71,10 @@ def stitch(
     return stitcher if stitcher is not None and stitcher.has_kept else None
 
 
-def _stitch_by_torch(
-    buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations
-) -> None:
+def _stitch_by_torch(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
     for segment in segments:
         rows, count = slice(segment.start, segment.stop), segment.stop - segment.start
-        for layer, table, (all_keys, all_values) in zip(
-            kvs[segment.source].layers, rotary, buffer.layers, strict=True
-        ):
+        for layer, table, (all_keys, all_values) in zip(kvs[segment.source].layers, rotary, buffer.layers, strict=True):
             device, dtype = all_keys.device, all_keys.dtype
             if layer.scales is None:
                 keys, values = layer.keys[:, :count].to(device, dtype, non_blocking=True), layer.values[:, :count]

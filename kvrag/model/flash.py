@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 import kvrag_kernels
 from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.model.candidates import attention_modules
+from kvrag.model.forward import MaskFunction, lock_of, refuse_unknown
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
-from kvrag.model.forward import MaskFunction, lock_of, refuse_unknown
 
 NAME = "kvrag_rows"
 """Name of the implementation for transformers: neither "flash" nor "/", to which it gives a meaning of its own."""

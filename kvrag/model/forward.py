@@ -39,7 +39,7 @@ BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 """``(layer, all keys, all values, fresh keys, fresh values)``, tensors ``(1, H_kv, ·, D)``: may change the buffers in place."""
 
 _UNDERSTOOD = frozenset(
-    "sliding_window position_ids cache_position dropout use_cache output_attentions output_router_logits".split()
+    ["sliding_window", "position_ids", "cache_position", "dropout", "use_cache", "output_attentions", "output_router_logits"]
 )
 """Options that change nothing here: limits come from the model's own mask, rows from Rows, and dropout is off outside training."""
 
@@ -139,7 +139,11 @@ class Forward(Cache):  # type: ignore[misc]
             If nobody looks at the layer's output at all.
         """
         total, wanted = query.shape[2], max(self.outputs, 0 if mass is None else mass.rows)
-        out = attend(query, limits=self.limits) if wanted >= total else query.new_zeros((*query.shape[:3], value.shape[-1]))
+        out = (
+            attend(query, limits=self.limits)
+            if wanted >= total
+            else query.new_zeros((*query.shape[:3], value.shape[-1]))
+        )
         if 0 < wanted < total:
             out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], limits=self.limits.last(wanted))
         if not self.outputs:
@@ -287,7 +291,8 @@ def _mask(batch_size: int, *, mask_function: MaskFunction, config: Any = None, *
         name, is_dense = _own[id(config)] if forward is None else (forward, False)
         make = _MASKS[EAGER if is_dense else name]
         return make(  # type: ignore[no-any-return]
-            batch_size=batch_size, mask_function=mask_function, config=config, **options)
+            batch_size=batch_size, mask_function=mask_function, config=config, **options
+        )
     if forward.is_dense or forward.observed is not None:
         return forward.dense_mask(batch_size, mask_function, options["dtype"])
     return None

@@ -206,7 +206,9 @@ class _Trial:
             others.append(self._run_own(moved=True))
         return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
 
-    def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, *, plant: bool = False) -> Measured:
+    def _blend(
+        self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, *, plant: bool = False
+    ) -> Measured:
         """Stitch what is stored and compute the selected and all other rows; ``plant`` puts the first chunk's keys one row off."""
         kv, rotary = self._lm.buffer(len(ids)), self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)

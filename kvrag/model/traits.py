@@ -185,7 +185,9 @@ def find_traits(
             "fits one position only: reuse is possible there alone, as a prefix"
         )
     if any(tensor.dim() != 4 for pair in seen.kv.values() for tensor in pair):
-        raise UnsupportedModelError(f"{name} keeps keys and values in its own shape; kvrag needs (batch, heads, tokens, head dim)")
+        raise UnsupportedModelError(
+            f"{name} keeps keys and values in its own shape; kvrag needs (batch, heads, tokens, head dim)"
+        )
     if sorted(seen.kv) != list(range(len(attentions))):
         raise UnsupportedModelError(
             f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them keep keys and values of their own; kvrag can't "
@@ -299,7 +301,10 @@ def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | 
         return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
 
     def agrees(reach: Reach, row: int) -> bool:
-        keys, at = torch.arange(row + 8, device=device), torch.tensor([row], device=device)  # 8: none of the future may be seen
+        keys, at = (
+            torch.arange(row + 8, device=device),
+            torch.tensor([row], device=device),
+        )  # 8: none of the future may be seen
         return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
 
     limits = {getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)}

@@ -1,108 +1,43 @@
-"""Where KV is kept between requests: content-addressed, proven at every read."""
+"""Where KV is kept between requests: content-addressed, proven at every read.
 
-from __future__ import annotations
+::
 
-import os
+    engine → opening → tiers ──→ memory (host, gpu)
+                         ├─────→ catalog → rows (diskcache)
+                         ├─────→ format → layers, crypto
+                         └─────→ blobs (files, memory; later Redis, object stores)
+    cli → check → tiers
 
-import torch
+Imports ``types errors config threads`` and ``identity``; nothing else of kvrag.
+"""
 
-from kvrag.config import StoreConfig
-from kvrag.store.base import Index, KVStore, Record, StoreStats, TextLookup, Tier
-from kvrag.store.disk import DiskStore
-from kvrag.store.events import Events, StoreEvent
-from kvrag.store.index import DiskIndex
-from kvrag.store.keys import Keys
-from kvrag.store.layers import Layers
-from kvrag.store.memory import MemoryStore
-from kvrag.store.memory_index import MemoryIndex
-from kvrag.store.prefetch import Prefetch
-from kvrag.store.retention import Retention
-from kvrag.store.sizes import device_budget, host_memory, lesser
-from kvrag.store.tiered import TieredStore
-from kvrag.store.write_behind import WriteBehind
+from kvrag.store.base import Blobs, Record, StoreEvent, StoreStats, below_collection, members
+from kvrag.store.blobs import FileBlobs, MemoryBlobs
+from kvrag.store.catalog import Catalog
+from kvrag.store.crypto import Keys, Naming
+from kvrag.store.memory import MemoryTier, Prefetch
+from kvrag.store.opening import accelerator_tier, on_accelerator, open_store
+from kvrag.store.tiers import TieredStore
+from kvrag.store.worth import Retention, check_retention
 
 __all__ = [
-    "DiskIndex",
-    "DiskStore",
-    "Index",
-    "KVStore",
-    "Layers",
-    "MemoryIndex",
-    "MemoryStore",
+    "Blobs",
+    "Catalog",
+    "FileBlobs",
+    "Keys",
+    "MemoryBlobs",
+    "MemoryTier",
+    "Naming",
     "Prefetch",
     "Record",
     "Retention",
     "StoreEvent",
     "StoreStats",
-    "TextLookup",
-    "Tier",
     "TieredStore",
-    "WriteBehind",
     "accelerator_tier",
+    "below_collection",
+    "check_retention",
+    "members",
     "on_accelerator",
     "open_store",
 ]
-
-
-def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig, keys: Keys | None = None) -> KVStore:
-    """Open the store of an engine.
-
-    Parameters
-    ----------
-    kv_dir
-        Directory to keep KV in; ``None`` keeps it in memory only, for as long as the process lives.
-    config
-        Budgets.
-    keys
-        The config's keys, where they were read already.
-
-    Raises
-    ------
-    ConfigError, MissingDependencyError
-        If a key, or what it is needed for, can't be had.
-    StoreError
-        If the directory can't be used.
-    """
-    limit = lesser(config.ram_bytes, config.ram_fraction, host_memory)
-    budget = config.ram_bytes if limit is None else limit
-    memory = MemoryStore(budget, events=Events(config.on_event, config.event_log), kv_dtype=config.ram_dtype)
-    if kv_dir is None:
-        return memory
-    disk = DiskStore(kv_dir, config, keys)
-    lower = WriteBehind(disk) if config.write_policy == "back" else disk
-    return TieredStore(
-        memory,
-        lower,
-        min_priority=config.host_min_priority,
-        lower_min_priority=config.disk_min_priority,
-        prefetch=config.prefetch,
-    )
-
-
-def on_accelerator(store: KVStore, device: torch.device, config: StoreConfig) -> KVStore:
-    """Put a tier in the memory of an accelerator above a store; the store itself where there is none, or no budget for one.
-
-    Parameters
-    ----------
-    store
-        From :func:`open_store`.
-    device
-        Where the model is.
-    config
-        Budgets.
-    """
-    if device.type == "cpu":
-        return store
-    budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
-    return accelerator_tier(store, device, config, budget) if budget else store
-
-
-def accelerator_tier(store: KVStore, device: torch.device, config: StoreConfig, budget: int) -> TieredStore:
-    """Put a tier of ``budget`` bytes in a device's memory above a store."""
-    below = config.ram_dtype or config.kv_dtype
-    is_alike = config.gpu_dtype in (None, below)
-    kv_dtype = None if is_alike else config.gpu_dtype
-    events = Events(config.on_event, config.event_log)
-    memory = MemoryStore(budget, name="gpu", device=device, events=events, kv_dtype=kv_dtype)
-    # What is kept in another way here must not take the place of what is below.
-    return TieredStore(memory, store, keeps_puts=False, demotes=is_alike, prefetch=config.prefetch)

@@ -1,127 +1,216 @@
-"""A chunk's layers one by one, whoever holds them: what computes with layer 0 need not wait for the last one."""
+"""The tensors of a layer: which there are, how they become bytes, and which bytes are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, Self
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from kvrag.types import ChunkKV, KVDtype, LayerKV
+import numpy as np
+import torch
 
+from kvrag.errors import StoreError
+from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, LayerKV, Scales
 
-class Layers(Protocol):
-    """Layers of a chunk in order, each proven when it is given; an iterator and a context manager.
+GROUP = 32
+"""Tokens that share a scale of int4 keys, and the most channels that share one of int4 values."""
 
-    It ends early at the first layer that can't be had: those before it may be used, and the rest is to be computed. It may hold a file
-    open, and must be exhausted or closed.
-    """
+FP8 = torch.float8_e4m3fn
+CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
+"""Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower one first."""
 
-    num_layers: int
-    """Layers of the chunk; fewer may come."""
-    num_bytes: int
-    """Bytes of the chunk where it comes from."""
-    kv_dtype: KVDtype
-    """What the values have been rounded to; see :class:`~kvrag.types.ChunkKV`."""
+NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    FP8: "F8_E4M3",
+}
+"""What safetensors calls a dtype."""
 
-    def __iter__(self) -> Self:
-        """Return the stream itself."""
+FLOATS = {NAMES[dtype]: dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+"""Dtypes that keys and values may have."""
 
-    def __next__(self) -> LayerKV:
-        """Return the next layer, or raise ``StopIteration``."""
+MAX_LAYERS = 512
+"""More layers are neither written nor read."""
 
-    def close(self) -> None:
-        """Give the rest up; idempotent."""
+INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+"""Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones."""
 
-    def __enter__(self) -> Self:
-        """Return the stream itself."""
+SCAN_BYTES = 1280 * 1024
+"""Scanned at once: short enough to stay in the processor's cache. Whole values of any dtype."""
 
-    def __exit__(self, *_: object) -> None:
-        """Close the stream."""
+TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")
+"""What error messages call the tensors of a layer."""
 
-
-class HeldLayers:
-    """Layers of a chunk that is in memory: all are there at once.
-
-    Parameters
-    ----------
-    kv
-        The chunk; its tensors are shared and must not be written to.
-    """
-
-    def __init__(self, kv: ChunkKV) -> None:
-        self.num_layers, self.num_bytes, self.kv_dtype = len(kv.layers), kv.num_bytes, kv.kv_dtype
-        self._layers = iter(kv.layers)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> LayerKV:
-        return next(self._layers)
-
-    def close(self) -> None:
-        """Give the rest up; idempotent."""
-        self._layers = iter(())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+Shape = tuple[int, int, int]
 
 
-Bring = Callable[[ChunkKV], tuple[ChunkKV, bool] | None]
-"""Gives a chunk as a tier keeps it, and whether it may be kept; ``None`` if it can't be given so."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Name, dtype and shape of one stored tensor of a layer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-class PromotedLayers:
-    """Layers that come from the tier below, as this one keeps them; with the last one the chunk is promoted, and not before.
+def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> tuple[Part, ...]:
+    """Return the tensors that a layer is stored as, in the order of :attr:`~kvrag.types.LayerKV.tensors`.
 
     Parameters
     ----------
-    below
-        The lower tier's stream; it is closed with this one.
     kv_dtype
-        How the chunk is kept here.
-    bring
-        Called with each layer, as a chunk of one.
-    keep
-        Called with the chunk when all layers have come and may be kept.
+        How the layer is stored.
+    dtype
+        Of its keys and values.
+    keys, values
+        Their shapes, ``(H_kv, T, D)``.
+
+    Raises
+    ------
+    StoreError
+        If the type can't hold these shapes.
     """
+    if kv_dtype == "auto":
+        return Part("keys", dtype, keys), Part("values", dtype, values)
+    (heads, tokens, dim), (value_heads, _, value_dim) = keys, values
+    packed, half, codes = 1, torch.float16, CODES[kv_dtype]
+    groups, key_channels, scales = 1, dim, (tokens, 1)
+    if kv_dtype == "fp8":
+        key_channels, scales = 1, (1, 1)
+    elif kv_dtype == "int4":
+        if dim % 2 or value_dim % 2:
+            raise StoreError(
+                f"int4 packs two channels into a byte, and the head dim {dim} or {value_dim} is odd; use int8"
+            )
+        packed, groups = 2, -(-tokens // GROUP)
+        scales = (tokens, -(-value_dim // group_of(value_dim)))
+    return (
+        Part("keys", codes, (heads, tokens, dim // packed)),
+        Part("values", codes, (value_heads, tokens, value_dim // packed)),
+        Part("key_scales", half, (heads, groups, key_channels)),
+        Part("key_zeros", half, (heads, groups, dim)),
+        Part("value_scales", half, (value_heads, *scales)),
+    )
 
-    def __init__(self, below: Layers, kv_dtype: KVDtype, bring: Bring, keep: Callable[[ChunkKV], object]) -> None:
-        self.num_layers, self.num_bytes, self.kv_dtype = below.num_layers, below.num_bytes, kv_dtype
-        self._below, self._bring, self._keep = below, bring, keep
-        self._given: list[LayerKV] = []
-        self._is_whole = True
 
-    def __iter__(self) -> Self:
-        return self
+def group_of(dim: int) -> int:
+    """Return how many neighbouring channels of int4 values share a scale: a divisor of the head dim in [16, 32] where there is one."""
+    return next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP) if dim > GROUP else dim
 
-    def __next__(self) -> LayerKV:
-        below = next(self._below)
-        try:
-            brought = self._bring(ChunkKV((below,), self._below.kv_dtype))
-        except BaseException:
-            self.close()  # no other layer will come
-            raise
-        if brought is None:
-            self.close()
-            raise StopIteration
-        layer, may_keep = brought[0].layers[0], brought[1]
-        self._is_whole &= may_keep
-        if self._is_whole:
-            self._given.append(layer)
-            if len(self._given) == self.num_layers:
-                self._keep(ChunkKV(tuple(self._given), self.kv_dtype))
-        return layer
 
-    def close(self) -> None:
-        """Give the rest up; idempotent."""
-        self._is_whole = False
-        self._given.clear()
-        self._below.close()
+def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
+    """Put a layer's tensors together; ``dtype`` is that of its keys and values."""
+    keys, values, *scales = tensors
+    return LayerKV(keys, values, Scales(dtype, *scales) if scales else None)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def view_layer(dtype: torch.dtype, layer: Sequence[Part], flat: torch.Tensor) -> LayerKV:
+    """See the bytes of a layer, uint8 ``(num_bytes,)``, as its tensors."""
+    tensors, start = [], 0
+    for part in layer:
+        piece = flat[start : start + part.num_bytes]
+        if piece.storage_offset() % part.dtype.itemsize:  # scales behind an odd number of codes
+            piece = piece.clone()
+        tensors.append(piece.view(part.dtype).view(part.shape))
+        start += part.num_bytes
+    return layer_of(dtype, tensors)
+
+
+def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, tuple[tuple[Shape, Shape], ...]]:
+    """Check that a chunk can be stored, and return the dtype and the shapes of its keys and values, per layer.
+
+    Raises
+    ------
+    StoreError
+        If its shapes or dtypes are not those of one chunk.
+    """
+    if not kv.layers or not identity.token_ids:
+        raise StoreError("the chunk has no layers or no tokens and can't be stored; pass the KV of at least one token")
+    if len(kv.layers) > MAX_LAYERS:
+        raise StoreError(
+            f"the chunk has {len(kv.layers)} layers and can't be stored; a file holds at most {MAX_LAYERS}"
+        )
+    if kv.kv_dtype != identity.kv_dtype:
+        raise StoreError(
+            f"the chunk is to be stored as {identity.kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it through kvrag.blend.quantise.pack"
+        )
+    first = kv.layers[0]
+    dtype = first.keys.dtype if first.scales is None else first.scales.dtype
+    return dtype, tuple(_check_layer(identity, layer, index, dtype) for index, layer in enumerate(kv.layers))
+
+
+def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+    """Return the shapes of keys and values, after a look at every tensor."""
+    tokens, shapes = len(identity.token_ids), []
+    packed = 2 if identity.kv_dtype == "int4" else 1
+    for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+        where, shape = f"{name} of layer {index} of the chunk", tuple(tensor.shape)
+        if tensor.ndim != 3 or tensor.shape[1] != tokens or not tensor.numel():
+            raise StoreError(f"{where} have shape {shape}; it must be (heads, {tokens}, head dim), one row per token")
+        if identity.kv_dtype == "auto" and (tensor.dtype not in FLOATS.values() or tensor.dtype != dtype):
+            raise StoreError(f"{where} are {tensor.dtype}; all must be one of float32, float16 and bfloat16")
+        shapes.append((shape[0], shape[1], packed * shape[2]))
+    wanted = [(part.dtype, part.shape) for part in parts(identity.kv_dtype, dtype, shapes[0], shapes[1])]
+    is_right = layer.scales is None or (layer.scales.dtype == dtype and dtype in FLOATS.values())
+    if not is_right or wanted != [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]:
+        raise StoreError(
+            f"codes or scales of layer {index} of the chunk are not those of {identity.kv_dtype!r}; make them with kvrag.blend.quantise.pack"
+        )
+    return shapes[0], shapes[1]
+
+
+def finite_bytes(layer: LayerKV, index: int) -> Iterator[memoryview]:
+    """Yield the bytes of a layer in pieces, each after a look at it; the layer must be kept as long as they are used.
+
+    Raises
+    ------
+    StoreError
+        If a value is NaN or infinite: it would spread to every later answer.
+    """
+    for name, tensor in zip(TENSORS, layer.tensors, strict=False):
+        view = _bytes_of(tensor)
+        for start in range(0, len(view), SCAN_BYTES):
+            piece = view[start : start + SCAN_BYTES]
+            if not _is_finite(piece, tensor.dtype):
+                raise StoreError(
+                    f"{name} of layer {index} of the chunk hold a value that is not finite; "
+                    "the chunk is not stored, compute it again"
+                )
+            yield piece
+
+
+def own_layer(layer: LayerKV) -> LayerKV:
+    """Return the layer with contiguous tensors on the host; itself where they are."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", memory_format=torch.contiguous_format).contiguous()
+
+    return layer.map(own)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """See the bytes of a contiguous tensor on the host, of any dtype."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:
+    """Whether every value is finite, by their bits: torch would convert half-precision numbers one by one."""
+    if dtype == FP8:  # no infinity, and NaN in either sign: all bits but that of the sign
+        return bool(((np.frombuffer(view, np.uint8) & 0x7F) != 0x7F).all())
+    if dtype in (torch.int8, torch.uint8):
+        return True
+    infinity = INFINITY.get(dtype)
+    if infinity is None:
+        low, high = torch.aminmax(torch.from_numpy(np.frombuffer(view, np.float32)))
+        return math.isfinite(low.item()) and math.isfinite(high.item())
+    signed = np.frombuffer(view, np.int16)
+    return bool(signed.max() < infinity and signed.view(np.uint16).max() < 0x8000 | infinity)

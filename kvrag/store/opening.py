@@ -1,200 +1,305 @@
-"""Open a store's directory: folders, format, leftovers of the dead, and an index that knows what is there."""
+"""Open the store of an engine: one catalog and one memory tier per directory, key and process, however many engines use it."""
 
 from __future__ import annotations
 
-import errno
+import json
 import logging
-import sqlite3
+import os
+import shutil
+import threading
 from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from kvrag.config import StoreConfig
-from kvrag.errors import StoreError
+from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
-from kvrag.store import files, recovery
-from kvrag.store.batch_index import BatchIndex
-from kvrag.store.claims import is_alive
-from kvrag.store.directory import Directory
-from kvrag.store.draft import sweep, write_file
-from kvrag.store.guard import Guard
-from kvrag.store.index import DiskIndex
-from kvrag.store.index_kinds import COMPLETE, FILES
-from kvrag.store.keys import Keys
-from kvrag.store.memory_index import MemoryIndex
-from kvrag.store.objects import OBJECTS, QUARANTINE, Objects, Rejected
-from kvrag.store.privacy import make_private
-from kvrag.store.references import FOLDER as REFERENCES
-from kvrag.store.references import References
-from kvrag.store.row_seal import RowSeal, folder_of, load_rows
-from kvrag.store.sqlite import warn_without_diskcache
+from kvrag.store.base import Blobs
+from kvrag.store.blobs import OBJECTS, FileBlobs, MemoryBlobs
+from kvrag.store.catalog import Catalog
+from kvrag.store.crypto import Keys
+from kvrag.store.memory import MemoryTier, Reads
+from kvrag.store.tiers import TieredStore
+from kvrag.store.worth import Budget
+from kvrag.types import ChunkKV, KVDtype
 
 log = logging.getLogger(__name__)
 
-FOLDERS = (OBJECTS, REFERENCES, "tmp", QUARANTINE)
-LOCK_FILE, BALLAST = "lock", "ballast"
+FORMAT_FILE = "format.json"
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-BALLAST_BYTES = 2**20
-"""Enough for the rows that an erasure changes."""
-
-BALLAST_SHARE = 64
-"""No ballast where it would take more than this part of what is free."""
-
-UNWRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+Convert = Callable[[ChunkKV, KVDtype], ChunkKV]
+"""Returns a chunk kept as a type: :func:`kvrag.blend.quantise.convert`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Parts of an open store."""
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """What the stores of one directory share, as long as one of them is open."""
 
-    objects: Objects
-    references: References
-    index: DiskIndex | MemoryIndex
-    read_only: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Seals:
-    """What protects blobs, and what encrypts rows and references."""
-
-    guard: Guard | None
-    rows: RowSeal | None
+    blobs: Blobs
+    catalog: Catalog
+    tiers: dict[object, MemoryTier]
+    reads: Reads
+    users: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def open_directory(directory: Directory, config: StoreConfig, rejected: Rejected, keys: Keys) -> Opened:
-    """Open or make a store; raises as :class:`~kvrag.store.disk.DiskStore`."""
-    seals = Seals(Guard.of(keys), RowSeal.of(keys))
-    opened = _open(directory, config, rejected, seals)
-    if opened.objects.foreign:
-        log.warning(
-            "%s chunk(s) in %s are protected by other keys than those that it was opened with, or by none; they are left alone",
-            len(opened.objects.foreign),
-            directory.root,
-        )
-    return opened
+_shared: dict[object, _Shared] = {}
+_lock = threading.Lock()
 
 
-def _open(directory: Directory, config: StoreConfig, rejected: Rejected, seals: Seals) -> Opened:
-    if not config.read_only:
-        try:
-            files.prepare(directory, FOLDERS)
-        except StoreError as error:
-            cause = error.__cause__
-            is_unwritable = isinstance(cause, OSError) and cause.errno in UNWRITABLE
-            if not (is_unwritable and directory.is_file(files.FORMAT_FILE)):
-                raise
-            log.warning("%s can't be written to (%s); it is open for reading only", directory.root, cause)
-        else:
-            return _open_for_writing(directory, config, rejected, seals)
-    if not directory.is_file(files.FORMAT_FILE):
-        raise StoreError(f"{directory.root} is no store, or can't be read; choose the directory of one to read from it")
-    files.check_format(directory, FORMAT_VERSION, write=False)
-    objects = Objects(directory, rejected, read_only=True, guard=seals.guard)
-    references = References(directory, seals.rows)
-    return Opened(objects, references, _read_index(directory, objects, references, seals.rows), read_only=True)
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
 
 
-def _open_for_writing(directory: Directory, config: StoreConfig, rejected: Rejected, seals: Seals) -> Opened:
-    objects = Objects(directory, rejected, guard=seals.guard)
-    references = References(directory, seals.rows)
-    with files.locked(directory.root / LOCK_FILE):
-        files.check_format(directory, FORMAT_VERSION)
-        sweep(directory)
-        make_private(directory)
-        index = BatchIndex(directory.root / folder_of(seals.rows), config.index, seals.rows)
-        index.make_room = lambda: give_up_ballast(directory)
-        index.recover = _refuse  # the lock is held here
-        recovery.finish_erasures(index, objects, references)
-        recovery.reconcile(index, objects, references, partial(is_alive, directory))
-        lay_ballast(directory)
-    index.recover = partial(_recover, directory, index, objects, references)
-    return Opened(objects, references, index, read_only=False)
+os.register_at_fork(after_in_child=_in_child)
 
 
-def _refuse(_: Callable[[], None]) -> None:
-    raise OSError("it was replaced or deleted while the store was opened")
+def open_store(
+    kv_dir: str | os.PathLike[str] | None, config: StoreConfig, *, convert: Convert | None = None
+) -> TieredStore:
+    """Open the store of an engine.
 
+    Stores of this process with the same directory, key and memory budget share one catalog and one memory tier. They are released when the
+    last one is closed.
 
-def _recover(
-    directory: Directory, index: DiskIndex, objects: Objects, references: References, reopen: Callable[[], None]
-) -> None:
-    """Open the index that is there now, after another process's work or an accident, and rebuild it if nobody has; as at the opening.
+    Parameters
+    ----------
+    kv_dir
+        Directory to keep KV in; ``None`` keeps it in memory, for as long as the store is open.
+    config
+        Budgets, limits and the key.
+    convert
+        Changes how a chunk is kept, for ``ram_dtype`` and ``gpu_dtype``.
 
     Raises
     ------
-    OSError
-        If the store itself is gone, perhaps only for now: it is not made again. Or if it can't be done.
+    ConfigError, MissingDependencyError
+        If the key, or what it is needed for, can't be had.
+    StoreError
+        If the directory can't be used. One that holds a store and can't be written to is opened for reading.
+    StoreFormatError
+        If it was written by a newer kvrag.
     """
-    with directory.folder(OBJECTS):
-        pass
-    files.check_format(directory, FORMAT_VERSION, write=False)
-    with files.locked(directory.root / LOCK_FILE):
-        reopen()
-        if index.stale:
-            log.warning("the index of %s was deleted or replaced under this process; it is rebuilt", directory.root)
-            recovery.finish_erasures(index, objects, references)
-            recovery.reconcile(index, objects, references, partial(is_alive, directory))
+    keys = Keys.of(config)
+    if kv_dir is None:
+        return _in_memory(config, keys)
+    root = Path(os.path.abspath(kv_dir))
+    read_only = prepare(root, config)
+    ram = budget_of(config)
+    key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram, config.ram_dtype)
+    with _lock:
+        shared = _shared.get(key)
+        if shared is None:
+            shared = _shared[key] = _open(root, config, keys, read_only, ram, convert)
+        shared.users += 1
+    limit = lesser(config.disk_bytes, config.disk_fraction, partial(file_system, root))
+    return TieredStore(
+        list(shared.tiers.values())[-1:],
+        shared.blobs,
+        shared.catalog,
+        config,
+        keys=keys,
+        budget=Budget(limit, config.min_free_bytes, config.high_watermark, config.low_watermark),
+        free_bytes=getattr(shared.blobs, "free_bytes", None),
+        reads=shared.reads,
+        on_close=partial(_release, key, shared),
+    )
 
 
-def lay_ballast(directory: Directory) -> None:
-    """Occupy a little space that can be given up, if there is plenty."""
-    with suppress(OSError):
-        if not directory.is_file(BALLAST) and directory.free_bytes() > BALLAST_SHARE * BALLAST_BYTES:
-            write_file(directory, b"\1" * BALLAST_BYTES, BALLAST)
+def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, ram: int, convert: Convert | None) -> _Shared:
+    blobs = FileBlobs(root, durable=config.durability == "durable")
+    if not read_only:
+        blobs.sweep()
+    catalog = Catalog(
+        root / (f"catalog-{keys.id}" if keys.id else "catalog"),
+        keys,
+        read_only=read_only,
+        may_have_blobs=(root / OBJECTS).is_dir(),
+    )
+    host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
+    return _Shared(blobs, catalog, {"host": host}, Reads(ram))
 
 
-def give_up_ballast(directory: Directory) -> bool:
-    """Free the ballast; whether there was one."""
+def _release(key: object, shared: _Shared) -> None:
+    with _lock:
+        shared.users -= 1
+        if shared.users:
+            return
+        if _shared.get(key) is shared:
+            del _shared[key]
+    shared.reads.cancel()
+    shared.catalog.close()
+    shared.blobs.close()
+    for tier in shared.tiers.values():
+        tier.release()
+
+
+def _in_memory(config: StoreConfig, keys: Keys) -> TieredStore:
+    blobs, catalog = MemoryBlobs(), Catalog(None, keys)
+    budget = Budget(budget_of(config), 0, 1.0, 1.0)
+    return TieredStore([], blobs, catalog, config, keys=keys, name="host", budget=budget)
+
+
+def on_accelerator(
+    store: TieredStore, device: torch.device, config: StoreConfig, *, convert: Convert | None = None
+) -> TieredStore:
+    """Put a tier in the memory of an accelerator above a store; the store itself where there is none, or no budget for one.
+
+    Parameters
+    ----------
+    store
+        From :func:`open_store`; it is closed with the one that is returned.
+    device
+        Where the model is.
+    config, convert
+        As for :func:`open_store`.
+    """
+    if device.type == "cpu":
+        return store
+    budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
+    return accelerator_tier(store, device, config, budget, convert=convert) if budget else store
+
+
+def accelerator_tier(
+    store: TieredStore, device: torch.device, config: StoreConfig, budget: int, *, convert: Convert | None = None
+) -> TieredStore:
+    """Put a tier of ``budget`` bytes in a device's memory above a store; stores of one directory share it."""
+    kv_dtype = None if config.gpu_dtype in (None, config.ram_dtype or config.kv_dtype) else config.gpu_dtype
+    shared = next((each for each in _shared.values() if each.catalog is store.catalog), None)
+    tiers: dict[object, MemoryTier] = {} if shared is None else shared.tiers
+    key = (str(device), budget, kv_dtype)
+    with _lock:
+        if key not in tiers:
+            made = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype), keeps_puts=False)
+            tiers.update({key: made, **{k: tiers.pop(k) for k in list(tiers)}})  # the host's stays the last one
+    return store.below(tiers[key])
+
+
+def converter(convert: Convert | None, kv_dtype: KVDtype | None) -> Callable[[ChunkKV], ChunkKV] | None:
+    """Return what changes chunks to a type; ``None`` where they stay as they come."""
+    if kv_dtype is None:
+        return None
+    if convert is None:
+        raise StoreError(f"chunks can't be kept as {kv_dtype} in memory here; open the store with convert=")
+    return lambda kv: convert(kv, kv_dtype)
+
+
+def prepare(root: Path, config: StoreConfig) -> bool:
+    """Make a directory a store, and return whether it is to be opened for reading only. Raises as :func:`open_store`."""
+    path = root / FORMAT_FILE
+    version = _version(path)
+    if version is not None and version > FORMAT_VERSION:
+        raise StoreFormatError(
+            f"the KV store {root} was written by a newer kvrag (format {version}; this one has {FORMAT_VERSION}); update kvrag, or choose "
+            "another directory"
+        )
+    if config.read_only:
+        return True
     try:
-        return directory.unlink(BALLAST)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _close_to_others(root)
+        if version != FORMAT_VERSION:
+            draft = root / f".{FORMAT_FILE}.{os.getpid()}"
+            draft.write_text(json.dumps({"format": "kvrag", "version": FORMAT_VERSION}))
+            draft.replace(path)
+        elif not os.access(root, os.W_OK):
+            raise PermissionError("the directory is not writable")
+    except OSError as error:
+        if version is None:
+            raise StoreError(
+                f"the KV store {root} can't be used: {error}; choose a directory that can be written to"
+            ) from error
+        log.warning("the KV store %s can't be written to (%s); it is opened for reading only", root, error)
+        return True
+    return False
+
+
+def _version(path: Path) -> int | None:
+    """Return the version of the format that a store was written in; 0 for what can't be told."""
+    try:
+        version = json.loads(path.read_text())["version"]
+        return version if type(version) is int else 0
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return 0 if path.is_file() else None
+
+
+def _close_to_others(root: Path) -> None:
+    """Take the rights of others from a root that holds nothing but a store."""
+    mode = root.stat().st_mode & 0o777
+    own = {FORMAT_FILE, OBJECTS, "tmp", "lock"}
+    strangers = [name for name in os.listdir(root) if name not in own and not name.startswith(("catalog", "index"))]
+    if mode & 0o077 and not strangers:
+        root.chmod(mode & 0o700)
+
+
+def budget_of(config: StoreConfig) -> int:
+    """Return the budget of the host's memory tier, in bytes."""
+    limit = lesser(config.ram_bytes, config.ram_fraction, host_memory)
+    return config.ram_bytes if limit is None else limit
+
+
+def lesser(limit: int | None, fraction: float, total: Callable[[], int]) -> int | None:
+    """Return the lesser of a limit in bytes (``None``: none) and a fraction in [0, 1] of ``total()``; a fraction of 1 is no limit."""
+    if fraction >= 1:
+        return limit
+    if not fraction:
+        return 0
+    try:
+        part = int(fraction * total())
     except OSError:
-        return False
+        return limit
+    return part if limit is None else min(limit, part)
 
 
-def _read_index(directory: Directory, objects: Objects, references: References, seal: RowSeal | None) -> MemoryIndex:
-    """Make an index in memory: from the database if it is sound and complete, otherwise from the files themselves."""
-    index = MemoryIndex()
-    for kind, file in FILES.items():
-        rows = _read_rows(directory, kind, file, seal)
-        if any(name == COMPLETE for name, _ in rows):
-            index.load(rows)
-            return index
-    for header in recovery.headers(objects, sorted(objects.keys(), key=objects.age)):
-        index.add(header.record(), doc_id=None)
-    for name in references.names():
-        reference = references.read(name)
-        if reference is not None:
-            recovery.add_reference(index, reference)
-    return index
-
-
-def _read_rows(directory: Directory, kind: str, file: str, seal: RowSeal | None) -> list[tuple[str, Any]]:
-    """Read a whole database that nobody changes; nothing if it is damaged, absent or was not closed."""
-    folder = folder_of(seal)
-    journal = directory.status(folder, f"{file}-wal")
-    if not directory.is_file(folder, file) or (journal is not None and journal.st_size):
-        return []
+def host_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its control group's limit; raises ``OSError``."""
     try:
-        return list(load_rows(_all_rows(directory.root / folder / file, kind), seal))
-    except ImportError:
-        warn_without_diskcache()
-        return []
-    except (sqlite3.Error, OSError):
-        return []
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, AttributeError) as error:
+        raise OSError("the system doesn't say how much memory it has") from error
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            total = min(total, int(Path(path).read_text()))
+    return total
 
 
-def _all_rows(path: Path, kind: str) -> list[tuple[str, str]]:
-    if kind == "sqlite":
-        from kvrag.store import sqlite as rows
-    else:
-        from kvrag.store import cache as rows  # type: ignore[no-redef]
-    from kvrag.store.connect import connect
+def file_system(path: str | os.PathLike[str]) -> int:
+    """Bytes of the file system that a directory is on, or will be; raises ``OSError``."""
+    place = Path(path).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).total
 
-    with closing(connect(path, read_only=True)) as database:
-        ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
-        if verdict != "ok" or rows.fault_of(database) is not None:
-            return []
-        return list(database.execute(rows.SCAN, ("", "\U0010ffff", -1)).fetchall())
+
+def device_budget(limit: int | None, fraction: float, device: torch.device) -> int:
+    """Return the budget of a tier in an accelerator's memory, in bytes; 0: no tier.
+
+    Parameters
+    ----------
+    limit, fraction
+        As for :func:`lesser`. How much memory there is, is known for CUDA; elsewhere only ``limit`` counts.
+    device
+        The accelerator.
+    """
+    budget = lesser(limit, fraction, partial(_device_memory, device))
+    if budget is not None:
+        return budget
+    try:
+        return _device_memory(device)
+    except OSError as error:
+        log.warning("there is no memory tier on the accelerator: %s; set StoreConfig.gpu_bytes", error)
+        return 0
+
+
+def _device_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        raise OSError(f"it is not known how much memory {device} has")
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,140 +1,395 @@
-"""The rows of an index: their names, and values that may have been written by anyone.
+"""Named JSON rows in a database of diskcache that processes share: the only file that knows diskcache and SQLite.
 
-=============================  ================================  ===============================================
-row                            value                             for
-=============================  ================================  ===============================================
-``key K``                      fields of a record, ``texts``     one stored chunk
-``content C``                  list of keys, oldest first        the variants of a chunk behind other prefixes
-``text N D``                   ``entry``, ``seq``, ``keys``      one text of a namespace and its KV
-``log N seq``                  text entry                        texts in the order of their arrival
-``last N``                     seq                               the newest number in the log
-``doc N I D``, ``ref N D I``   1                                 document I references text D, both directions
-``use K``                      priority, time, hits, cost        what eviction goes by
-``held K``                     name of a claim                   a chunk without a file, in its holder's memory
-``gone K``                     1                                 a chunk whose file has yet to be erased
-``unref N D I``                1                                 a reference whose file has yet to be erased
-``erased``                     random, and another one behind +  another one after each erasure, and each eviction
-``total``, ``clock``           chunks, bytes; accesses           statistics, logical time
-=============================  ================================  ===============================================
-
-A reference is held by a document on a text, and keeps all KV of that text. Texts may share a key: a tokenizer may
-give the same ids for two of them. Rows that are not of this form are treated as absent.
+diskcache is used by its public API, with a ``Disk`` that can't pickle and touches no file. Besides that, this file reads the schema and
+the settings of a database before diskcache opens it, because diskcache believes what it finds there; ``tests/store/test_rows.py`` fails
+when another version of diskcache has others.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from kvrag.store.base import Record
-from kvrag.store.header import parse_text
-from kvrag.types import ChunkKey, TextEntry
+import diskcache
+from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
-FIELDS = {"content": str, "model": str, "namespace": str, "prefix": str, "num_tokens": int, "num_bytes": int}
+from kvrag.errors import StoreError
+from kvrag.store.crypto import Seal
+
+log = logging.getLogger(__name__)
+
+BUSY_S = 5.0
+BUSY_RETRIES = 3
+
+SETTINGS = {
+    "statistics": 0,
+    "tag_index": 0,
+    "eviction_policy": "none",
+    "size_limit": 2**62,
+    "cull_limit": 0,
+    "sqlite_mmap_size": 0,
+    "sqlite_trusted_schema": 0,
+    "sqlite_cell_size_check": 1,
+    "sqlite_secure_delete": 1,
+}
+
+FAULTS = (sqlite3.Error, OSError, diskcache.Timeout)
+
+OUTAGES = ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM", "AUTH", "PROTOCOL")
+"""SQLite errors that say nothing against the file's content."""
 
 
-def prefix_of(kind: str, *names: str) -> str:
-    """Begin a row's name; JSON strings end visibly, so no name can imitate another."""
-    return " ".join([kind, *map(json.dumps, names), ""])
+class JsonDisk(diskcache.Disk):  # type: ignore[misc]
+    """diskcache's serialisation cut down to strings: it never pickles, and never touches a file that a row names."""
+
+    def put(self, key: Any) -> tuple[str, bool]:
+        """Pass a string key."""
+        if type(key) is not str:
+            raise TypeError(f"a row is named by a string, not by {type(key).__name__}")
+        return key, True
+
+    def get(self, key: Any, raw: Any) -> str:
+        """Pass a string key from the database; another one becomes one that no row has."""
+        return key if type(key) is str and raw else ""
+
+    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
+        """Pass a string value."""
+        if type(value) is not str or read:
+            raise TypeError("a row holds a string")
+        return 0, MODE_RAW, None, value
+
+    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
+        """Pass a string value from the database; diskcache takes ``OSError`` for absent."""
+        if mode != MODE_RAW or filename is not None or type(value) is not str or read:
+            raise OSError("the row is not one of kvrag's")
+        return value
+
+    def filename(self, key: Any = None, value: Any = None) -> tuple[str, str]:
+        """Refuse: values never go to files."""
+        raise TypeError("a row has no file")
+
+    def remove(self, file_path: Any) -> None:
+        """Leave the file alone: a planted row could name any file of the user's."""
 
 
-def row_of(kind: str, *names: str) -> str:
-    """Name of a row."""
-    return prefix_of(kind, *names)[:-1]
+class Rows:
+    """Rows of one database. A damaged one is moved aside and begun anew; one that was deleted or replaced is opened again.
 
+    Parameters
+    ----------
+    folder
+        Where the database is; made, with mode 0700, if absent. ``None``: in a private temporary folder.
+    seal
+        Encrypts values; ``None``: they are plain.
+    read_only
+        Change nothing in the folder: rows are read from a private copy, made again when the database changes.
+    begin
+        Called inside a transaction on a database that has no rows yet.
 
-def log_row(namespace: str, seq: int) -> str:
-    """Name of a row of the log; numbers sort as they count."""
-    return f"{prefix_of('log', namespace)}{seq:020d}"
+    Raises
+    ------
+    StoreError
+        If the folder can't be used.
+    """
 
-
-def end_of(prefix: str) -> str:
-    """Return the first string after all that begin with ``prefix``."""
-    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
-
-
-DECODER = json.JSONDecoder()
-
-
-def names_of(rest: str) -> list[str]:
-    """Parse the names in a row's name, after its kind; none if it is not one of ours."""
-    names, at = [], 0
-    while at < len(rest):
+    def __init__(
+        self, folder: Path | None, seal: Seal | None, *, read_only: bool = False, begin: Callable[[Rows], None]
+    ) -> None:
+        self._seal, self._begin, self.read_only = seal, begin, read_only
+        self._private = tempfile.mkdtemp(prefix="kvrag-") if folder is None or read_only else None
+        self._source = folder if read_only else None
+        self._folder = Path(self._private) / "index" if self._private is not None else Path(folder or "")
+        self._lock = threading.RLock()
+        self._cache: diskcache.Cache | None = None
+        self._file: object = None
+        self._closed = self._warned = False
         try:
-            name, at = DECODER.raw_decode(rest, at)
-        except ValueError:
-            return []
-        if not isinstance(name, str) or rest[at : at + 1] not in ("", " "):
-            return []
-        names.append(name)
-        at += 1
-    return names
+            self._database()
+        except FAULTS as error:
+            self.close()
+            raise self._unusable(error) from error
+
+    def get(self, name: str) -> Any:
+        """Return a row's value; ``None`` if it is absent or can't be read."""
+        try:
+            return self._opened(name, self._database().get(name))
+        except FAULTS as error:
+            if not self._closed and not self._warned:
+                self._warned = True
+                log.warning("the catalog %s can't be read (%s); it counts as empty", self._folder, error)
+            return None
+
+    def has(self, name: str) -> bool:
+        """Whether a row is there, whatever its value."""
+        try:
+            return name in self._database()
+        except FAULTS:
+            return False
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the rest of all names that begin with ``prefix``; quick for those that come first or last of all."""
+        is_last = prefix >= "t"
+        found = []
+        with suppress(*FAULTS):
+            for name in self._database().iterkeys(reverse=is_last):
+                if name.startswith(prefix):
+                    found.append(name[len(prefix) :])
+                elif name < prefix if is_last else name > prefix:
+                    break
+        return found[::-1] if is_last else found
+
+    def set(self, name: str, value: Any) -> None:
+        """Insert or replace a row, inside :meth:`change`."""
+        text = json.dumps(value, separators=(",", ":"))
+        self._ours().set(name, text if self._seal is None else self._seal.seal(text, name))
+
+    def read(self, name: str) -> Any:
+        """As :meth:`get`, inside :meth:`change`: faults are raised."""
+        return self._opened(name, self._ours().get(name))
+
+    def delete(self, name: str) -> None:
+        """Remove a row, inside :meth:`change`; absent ones are fine."""
+        self._ours().delete(name)
+
+    def clear(self) -> None:
+        """Remove all rows, inside :meth:`change`."""
+        self._ours().clear()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Make several changes one step for all threads and processes.
+
+        Raises
+        ------
+        StoreError
+            If it can't be made; then nothing has changed.
+        """
+        with self._lock:
+            try:
+                with self._transaction():
+                    yield
+            except FAULTS as error:
+                if isinstance(error, StoreError):
+                    raise
+                with suppress(*FAULTS):  # a failed commit leaves its transaction open; closing the connection ends it
+                    self._ours().close()
+                raise StoreError(
+                    f"the catalog {self._folder} can't be changed: {error or 'it is locked'}; "
+                    "make sure that the directory exists, is writable and has free space, then try again"
+                ) from error
+
+    def scrub(self) -> None:
+        """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
+        with suppress(*FAULTS):
+            self._database().reset("sqlite_wal_checkpoint", "TRUNCATE", update=False)
+
+    def close(self) -> None:
+        """Close the database; idempotent. A closed one is empty and can't be changed."""
+        with self._lock:
+            self._closed = True
+            if self._cache is not None:
+                self._cache.close()
+            self._cache = None
+            if self._private is not None:
+                shutil.rmtree(self._private, ignore_errors=True)
+
+    def reset_after_fork(self) -> None:
+        """Let go of the parent's lock, which another thread of it may hold."""
+        self._lock = threading.RLock()
+
+    def _opened(self, name: str, text: Any) -> Any:
+        """Parse a row's value; what is not JSON, or not sealed as it should be, is absent."""
+        if isinstance(text, str) and self._seal is not None:
+            text = self._seal.open(text, name)
+        try:
+            return None if text is None else json.loads(text)
+        except (ValueError, RecursionError, TypeError):
+            return None
+
+    def _ours(self) -> diskcache.Cache:
+        """Return the open database, inside a transaction."""
+        if self._cache is None:
+            raise OSError("the store is closed")
+        return self._cache
+
+    def _database(self) -> diskcache.Cache:
+        """Return the database that is there now."""
+        cache = self._cache
+        if cache is None or self._file != self._there():
+            with self._lock:
+                if self._closed:
+                    raise OSError("the store is closed")
+                if self._cache is None or self._file != self._there():
+                    self._open()
+                return self._ours()
+        return cache
+
+    def _there(self) -> object:
+        """Return what tells the database that is there from another one; of a source that is read, what changes with it."""
+        try:
+            if self._source is None:
+                status = os.stat(self._folder / DBNAME)
+                return status.st_dev, status.st_ino
+            paths = (self._source / DBNAME, self._source / f"{DBNAME}-wal")
+            found = (os.stat(path) if path.exists() else None for path in paths)
+            return [s and (s.st_dev, s.st_ino, s.st_mtime_ns, s.st_size) for s in found]
+        except OSError:
+            return None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        cache = self._database()
+        file = self._file
+        for attempt in range(BUSY_RETRIES):
+            transaction = cache.transact(retry=False)  # diskcache's own retry never ends on a full or read-only disk
+            try:
+                transaction.__enter__()
+                break
+            except diskcache.Timeout:
+                if attempt == BUSY_RETRIES - 1:
+                    raise OSError("it stays locked, or can't be written to") from None
+        try:
+            if self._source is None and self._there() != file:
+                raise OSError("it was replaced or deleted during a change")
+            yield
+        except BaseException as error:
+            transaction.__exit__(type(error), error, error.__traceback__)
+            raise
+        transaction.__exit__(None, None, None)
+        if self._source is None and self._there() != file:
+            raise OSError("it was replaced or deleted during a change")
+
+    def _open(self) -> None:
+        """Open the database, made anew where there is none or a damaged one."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+        if self._source is not None:
+            self._copy(self._source)
+        self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(self._folder.parent / "lock"):
+            if self._folder.is_symlink():
+                raise OSError("its folder is a link")
+            path = self._folder / DBNAME
+            if os.path.lexists(path) and (fault := examine(path)):
+                log.warning("the catalog %s is damaged (%s); it is moved aside and begun anew", path, fault)
+                move_aside(self._folder)
+            with suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+            with suppress(FileExistsError):  # SQLite gives its other files the mode of this one
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            self._cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=JsonDisk, **SETTINGS)
+            if self._source is None:
+                self._file = self._there()
+        if not len(self._cache):
+            with self.change():
+                if not len(self._cache):
+                    self._begin(self)
+        self._warned = False
+
+    def _copy(self, source: Path) -> None:
+        """Copy a database without changing anything beside it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700, parents=True)
+        self._file = self._there()
+        path, journal = source / DBNAME, source / f"{DBNAME}-wal"
+        if path.is_symlink() or not path.is_file():
+            return
+        has_journal = journal.is_file() and journal.stat().st_size > 0
+        for mode in ("mode=ro", "mode=ro&immutable=1") if has_journal else ("mode=ro&immutable=1",):
+            with (
+                suppress(sqlite3.Error),
+                closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as old,
+            ):
+                with closing(sqlite3.connect(self._folder / DBNAME)) as new:
+                    old.backup(new)
+                return
+        (self._folder / DBNAME).unlink(missing_ok=True)
+
+    def _unusable(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"the catalog {self._folder} can't be opened: {error or 'it is locked'}; "
+            "make sure that the directory can be written to and has free space, or choose another one"
+        )
 
 
-def first_names(rows: list[tuple[str, Any]]) -> Iterator[str]:
-    """Yield the first name in the rest of each row's name."""
-    for rest, _ in rows:
-        names = names_of(rest)
-        if names:
-            yield names[0]
-
-
-def as_list(text: TextEntry) -> list[Any]:
-    """JSON form of a text entry."""
-    return [text.digest, text.head, text.tail, text.num_chars]
-
-
-def text_of(value: object) -> TextEntry | None:
-    """Parse a text entry."""
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, where the file system has locks."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        return parse_text(value)
-    except ValueError:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def move_aside(folder: Path) -> None:
+    """Move a database and its journals out of the way; only the latest damaged one is kept."""
+    aside = folder.with_name(folder.name + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+
+
+def examine(path: Path) -> str | None:
+    """Say what is wrong with a database, before diskcache believes anything in it; ``None`` if nothing is.
+
+    Raises
+    ------
+    sqlite3.Error
+        If it can't be read now, which says nothing about its content.
+    """
+    if path.is_symlink() or not path.is_file():
+        return "it is not a regular file"
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as database:
+            for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
+                database.execute(f"PRAGMA {pragma}")
+            ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
+            return fault_of(database) if verdict == "ok" else str(verdict)
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "").startswith(tuple(f"SQLITE_{outage}" for outage in OUTAGES)):
+            raise
+        return str(error)
+
+
+def fault_of(database: sqlite3.Connection) -> str | None:
+    """Compare schema and settings with diskcache's own; an empty database is fine."""
+    schema = schema_of(database)
+    if not schema:
         return None
+    if schema != own_schema():
+        return "it has a foreign schema"
+    for name, value in database.execute("SELECT key, value FROM Settings"):
+        # diskcache turns names into attributes and PRAGMAs.
+        is_known = name in DEFAULT_SETTINGS or name in METADATA or name in SETTINGS
+        if not is_known or (type(value) is not int and value != {**DEFAULT_SETTINGS, **SETTINGS}.get(name)):
+            return "it has foreign settings"
+    return None
 
 
-def texts_of(row: Any) -> list[TextEntry]:
-    """Parse the texts of a key's row."""
-    values = row.get("texts") if isinstance(row, dict) else None
-    return [text for value in values if (text := text_of(value))] if isinstance(values, list) else []
+def schema_of(database: sqlite3.Connection) -> dict[str, str]:
+    """Return the SQL of every table, index, trigger and view by name, white space made one."""
+    rows = database.execute("SELECT type, name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_autoindex%'")
+    return {f"{kind} {name}": " ".join(str(sql).split()) for kind, name, sql in rows}
 
 
-def strings_of(value: object) -> list[str]:
-    """Parse a list of strings."""
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-def totals_of(value: object) -> tuple[int, int]:
-    """Parse the totals."""
-    match value:
-        case [int(chunks), int(num_bytes)]:
-            return chunks, num_bytes
-    return 0, 0
-
-
-def erasures_of(mark: str) -> str:
-    """Return the part of the row ``erased`` that changes with erasures, and not with evictions."""
-    return mark.partition("+")[0]
-
-
-def record_of(key: ChunkKey, row: Any) -> Record | None:
-    """Parse a key's row."""
-    texts = texts_of(row)
-    return sizes_of(key, row, texts[-1] if texts else None)
-
-
-def sizes_of(key: ChunkKey, row: Any, text: TextEntry | None = None) -> Record | None:
-    """Parse a key's row but for its texts, which is quicker."""
-    if not isinstance(row, dict) or any(type(row.get(name)) is not kind for name, kind in FIELDS.items()):
-        return None
-    return Record(key=key, text=text, **{name: row[name] for name in FIELDS})
-
-
-def merged(row: dict[str, Any], record: Record) -> dict[str, Any]:
-    """Value of a key's row after ``record`` was added to it; the newest text stands last."""
-    fields = asdict(record)
-    texts = texts_of(row)
-    if record.text is not None:
-        texts = [*(text for text in texts if text.digest != record.text.digest), record.text]
-    return {**{name: fields[name] for name in FIELDS}, "texts": [as_list(text) for text in texts]}
+@functools.cache
+def own_schema() -> dict[str, str]:
+    """Return what diskcache makes of an empty directory: the installed version's tables, indices and triggers."""
+    with tempfile.TemporaryDirectory(prefix="kvrag-") as folder:
+        diskcache.Cache(folder, disk=JsonDisk, **SETTINGS).close()
+        with closing(sqlite3.connect(Path(folder) / DBNAME)) as database:
+            return schema_of(database)

@@ -26,6 +26,9 @@ from typing import Any
 
 import torch
 from common import RESULTS, machine, write_result
+from kvrag.store.index import DiskIndex
+from kvrag.store.objects import place_of
+from kvrag.store.reader import LayerStream
 
 from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
@@ -33,9 +36,6 @@ from kvrag.estimate import PRESETS, ModelShape
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, blob
 from kvrag.store.base import Record
-from kvrag.store.index import DiskIndex
-from kvrag.store.objects import place_of
-from kvrag.store.reader import LayerStream
 from kvrag.testing.chunks import make_identity, make_text
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV
 

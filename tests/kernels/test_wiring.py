@@ -11,7 +11,7 @@ from texts import make_chunks
 
 from kvrag.model import attention
 from kvrag.model.attention import Mass, ragged_attention
-from kvrag.model.rows import EVERYTHING, Reach, Limits
+from kvrag.model.rows import EVERYTHING, Limits, Reach
 
 
 @pytest.fixture

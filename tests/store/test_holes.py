@@ -3,10 +3,10 @@
 import threading
 
 import pytest
+from kvrag.store.holes import MAX_READINGS, Readings, holes_of
 
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind, reader
-from kvrag.store.holes import MAX_READINGS, Readings, holes_of
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 
 LAYERS = 4
@@ -45,17 +45,16 @@ def hole_of(store):
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("is_small", [True, False])
-def test_the_bitmap_is_false_from_the_damaged_layer_on(store, root, layer, is_small, monkeypatch):
+def test_a_hole_names_the_damaged_layer(store, root, layer, is_small, monkeypatch):
     monkeypatch.setattr(reader, "HELPED_BYTES", 2**30 if is_small else 1)
     damage(root, layer)
     assert store.get_many([IDENTITY], timeout_s=30) == [None]
     hole = hole_of(store)
-    assert (hole.reason, hole.good_layers, hole.num_layers) == ("damaged", layer, LAYERS)
-    assert hole.bitmap == (True,) * layer + (False,) * (LAYERS - layer)
-    assert str(hole) == f"{KEY[:12]} damaged from layer {layer} of {LAYERS} on"
+    assert (hole.reason, hole.layer) == ("damaged", layer)
+    assert str(hole) == f"{KEY[:12]} damaged at layer {layer}"
 
 
-def test_the_bitmap_of_a_late_chunk_says_how_far_it_came(store, monkeypatch):
+def test_the_hole_of_a_late_chunk_says_how_far_it_came(store, monkeypatch):
     monkeypatch.setattr(reader, "HELPED_BYTES", 1)
     monkeypatch.setattr(reader, "STEP_BYTES", 1)
     real, go_on, is_there = reader.Blob.load, threading.Event(), threading.Event()
@@ -74,7 +73,7 @@ def test_the_bitmap_of_a_late_chunk_says_how_far_it_came(store, monkeypatch):
     thread.join(30)
     assert got == [None]
     hole = hole_of(store)
-    assert (hole.reason, hole.good_layers, hole.num_layers) == ("late", 2, LAYERS)
+    assert (hole.reason, hole.layer) == ("late", 2)
     go_on.set()
     assert same_bits(store.get(IDENTITY), make_kv(IDENTITY, layers=LAYERS))
     assert store.hole(IDENTITY) is None
@@ -89,10 +88,10 @@ def test_what_is_gone_or_unreadable_says_so(store, root, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(reader, "read_all", broken)
         assert store.get(IDENTITY) is None
-    assert (hole_of(store).reason, hole_of(store).bitmap) == ("unreadable", (False,) * LAYERS)
+    assert (hole_of(store).reason, hole_of(store).layer) == ("unreadable", 0)
     path.unlink()
     assert store.get(IDENTITY) is None
-    assert (hole_of(store).reason, hole_of(store).bitmap) == ("absent", ())
+    assert (hole_of(store).reason, hole_of(store).layer) == ("absent", None)
     assert str(hole_of(store)) == f"{KEY[:12]} absent"
 
 

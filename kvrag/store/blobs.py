@@ -1,0 +1,339 @@
+"""Blobs in a directory, and blobs in memory.
+
+A file is ``objects/<key[:2]>/<key>.safetensors`` below the store's root, private, and reached without following a link. It is written to
+``tmp/``, synced and then linked to its name, so a name always stands for a whole file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvrag.store.base import Bytes
+from kvrag.types import ChunkKey
+
+log = logging.getLogger(__name__)
+
+KEY = re.compile(r"[0-9a-f]{64}")
+SUFFIX = ".safetensors"
+OBJECTS, TMP = "objects", "tmp"
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+ABSENT = (FileNotFoundError, NotADirectoryError)
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+MAX_VIEWS = 512
+YOUNG_S = 60.0
+"""Files in ``tmp/`` that are younger are left to their writers."""
+
+WARN_S = 60.0
+"""Seconds between two warnings that files can't be read."""
+
+
+class FileBlobs:
+    """Blobs as files of a directory, which processes may share.
+
+    Parameters
+    ----------
+    root
+        The store's directory; made, with mode 0700, at the first write.
+    durable
+        Whether a blob that was written survives a power cut.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.root, self._durable = Path(root), durable
+        self._buffers = Buffers()
+        self._warned_at = -WARN_S
+
+    def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
+        """Return bytes of a file; ``None`` if it is absent, can't be read, or is no regular file."""
+        try:
+            fd = self._open(key)
+        except ABSENT:
+            return None
+        except OSError as error:
+            return self._unreadable(error)
+        try:
+            size = max(0, os.fstat(fd).st_size - start)
+            view = self._buffers.take(size if length is None else min(size, length))
+            return view[: _fill(fd, view, start)]
+        except (OSError, MemoryError, RuntimeError) as error:
+            return self._unreadable(error)
+        finally:
+            os.close(fd)
+
+    def write(self, key: ChunkKey, parts: Sequence[Bytes]) -> int:
+        """Write a file and give it its name, unless that is taken; see :class:`kvrag.store.base.Blobs`."""
+        with self._folder(key[:2], make=True) as folder:
+            if _is_file(key + SUFFIX, folder):
+                return 0
+            with self._draft() as (tmp, name, fd):
+                written = _write_all(fd, parts)
+                if self._durable:
+                    os.fdatasync(fd)
+                if not _name(tmp, name, folder, key + SUFFIX):
+                    return 0
+            if self._durable:
+                self._sync(folder, key)
+        return written
+
+    def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Remove files; see :class:`kvrag.store.base.Blobs`."""
+        gone = set()
+        for key in keys:
+            with suppress(*ABSENT), self._folder(key[:2]) as folder:
+                os.unlink(key + SUFFIX, dir_fd=folder)
+                gone.add(key)
+                if self._durable:
+                    os.fsync(folder)
+        return gone
+
+    def keys(self) -> set[ChunkKey]:
+        """Return the keys of all files that have the name of a blob, whatever they are."""
+        found: set[ChunkKey] = set()
+        for shard in _names(self.root / OBJECTS):
+            names = (name.removesuffix(SUFFIX) for name in _names(self.root / OBJECTS / shard) if name.endswith(SUFFIX))
+            found.update(ChunkKey(key) for key in names if KEY.fullmatch(key) and key[:2] == shard)
+        return found
+
+    def close(self) -> None:
+        """Do nothing: no file is kept open."""
+
+    def free_bytes(self) -> int:
+        """Bytes that this user may still write on the file system; raises ``OSError``."""
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
+
+    def sweep(self) -> int:
+        """Remove what dead writers left in ``tmp/``, and return how many files that was. A writer holds the lock of its file."""
+        swept = 0
+        with suppress(OSError), self._folder(TMP, below=()) as tmp:
+            for name in os.listdir(tmp):
+                with suppress(OSError):
+                    swept += _sweep_one(tmp, name)
+        return swept
+
+    def _open(self, key: ChunkKey) -> int:
+        with self._folder(key[:2]) as folder:
+            fd = os.open(key + SUFFIX, FILE, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return fd
+
+    @contextmanager
+    def _folder(self, name: str, *, below: tuple[str, ...] = (OBJECTS,), make: bool = False) -> Iterator[int]:
+        """Open a folder below the root, one component after the other; with ``make``, make what is absent, private."""
+        if make:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.root, FOLDER)
+        try:
+            for each in (*below, name):
+                inner = self._enter(fd, each, make=make)
+                os.close(fd)
+                fd = inner
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _enter(self, parent: int, name: str, *, make: bool) -> int:
+        try:
+            return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+        except FileNotFoundError:
+            if not make:
+                raise
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+        if self._durable:
+            os.fsync(parent)
+        return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+
+    @contextmanager
+    def _draft(self) -> Iterator[tuple[int, str, int]]:
+        """Make a locked file in ``tmp/``, and remove that name afterwards."""
+        with self._folder(TMP, below=(), make=True) as tmp:
+            name = secrets.token_hex(16)
+            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=tmp)
+            try:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield tmp, name, fd
+            finally:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=tmp)
+                os.close(fd)
+
+    def _sync(self, folder: int, key: ChunkKey) -> None:
+        try:
+            os.fsync(folder)
+        except OSError:  # after a failed sync nobody knows what is on the disk
+            os.unlink(key + SUFFIX, dir_fd=folder)
+            raise
+
+    def _unreadable(self, error: Exception) -> None:
+        if time.monotonic() - self._warned_at >= WARN_S:
+            self._warned_at = time.monotonic()
+            log.warning("the KV store %s can't be read (%s); its chunks are computed instead", self.root, error)
+
+
+class MemoryBlobs:
+    """Blobs in the memory of this process."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[ChunkKey, memoryview] = {}
+        self._buffers = Buffers()
+
+    def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
+        """Return a view of a blob."""
+        blob = self._blobs.get(key)
+        return None if blob is None else blob[start : None if length is None else start + length]
+
+    def write(self, key: ChunkKey, parts: Sequence[Bytes]) -> int:
+        """Keep a copy of the parts; see :class:`kvrag.store.base.Blobs`."""
+        if key in self._blobs:
+            return 0
+        try:
+            blob, end = self._buffers.take(sum(map(len, parts))), 0
+        except (MemoryError, RuntimeError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
+        for part in parts:
+            blob[end : (end := end + len(part))] = part
+        return len(blob) if self._blobs.setdefault(key, blob) is blob else 0
+
+    def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Forget blobs."""
+        return {key for key in keys if self._blobs.pop(key, None) is not None}
+
+    def keys(self) -> set[ChunkKey]:
+        """Return all keys."""
+        return set(self._blobs)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._blobs.clear()
+
+
+def _is_file(name: str, folder: int) -> bool:
+    """Whether a name is taken by a regular file; anything but a folder that takes it otherwise is removed."""
+    try:
+        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(mode):
+        os.unlink(name, dir_fd=folder)
+    return stat.S_ISREG(mode)
+
+
+def _name(tmp: int, name: str, folder: int, final: str) -> bool:
+    """Give a file its name, without replacing another one; whether it has it."""
+    try:
+        os.link(name, final, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        os.rename(name, final, src_dir_fd=tmp, dst_dir_fd=folder)
+    return True
+
+
+def _fill(fd: int, view: memoryview, offset: int) -> int:
+    """Read until the view is full or the file ends; returns the bytes read."""
+    done = 0
+    while done < len(view) and (count := os.preadv(fd, [view[done:]], offset + done)):
+        done += count
+    return done
+
+
+def _write_all(fd: int, parts: Sequence[Bytes]) -> int:
+    """Write all parts with few calls; a call may write less than asked for."""
+    views, total = [memoryview(part).cast("B") for part in parts], 0
+    while views:
+        count = os.writev(fd, views[:MAX_VIEWS])
+        total += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
+    return total
+
+
+def _names(folder: Path) -> list[str]:
+    """Names in a folder that is no link; none if it is absent or can't be read."""
+    try:
+        fd = os.open(folder, FOLDER | os.O_NOFOLLOW)
+    except OSError:
+        return []
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
+def _sweep_one(tmp: int, name: str) -> bool:
+    status = os.stat(name, dir_fd=tmp, follow_symlinks=False)
+    if abs(time.time() - status.st_ctime) < YOUNG_S:
+        return False
+    if stat.S_ISREG(status.st_mode):
+        fd = os.open(name, FILE, dir_fd=tmp)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+    os.unlink(name, dir_fd=tmp)
+    return True
+
+
+class Buffers:
+    """Memory for blobs, used again when nobody uses it any more: a fresh page costs as much as reading it.
+
+    On machines with CUDA the memory is pinned, so that copies to the device need no staging.
+    """
+
+    IDLE_BYTES = 256 * 2**20
+    """Most memory kept for reuse."""
+    MIN_BYTES = 64 * 1024
+
+    def __init__(self) -> None:
+        # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock, or in a forked child.
+        self._idle: dict[int, list[torch.Tensor]] = {}
+        self._lent: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
+        self._pinned = torch.cuda.is_available()
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return so many writable bytes, not initialised; raises ``MemoryError`` or ``RuntimeError``."""
+        if num_bytes < self.MIN_BYTES:
+            return np.empty(num_bytes, np.uint8).data
+        step = max(4096, 2 ** (num_bytes.bit_length() - 1) // 16)  # chunks of similar length share buffers
+        size = -(-num_bytes // step) * step
+        try:
+            owner = self._idle[size].pop()
+        except LookupError:
+            owner = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        array = owner.numpy()
+        end = weakref.ref(array, self._come_back)  # views of the array keep it alive
+        self._lent[id(end)] = end, owner
+        return array.data[:num_bytes]
+
+    def _come_back(self, end: weakref.ref[Any]) -> None:
+        owner = self._lent.pop(id(end))[1]
+        idle = sum(size * len(buffers) for size, buffers in list(self._idle.items()))
+        if idle + owner.numel() <= self.IDLE_BYTES:
+            self._idle.setdefault(owner.numel(), []).append(owner)

@@ -1,0 +1,242 @@
+"""The encryption key of a store: read once when it is opened, kept in memory only, and never used as it is.
+
+Each purpose has a key of its own, derived from it: names of namespaces and files (HMAC), rows of the catalog (AES-SIV) and blobs
+(AES-256-GCM). Without a key, names are plain digests, and nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from kvrag.config import StoreConfig
+from kvrag.errors import ConfigError, require
+from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest, text_digest
+from kvrag.types import TextEntry
+
+MIN_KEY_BYTES = 32
+"""Shorter keys are refused: they could be guessed."""
+
+HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
+
+CIPHER = "AES-256-GCM"
+TAG_BYTES, NONCE_BYTES = 16, 12
+
+PURPOSE = "encryption of the KV store"
+
+
+def derive(key: bytes, purpose: str, *, salt: bytes = b"") -> bytes:
+    """Derive 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) with one block of output.
+
+    Parameters
+    ----------
+    key
+        Key material.
+    purpose
+        What the result is for; with the version of the format, the ``info`` of the RFC.
+    salt
+        May be public.
+    """
+    extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, "sha256")
+    return hmac.digest(extracted, f"kvrag/{FORMAT_VERSION}/{purpose}".encode() + b"\x01", "sha256")
+
+
+def key_id(key: bytes) -> str:
+    """Public name of a key, 16 hex digits; it says nothing about the key."""
+    return derive(key, "key id")[:8].hex()
+
+
+def read_key(source: Callable[[], bytes] | str, option: str = "encryption_key") -> bytes:
+    """Return the key of a source: a function, or ``"env:NAME"``.
+
+    Raises
+    ------
+    ConfigError
+        If the source fails or what it gives is not a key. The message does not repeat it.
+    """
+    where = f"StoreConfig.{option}"
+    remedy = f"give at least {MIN_KEY_BYTES} random bytes"
+    if isinstance(source, str):
+        name = source.removeprefix("env:")
+        where, remedy = f"the environment variable {name} ({where})", "set it to the output of: openssl rand -hex 32"
+        key = _decoded(os.environ.get(name, ""))
+    else:
+        try:
+            key = source()
+        except Exception as error:  # the user's own code; its message may hold anything
+            raise ConfigError(f"the function of {where} raises {type(error).__name__}; {remedy}") from error
+    if not isinstance(key, bytes) or not key:
+        raise ConfigError(f"{where} gives no key; {remedy}")
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"{where} gives a key of {len(key)} bytes, which can be guessed; {remedy}")
+    return key
+
+
+def _decoded(text: str) -> bytes | None:
+    text = "".join(text.split())
+    if HEX.fullmatch(text):
+        return bytes.fromhex(text)
+    try:
+        return base64.b64decode(text.translate({ord("-"): "+", ord("_"): "/"}) + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The names of namespaces and texts in a store.
+
+    Parameters
+    ----------
+    address
+        Key of the namespaces' digests, and through them of all file names; ``None``: plain digests.
+    """
+
+    address: bytes | None = field(default=None, repr=False)
+
+    def namespace(self, name: str) -> str:
+        """Digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
+        if self.address is None:
+            return namespace_digest(name)
+        return "hmac-sha256:" + hmac.digest(self.address, name.encode(), "sha256").hex()
+
+    def digest(self, text: str) -> str:
+        """Digest of a stripped chunk text, 64 hex digits; raises ``UnicodeEncodeError``."""
+        return text_digest(text)
+
+    def mask(self, entry: TextEntry) -> TextEntry:
+        """Return what the catalog takes of a text's entry: all of it, for the catalog encrypts it where there is a key."""
+        return entry
+
+    def unmask(self, entry: TextEntry) -> TextEntry:
+        """Undo :meth:`mask`."""
+        return entry
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled."""
+        raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys derived from a store's encryption key, or none.
+
+    Parameters
+    ----------
+    names
+        The names of namespaces and texts.
+    cipher
+        Key of blobs and rows; ``None``: they are plain.
+    """
+
+    names: Naming = field(default_factory=Naming)
+    cipher: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, config: StoreConfig) -> Keys:
+        """Read the key of a config.
+
+        Raises
+        ------
+        ConfigError
+            If it can't be had.
+        MissingDependencyError
+            If ``cryptography`` is not installed.
+        """
+        if config.encryption_key is None:
+            return cls()
+        key = read_key(config.encryption_key)
+        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose=PURPOSE)
+        return cls(Naming(derive(key, "addresses")), derive(key, "cipher"))
+
+    @property
+    def id(self) -> str:
+        """Public name of the key; empty without one."""
+        return "" if self.cipher is None else key_id(self.cipher)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled."""
+        raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
+
+
+def encrypt(key: bytes, nonce: int, views: Iterable[memoryview], bound: bytes) -> tuple[list[memoryview], bytes]:
+    """Encrypt some bytes as one message.
+
+    Parameters
+    ----------
+    key
+        32 bytes.
+    nonce
+        Must never come twice with one key.
+    views
+        The bytes.
+    bound
+        What else must be the same when they are decrypted.
+
+    Returns
+    -------
+    list of memoryview, bytes
+        As many bytes in as many parts, and the tag.
+    """
+    encryptor = _cipher(key, nonce).encryptor()
+    encryptor.authenticate_additional_data(bound)
+    parts = []
+    for view in views:
+        part = memoryview(bytearray(len(view)))
+        encryptor.update_into(view, part)
+        parts.append(part)
+    encryptor.finalize()
+    return parts, encryptor.tag
+
+
+def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes, bound: bytes, out: memoryview) -> bool:
+    """Decrypt to ``out``, and return whether the tag is right; otherwise ``out`` must not be used."""
+    from cryptography.exceptions import InvalidTag
+
+    decryptor = _cipher(key, nonce, tag).decryptor()
+    decryptor.authenticate_additional_data(bound)
+    decryptor.update_into(data, out)
+    try:
+        decryptor.finalize()
+    except InvalidTag:
+        return False
+    return True
+
+
+def _cipher(key: bytes, nonce: int, tag: bytes | None = None) -> Any:
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    mode = modes.GCM(nonce.to_bytes(NONCE_BYTES, "big"), tag, min_tag_length=TAG_BYTES)
+    return Cipher(algorithms.AES(key), mode)
+
+
+class Seal:
+    """Encrypts names and values of the catalog with AES-SIV: equal names give equal bytes, so rows are found by them.
+
+    A value is bound to the name of its row: one that was moved to another row counts as absent.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        aead = require("cryptography.hazmat.primitives.ciphers.aead", extra="crypto", purpose=PURPOSE)
+        self._siv = aead.AESSIV(derive(key, "rows 1") + derive(key, "rows 2"))
+
+    def seal(self, text: str, bound: str) -> str:
+        """Encrypt a text; base64."""
+        return base64.urlsafe_b64encode(self._siv.encrypt(text.encode(), [bound.encode()])).decode()
+
+    def open(self, sealed: str, bound: str) -> str | None:
+        """Decrypt a text; ``None`` if it was not encrypted with this key, or is bound to another name."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            raw = base64.b64decode(sealed.encode("ascii"), altchars=b"-_", validate=True)
+            return str(self._siv.decrypt(raw, [bound.encode()]).decode())
+        except (InvalidTag, ValueError):
+            return None

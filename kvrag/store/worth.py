@@ -1,0 +1,346 @@
+"""What a chunk is worth keeping, and which chunks leave when room is short.
+
+Time is logical where it can be (accesses counted by the catalog) and otherwise the time since the machine's start: a clock that is set to
+another year changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, NamedTuple, Protocol
+
+from pydantic import Field
+
+from kvrag.config import config_class
+from kvrag.errors import ConfigError, StoreError
+from kvrag.store.base import Record
+from kvrag.types import ChunkKey
+
+DEFAULT_PRIORITY = 35
+
+HALF_LIFE = 4096
+"""Accesses of the store after which a hit counts half."""
+
+TOKEN_MS = 1.0
+"""Assumed cost of a token where none was measured in the whole store; only ratios matter."""
+
+FILE_OVERHEAD = 4096
+"""Bytes that a file takes beside its tensors."""
+
+PROBE = 4
+"""Chunks that leave for the sake of free space before it is checked whether any came of it: snapshots and open files keep theirs."""
+
+RETRY_S = 600.0
+"""Seconds for which nothing more leaves for the sake of free space after none came of it."""
+
+KINDS = (int, str, float, float, float, int, float)
+BOUNDS: tuple[tuple[int, int] | None, ...] = ((0, 100), None, *((-1, 2**63),) * 2, *((0, 2**63),) * 2, (-1, 2**63))
+"""Types and bounds of a row's fields: a foreign row must not make a chunk one that never leaves."""
+
+
+@config_class
+class Retention:
+    """How much a chunk is worth keeping."""
+
+    priority: Annotated[int, Field(strict=True, ge=0, le=100)] = DEFAULT_PRIORITY
+    """0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30."""
+    duration_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
+    cost_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
+
+
+def check_retention(value: object, *, is_needed: bool = False) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`, or ``None`` where that is not needed."""
+    if not isinstance(value, Retention) and (is_needed or value is not None):
+        raise ConfigError(f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)")
+
+
+def priority_of(retention: Retention | None) -> int:
+    """Priority that a chunk is stored with; raises ``ConfigError`` if ``retention`` is not one."""
+    check_retention(retention)
+    return DEFAULT_PRIORITY if retention is None else retention.priority
+
+
+def since_boot() -> float:
+    """Seconds since the machine's start, standby included."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+@functools.cache
+def boot_id() -> str:
+    """Name of the machine's present run; empty where the kernel has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Sized(Protocol):
+    """A chunk's size."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What eviction must know of one chunk.
+
+    Parameters
+    ----------
+    priority
+        0 to 100.
+    boot, deadline, duration_s
+        The priority lasts until ``deadline`` (seconds since the start named ``boot``), ``duration_s`` in all; -1: for ever. After a
+        restart of the machine the duration begins anew.
+    hits, last
+        Hits, halved every :data:`HALF_LIFE` accesses, as of access ``last``.
+    cost_ms
+        Time that computing it took; -1 if nobody said.
+    """
+
+    priority: int = DEFAULT_PRIORITY
+    boot: str = ""
+    deadline: float = -1.0
+    duration_s: float = -1.0
+    hits: float = 0.0
+    last: int = 0
+    cost_ms: float = -1.0
+
+    @classmethod
+    def of(cls, value: object) -> Usage:
+        """Parse a row; one that is not of this form is that of a chunk nobody said anything about."""
+        if not isinstance(value, list) or len(value) != len(KINDS):
+            return cls()
+        for item, kind, bounds in zip(value, KINDS, BOUNDS, strict=True):
+            if type(item) is not kind:
+                return cls()
+            if bounds is not None and not (isinstance(item, (int, float)) and bounds[0] <= item <= bounds[1]):
+                return cls()
+        return cls(*value)
+
+    def row(self) -> list[object]:
+        """Value of the row."""
+        return [self.priority, self.boot, self.deadline, self.duration_s, self.hits, self.last, self.cost_ms]
+
+    def retained(self, retention: Retention) -> Usage:
+        """With another priority, from now on."""
+        duration = -1.0 if retention.duration_s is None else float(retention.duration_s)
+        return replace(
+            self,
+            priority=retention.priority,
+            boot=boot_id(),
+            deadline=-1.0 if duration < 0 else since_boot() + duration,
+            duration_s=duration,
+            cost_ms=self.cost_ms if retention.cost_ms is None else float(retention.cost_ms),
+        )
+
+    def retention(self) -> Retention:
+        """Return what :meth:`retained` would be told now: the priority with the time that is left of it."""
+        cost = None if self.cost_ms < 0 else self.cost_ms
+        if self.deadline < 0:
+            return Retention(self.priority, None, cost)
+        left = self._ends_at() - since_boot()
+        return Retention(self.priority, left, cost) if left > 0 else Retention(cost_ms=cost)
+
+    def touched(self, hits: int, now: int) -> Usage:
+        """With more hits, at access ``now``."""
+        return replace(self, hits=self.recent_hits(now) + hits, last=now)
+
+    def recent_hits(self, now: int) -> float:
+        """Hits, decayed to access ``now``."""
+        return float(self.hits * 0.5 ** (min(max(now - self.last, 0), 2**20) / HALF_LIFE))
+
+    def priority_now(self) -> int:
+        """Priority at present; the default again when its duration is over."""
+        return self.priority if self.deadline < 0 or since_boot() < self._ends_at() else DEFAULT_PRIORITY
+
+    def _ends_at(self) -> float:
+        """Seconds since the machine's start at which the priority ends, if it does; after a restart its duration begins anew."""
+        return self.deadline if self.boot == boot_id() else since_boot() + self.duration_s
+
+    def worth(self, chunk: Sized, now: int, token_ms: float = TOKEN_MS) -> float:
+        """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes. ``token_ms`` stands in for an unknown cost."""
+        cost = self.cost_ms if self.cost_ms >= 0 else chunk.num_tokens * token_ms
+        return cost * (1.0 + self.recent_hits(now)) / max(1, chunk.num_bytes)
+
+
+def token_ms(chunks: Iterable[tuple[Sized, Usage]]) -> float:
+    """Mean cost of a token of those chunks whose cost is known: chunks of which it is not must not seem dearer or cheaper."""
+    known = [(usage.cost_ms, chunk.num_tokens) for chunk, usage in chunks if usage.cost_ms >= 0]
+    tokens = sum(count for _, count in known)
+    return sum(cost for cost, _ in known) / tokens if tokens else TOKEN_MS
+
+
+def order(now: int, token_ms: float = TOKEN_MS) -> Callable[[tuple[Sized, Usage]], tuple[int, float, int]]:
+    """Sort key: what is to be evicted first comes first."""
+
+    def key(item: tuple[Sized, Usage]) -> tuple[int, float, int]:
+        chunk, usage = item
+        return usage.priority_now(), usage.worth(chunk, now, token_ms), usage.last
+
+    return key
+
+
+class Bytes(NamedTuple):
+    """Bytes of KV, as ``disk_bytes`` counts, and of the file system, as ``min_free_bytes`` does: files have headers."""
+
+    kv: int
+    disk: int
+
+    @classmethod
+    def of(cls, chunks: int, num_bytes: int) -> Bytes:
+        """Return what chunks take."""
+        return cls(num_bytes, num_bytes + FILE_OVERHEAD * chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of the lowest tier; see :class:`kvrag.StoreConfig`.
+
+    Parameters
+    ----------
+    max_bytes
+        Most bytes of KV; ``None``: no limit.
+    min_free_bytes
+        Bytes of the file system that are left to others; 0: never evict for others.
+    high, low
+        Eviction begins above ``high`` × ``max_bytes`` and ends below ``low`` × ``max_bytes``. Where free space is short, it begins at
+        once, and ends when ``high`` - ``low`` of what is stored left beyond that.
+    """
+
+    max_bytes: int | None = None
+    min_free_bytes: int = 0
+    high: float = 0.95
+    low: float = 0.85
+
+    def short(self, stored: Bytes, free: int, need: int) -> Bytes:
+        """Return what must leave before ``need`` more bytes may be written."""
+        kv = 0 if self.max_bytes is None else stored.kv + need - self.max_bytes
+        disk = self.min_free_bytes + need - free if self.min_free_bytes else 0
+        return Bytes(max(0, kv), max(0, disk))
+
+    def excess(self, stored: Bytes, free: int, need: int) -> Bytes:
+        """Return what should leave then: more than what must, so that not every write has to evict."""
+        kv, disk = 0, self.short(stored, free, need).disk
+        if self.max_bytes is not None and stored.kv + need > self.high * self.max_bytes:
+            kv = stored.kv + need - int(self.low * self.max_bytes)
+        return Bytes(kv, disk and disk + int((self.high - self.low) * stored.disk))
+
+
+class Evictor:
+    """Makes room: what is worth least leaves first, until the store is below its low watermark; or nothing, where that is not enough.
+
+    Parameters
+    ----------
+    budget
+        The limits.
+    totals
+        Returns chunks and bytes stored.
+    usages
+        Returns the number of accesses so far, and every chunk with its usage.
+    free_bytes
+        Returns the free bytes of the file system.
+    evict
+        Erases chunks and returns those that were there; raises ``OSError`` if they can't be.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        totals: Callable[[], tuple[int, int]],
+        usages: Callable[[], tuple[int, list[tuple[Record, Usage]]]],
+        free_bytes: Callable[[], int],
+        evict: Callable[[list[ChunkKey]], set[ChunkKey]],
+    ) -> None:
+        self._budget, self._totals, self._usages, self._evict_keys = budget, totals, usages, evict
+        self._free_bytes = free_bytes
+        # Until then, or until so much is free, nothing leaves for the sake of free space.
+        self._in_vain: tuple[float, int] = (0.0, 0)
+
+    def make_room(self, need: int, *, priority: int, pinned: Container[ChunkKey] = ()) -> None:
+        """Evict until ``need`` bytes fit; chunks of a higher priority, and pinned ones, stay. Where that is not enough, all stay.
+
+        Raises
+        ------
+        StoreError
+            If they can't be made to fit.
+        """
+        budget, why = self._budget, ""
+        if budget.max_bytes is not None and need > budget.max_bytes:
+            why = "they are more than its whole budget"
+        while not why and any(budget.excess(*self._state(), need)):
+            why = self._pass(need, priority, pinned)
+            if not any(budget.short(*self._state(), need)):
+                return
+        if why:
+            raise StoreError(
+                f"{need} bytes don't fit into the KV store: {why}; raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
+                "StoreConfig.min_free_bytes, or free space on the disk"
+            )
+
+    def _pass(self, need: int, priority: int, pinned: Container[ChunkKey]) -> str:
+        """Evict what must leave and a margin, or nothing where there is not enough; return why another pass is of no use, if so."""
+        stored, free = self._state()
+        short, excess = self._budget.short(stored, free, need), self._budget.excess(stored, free, need)
+        if not any(excess):
+            return ""
+        until, enough = self._in_vain
+        if short.disk and free < enough and time.monotonic() < until:
+            return "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+        victims = self._victims(priority, pinned)
+        held = Bytes.of(len(victims), sum(record.num_bytes for record in victims))
+        if held.kv < short.kv or held.disk < short.disk:
+            return "nothing more may leave it that would be enough"
+        # A watermark that can't be reached is no reason to take everything: half of it will do for a while.
+        wanted = zip(short, excess, held, strict=True)
+        goal = Bytes(*(better if better <= there else max(must, there // 2) for must, better, there in wanted))
+        return "" if self._evict(victims, goal, free if short.disk else None) else "nothing more may leave it"
+
+    def _evict(self, victims: list[Record], goal: Bytes, free: int | None) -> int:
+        """Evict until ``goal`` is reached; with ``free``, which was free before, stop where no space comes of the first ones."""
+        count = size = 0
+        while count < len(victims) and (size < goal.kv or size + count * FILE_OVERHEAD < goal.disk):
+            size += victims[count].num_bytes
+            count += 1
+        first = victims[: PROBE if free is not None else count][:count]
+        evicted = self._evict_some(first)
+        erased = sum(record.num_bytes for record in first)
+        if free is not None and erased and self._free() <= free + erased // 4:
+            self._in_vain = (time.monotonic() + RETRY_S, free + erased // 2)
+            return evicted
+        return evicted + self._evict_some(victims[len(first) : count])
+
+    def _evict_some(self, records: list[Record]) -> int:
+        try:
+            return len(self._evict_keys([record.key for record in records])) if records else 0
+        except OSError:
+            return 0
+
+    def _victims(self, max_priority: int, pinned: Container[ChunkKey]) -> list[Record]:
+        """Return what may leave, what is worth least first."""
+        now, chunks = self._usages()
+        rank = order(now, token_ms(chunks))
+        going = [(r, u) for r, u in chunks if u.priority_now() <= max_priority and r.key not in pinned]
+        return [record for record, _ in sorted(going, key=rank)]
+
+    def _state(self) -> tuple[Bytes, int]:
+        return Bytes.of(*self._totals()), self._free()
+
+    def _free(self) -> int:
+        try:
+            return self._free_bytes() if self._budget.min_free_bytes else 2**62
+        except OSError:
+            return 2**62  # the write will tell
