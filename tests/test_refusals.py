@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import kvrag.model.support as support
+import kvrag.model.plain as support
 from kvrag.errors import UnsupportedModelError
 from kvrag.model import CausalLM, check_supported
 from kvrag.model.rows import EVERYTHING, Reach

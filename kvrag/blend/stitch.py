@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
-from kvrag.blend.quantise import GROUP, read
+from kvrag.blend.quantise import unpack
 from kvrag.model.kv import KVBuffer
 from kvrag.model.rope import Rotations
+from kvrag.store.layers import GROUP
 from kvrag.types import ChunkKV, LayerKV, Scales
 
 LAYERS_PER_LAUNCH = 8
@@ -34,7 +35,7 @@ def stitch(
     skip: torch.Tensor | None = None,
     keep: bool = False,
 ) -> Stitcher | None:
-    """Copy the KV of every reused segment into the buffer; codes are read, and position-free keys are rotated to their rows.
+    """Copy the KV of every reused segment into the buffer; codes are unpacked, and position-free keys rotated to their rows.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ def _stitch_by_torch(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequenc
             if layer.scales is None:
                 keys, values = layer.keys[:, :count].to(device, dtype, non_blocking=True), layer.values[:, :count]
             else:
-                keys, values = read(layer, count, device=device, dtype=dtype)
+                keys, values = unpack(layer, count, device=device, dtype=dtype)
             all_keys[0, :, rows] = table.rotate(keys, rows)
             all_values[0, :, rows] = values
 

@@ -21,7 +21,17 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.model.rope import NO_ROTATION, ApplyRotary, MakeTables, Rotation, adapt, complex_product, spread
+from kvrag.model.rope import (
+    NO_ROTATION,
+    ApplyRotary,
+    MakeTables,
+    Rotation,
+    adapt,
+    complex_product,
+    from_module,
+    from_sinusoids,
+    spread,
+)
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 """What modelling files call a layer's attention."""
@@ -190,14 +200,14 @@ def _tables(base: torch.nn.Module, attention: torch.nn.Module) -> Iterator[tuple
             try:
                 made = module(torch.empty((1, 1), device=device), torch.arange(2, device=device)[None], *kinds)
                 is_complex = isinstance(made, torch.Tensor) and made.is_complex()
-                tables = partial(_from_module, module, kinds, is_complex)
+                tables = partial(from_module, module, kinds, is_complex)
                 tables(torch.arange(2, device=device))
             except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
                 continue  # not the tables of a text decoder
             yield kind or "rope", tables, is_complex
     sinusoids = getattr(attention, "embed_positions", None)
     if isinstance(sinusoids, torch.Tensor) and sinusoids.dim() == 2:
-        yield "sinusoids", partial(_from_sinusoids, sinusoids), False
+        yield "sinusoids", partial(from_sinusoids, sinusoids), False
 
 
 def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
@@ -205,19 +215,6 @@ def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
         return [None]
     kinds = getattr(module, "layer_types", None) or getattr(module.config, "layer_types", None) or []
     return sorted(set(kinds)) or [None]
-
-
-def _from_module(
-    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    made = module(torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds)
-    cos, sin = (made.real, made.imag) if is_complex else made
-    return cos[0].float(), sin[0].float()
-
-
-def _from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
-    return cos, sin
 
 
 def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int) -> Iterator[Rotation]:

@@ -16,8 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 import kvrag_kernels
 from kvrag.errors import InputError, UnsupportedModelError
+from kvrag.model.attention import refuse_unknown
 from kvrag.model.candidates import attention_modules
-from kvrag.model.forward import MaskFunction, lock_of, refuse_unknown
+from kvrag.model.forward import MaskFunction, lock_of
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
 

@@ -14,10 +14,9 @@ from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import BeforeWrite, Forward, StopForward, lock_of, running, switched
 from kvrag.model.kv import KVArena, KVBuffer
-from kvrag.model.plain import Extend
+from kvrag.model.plain import Extend, check_placement, check_supported, context_window, regime_limit
 from kvrag.model.rope import Rotation, Rotations
 from kvrag.model.rows import Rows
-from kvrag.model.support import check_placement, check_supported, context_window, regime_limit
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
 
 
@@ -175,7 +174,7 @@ class CausalLM:
         """
         if rows.first is not None and not self._can_pack:
             raise ValueError("this model computes one request at a time; see CausalLM.can_share_forwards")
-        ids = token_ids if token_ids.dim() == 2 else token_ids[None]
+        lock, ids = lock_of(self.model), token_ids if token_ids.dim() == 2 else token_ids[None]
         if kv.token_ids is not None:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
         mass = Mass(torch.zeros(rows.stop, device=self.device), mass_rows) if mass_rows else None
@@ -194,7 +193,7 @@ class CausalLM:
             tells_offsets=self._tells_offsets,
             is_dense=self.is_dense,
         )
-        with lock_of(self.model):
+        with lock:
             out = self._run(ids.to(self.device), forward, logits)
             if self._captured is not None:
                 self._capture_cached(kv, rows, self._captured)

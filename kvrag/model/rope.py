@@ -67,6 +67,8 @@ class RotaryTable:
 
     def rotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
         """Rotate position-free keys ``(H, T, D)`` to the positions ``rows`` as the model does; float32 inside, cast back once."""
+        if self.width == keys.shape[-1]:  # as a rule; a prompt has hundreds of parts
+            return self.apply(keys.float()[None], self.cos[rows][None], self.sin[rows][None])[0].to(keys.dtype)
         return self._apply(keys, self.cos[rows], self.sin[rows])
 
     def unrotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
@@ -162,7 +164,7 @@ class RotaryTable:
 
 
 Rotations = Sequence[RotaryTable]
-"""The rotations of one prompt's positions: a table per layer, shared by layers of one kind (Gemma 3 has two kinds, SmolLM 3 layers without)."""
+"""The rotations of one prompt's positions: a table per layer, shared by layers of one kind (Gemma 3 has two kinds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +219,18 @@ def complex_product(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
     """Multiply pairs of neighbours as complex numbers: the rotation by a complex table."""
     pairs = torch.view_as_complex(keys.reshape(*keys.shape[:-1], -1, 2).contiguous())
     return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)
+
+
+def from_module(
+    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables of a rotary module; ``kinds``: the layer type, where it asks for one."""
+    made = module(torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds)
+    cos, sin = (made.real, made.imag) if is_complex else made
+    return cos[0].float(), sin[0].float()
+
+
+def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables of a buffer of sinusoids, sine first (GPT-J)."""
+    sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
+    return cos, sin

@@ -174,21 +174,22 @@ class Limits:
 
         Behind a shared prefix, a layer's reach must cut no chunk: see :meth:`kvrag.model.CausalLM.can_pack`.
         """
-        if self.prefix or reach.is_whole(self.num_keys):
+        if self.prefix or reach == EVERYTHING or reach.is_whole(self.num_keys):
             return self.first
         lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
         return lo if self.first is None else torch.maximum(lo, self.first)
 
     def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
         """Return the blocks for a layer with this reach and so many heads per key head; made once unless they are large."""
+        reach, asked = EVERYTHING if reach.is_whole(self.num_keys) else reach, reach
         lo = self.lo(reach)
         cuts = _cut(self.hi.tolist(), None if lo is None else lo.tolist())
         if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
             return (self._block(rows, keys, sure, lo, groups, dtype) for rows, keys, sure in cuts)
-        kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
+        kind = (reach, groups, dtype)
         if kind not in self.kept:
             self.kept[kind] = [self._block(rows, keys, sure, lo, groups, dtype) for rows, keys, sure in cuts]
-        self.kept[(reach, groups, dtype)] = self.kept[kind]
+        self.kept[(asked, groups, dtype)] = self.kept[kind]
         return self.kept[kind]
 
     def _block(
@@ -205,7 +206,8 @@ class Limits:
 
     def last(self, count: int) -> Limits:
         """Return the limits of the last ``count`` rows alone."""
-        positions, first = (None if x is None else x[-count:] for x in (self.positions, self.first))
+        positions = None if self.positions is None else self.positions[-count:]
+        first = None if self.first is None else self.first[-count:]
         return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:

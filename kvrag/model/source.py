@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from kvrag.errors import ConfigError, KVRagError, ModelError
+from kvrag.config import check_prove
+from kvrag.errors import ConfigError, KVRagError, ModelError, require
 from kvrag.identity.adapters import unwrap
+from kvrag.model.plain import check_generates, check_placement
 from kvrag.types import Prove
 
 T = TypeVar("T")
@@ -187,6 +189,24 @@ def hub_options(source: ModelSource, *, revision: bool = True) -> dict[str, Any]
     return options if source.revision is None or not revision else {**options, "revision": source.revision}
 
 
+def loading_options(source: ModelSource) -> dict[str, Any]:
+    """Return the options to load the weights with."""
+    return {"dtype": resolve_dtype(source), **hub_options(source), **gguf_options(source), **source.hf_kwargs}
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """Return the tokenizer: the one given, or that of the directory given, or the model's own."""
+    if source.tokenizer is not None and not isinstance(source.tokenizer, (str, os.PathLike)):
+        return source.tokenizer
+    if source.tokenizer is not None:
+        home, options = os.fspath(source.tokenizer), hub_options(source, revision=False)
+    else:
+        home, options = directory(source), hub_options(source) | gguf_options(source)
+        if not os.path.exists(os.path.join(home, "tokenizer_config.json")):
+            home = base_directory(source)
+    return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
+
+
 def trying(source: ModelSource, action: Callable[[], T]) -> T:
     """Run a transformers call and turn its faults into ours."""
     try:
@@ -200,3 +220,36 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
             f"could not load {source.name!r}: it is neither a usable local directory nor a model of the hub that can be reached, or its "
             f"files are damaged; check the name and the connection ({type(error).__name__}: {str(error)[:300]})"
         ) from error
+
+
+def check_source(source: ModelSource) -> None:
+    """Find the faults that can be found without loading weights: no such model, no such device, no causal LM.
+
+    Raises
+    ------
+    ModelError, ConfigError
+        As :func:`load`.
+    """
+    if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
+        raise ConfigError(
+            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "
+            "PeftModel"
+        )
+    check_prove(source.prove)
+    resolve_device(source)
+    resolve_dtype(source)
+    if isinstance(source.model, PreTrainedModel):
+        check_given(source, source.model)
+        check_generates(source.model)
+        check_placement(source.model)
+        return
+    path = Path(os.fspath(source.model))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
+        for module in ("gguf", "accelerate"):
+            require(module, extra="gguf", purpose="reading GGUF files")
+        return  # parsing a GGUF header takes seconds: its kind is checked when it is loaded
+    if base_directory(source) != os.fspath(source.model):
+        require("peft", extra="adapters", purpose="loading adapters")
+    check_generates(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))

@@ -20,9 +20,9 @@ from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.model.candidates import KeySource, decoder_of, key_sources, rotations
 from kvrag.model.forward import Forward, MaskFunction, Observed, running, switched
 from kvrag.model.kv import KVBuffer, LayerShape
+from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
 from kvrag.model.rows import EVERYTHING, Reach, Rows
-from kvrag.model.support import UNLIMITED, context_window
 
 STATES = (0, 0, 1, 0, 1, 1, 0, 1)
 """Which of the two hidden states each row has: neighbours differ, so a mix of neighbours shows."""
@@ -30,18 +30,9 @@ STATES = (0, 0, 1, 0, 1, 1, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """What is known of one layer.
+    """What is known of one layer: the shape of its KV, how its keys rotate, how far back its rows see.
 
-    Parameters
-    ----------
-    shape
-        Heads and head dims of its KV.
-    rotation
-        How its keys rotate.
-    source
-        Where its position-free keys can be taken from, or ``None``: rotate the cached keys back.
-    reach
-        How far back its rows see.
+    ``source`` says where its position-free keys can be taken from; ``None``: rotate the cached keys back.
     """
 
     shape: LayerShape
@@ -84,13 +75,7 @@ def sample_positions(context: int) -> list[int]:
 
 
 def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
-    """Run the forward and note all that is needed; the caller holds the model's lock.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the forward fails: the model expects something else than tokens, positions and a cache of keys and values.
-    """
+    """Run the forward and note all that is needed; the caller holds the model's lock. Raises ``UnsupportedModelError`` if it fails."""
     try:
         return _observe(model, attentions, positions)
     except UnsupportedModelError:
@@ -171,13 +156,7 @@ def _watched(attention: torch.nn.Module, layer: int, states: torch.Tensor, seen:
 def find_traits(
     model: PreTrainedModel, attentions: list[torch.nn.Module], seen: Seen, positions: torch.Tensor
 ) -> list[LayerTraits]:
-    """Find out how each layer rotates its keys and what its rows see.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If tokens know their absolute position, a layer's keys rotate in no way that was found, or its mask is of another kind.
-    """
+    """Find out how each layer rotates its keys and what its rows see; raises ``UnsupportedModelError`` where kvrag can't follow."""
     name, given = type(model).__name__, seen.first_input[0]
     if _differs_within_states(given) > _tolerance(given):
         raise UnsupportedModelError(
@@ -284,7 +263,7 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
     reach = None if mask is None else read_mask(mask, model.config, seen.kv[layer][0].device)
     if reach is None:
         raise UnsupportedModelError(
-            f"{where} has an attention mask that is neither causal, nor a sliding window, nor in chunks; kvrag can't apply it to chosen rows"
+            f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks; kvrag can't apply it to chosen rows"
         )
     return reach
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -89,7 +89,7 @@ def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
     buffer = _behind(model, prefix, ends[-1], 1)
     rows = Rows.packed(prefix.capacity, [len(ids) for ids in chunks], model.device)
-    runs = [(0, start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    runs = [(0, start, stop) for start, stop in pairwise(ends)]
     return _encode(model, [token for ids in chunks for token in ids], rows, buffer, runs)
 
 
