@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvrag
@@ -259,7 +260,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
 def kept_proof(file: Path) -> Proof | None:
     """Read a proof that passed; anything else in its place, damaged or failed, is none."""
     try:
-        proof = Proof.from_dict(json.loads(file.read_text("utf-8")))
+        proof = TypeAdapter(Proof).validate_json(file.read_bytes())
     except (OSError, ValueError):
         return None
     return proof if proof.passed else None

@@ -21,7 +21,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 from transformers import DynamicCache
 
 from kvrag.model.forward import EAGER, evaluating, lock_of, switched
@@ -109,11 +108,6 @@ class Proof:
         """Return plain values for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Proof:
-        """Read what :meth:`to_dict` gave; raises ``ValueError`` for anything else."""
-        return TypeAdapter(cls).validate_python(values)
-
 
 def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
     """Prove that reuse is exact for a loaded model, by a dozen small forwards over tokens drawn by ``seed``."""
@@ -144,7 +138,7 @@ class _Trial:
         drawn = _draw(lm, sum(lengths) + 1, seed)
         self._ids, self._other = drawn[:-1], int(drawn[-1])
         spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
-        self._prefix, self._first, self._glue, self._moved, self._suffix = spans
+        self._prefix, self._first, self._glue, self._moved, _ = spans
 
     @torch.inference_mode()
     def prove(self) -> Proof:
@@ -200,9 +194,7 @@ class _Trial:
             others.append(self._run_own(moved=True))
         return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
 
-    def _blend(
-        self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, *, plant: bool = False
-    ) -> Measured:
+    def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False) -> Measured:
         """Stitch what is stored and compute the selected and all other rows; ``plant`` puts the first chunk's keys one row off."""
         kv, rotary = self._lm.buffer(len(ids)), self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)
@@ -225,7 +217,7 @@ class _Trial:
         head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
         # From the end: the prompt's head is causal, what follows doesn't matter.
         reference = own.logits[len(head) - 1 - len(self._ids)]
-        sound, faulty = (self._blend(head, stored, nothing, plant=plant).logits[-1] for plant in (False, True))
+        sound, faulty = (self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True))
         return gap(sound, reference), gap(faulty, reference)
 
     def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
