@@ -76,13 +76,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the attention module of every decoder layer, in order.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model has no list of layers, or some of them have no attention.
-    """
+    """Return the attention module of every decoder layer, in order; raises ``UnsupportedModelError`` if some have none."""
     best: list[torch.nn.Module] = []
     mixers: set[str] = set()
     for stack in decoder_of(model).modules():
@@ -120,16 +114,8 @@ def key_sources(
 ) -> Iterator[tuple[KeySource, torch.Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
-    Parameters
-    ----------
-    attention
-        The attention module.
-    outputs
-        Outputs of its submodules in one forward, by name.
-    heads, dim
-        Of the keys as they reach the cache.
-    groups
-        Key heads before they are repeated, as the config gives them; the same as ``heads`` in most models.
+    ``outputs`` are those of the attention's submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups``
+    are the key heads before they are repeated, as the config gives them: the same as ``heads`` in most models.
     """
     if getattr(attention, "clip_qkv", None) or getattr(getattr(attention, "config", None), "clip_qkv", None):
         return  # clipping comes after the projection and shows only on large keys: read the keys at the cache
@@ -169,17 +155,7 @@ def _grouped(output: torch.Tensor, *, groups: int, repeats: int, dim: int) -> to
 
 
 def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -> list[Rotation]:
-    """List the ways in which this attention module could rotate its keys, :data:`~kvrag.model.rope.NO_ROTATION` among them.
-
-    Parameters
-    ----------
-    base
-        The model without its head.
-    attention
-        One of its attention modules.
-    key_dim
-        Head dim ``D`` of its keys.
-    """
+    """List the ways in which an attention module of a headless model could rotate keys of this head dim, or not rotate them."""
     module = sys.modules[type(attention).__module__]
     functions = [f for n, f in vars(module).items() if "apply_rotary" in n and inspect.isfunction(f)]
     known = [adapted for adapted in map(adapt, functions) if adapted is not None]

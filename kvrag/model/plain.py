@@ -100,13 +100,7 @@ def regime_limit(config: Any) -> int | None:
 
 
 def check_placement(model: PreTrainedModel) -> None:
-    """Raise :class:`UnsupportedModelError` unless all of a model's weights are on one device: KV is kept in one buffer there.
-
-    Parameters
-    ----------
-    model
-        Loaded, with or without a ``device_map``.
-    """
+    """Raise :class:`UnsupportedModelError` unless all weights of a loaded model are on one device: KV is kept in one buffer there."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     devices = {str(parameter.device) for parameter in model.parameters()}
     is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
@@ -126,13 +120,7 @@ def context_window(config: Any, unlimited: int = UNLIMITED) -> int:
 
 
 def check_generates(model_or_config: Any) -> None:
-    """Raise :class:`ModelError` unless a model, or the model of a config, is a causal LM: no reuse is asked for, only answers.
-
-    Parameters
-    ----------
-    model_or_config
-        A ``PreTrainedModel`` or a ``PretrainedConfig``.
-    """
+    """Raise :class:`ModelError` unless a ``PreTrainedModel``, or the model of a ``PretrainedConfig``, is a causal LM."""
     is_model = isinstance(model_or_config, PreTrainedModel)
     config = model_or_config.config if is_model else model_or_config
     remedy = "load a model that AutoModelForCausalLM takes"
@@ -182,22 +170,7 @@ class PlainLM:
 
     @torch.inference_mode()
     def prefill(self, token_ids: torch.Tensor, *, max_new_tokens: int) -> tuple[torch.Tensor, Extend]:
-        """Run a prompt.
-
-        Parameters
-        ----------
-        token_ids
-            Ids of the prompt, ``(N,)``, int64.
-        max_new_tokens
-            Room for the answer.
-
-        Returns
-        -------
-        logits : torch.Tensor
-            ``(vocab,)`` of the prompt's last row, in the model's dtype.
-        extend : Extend
-            Goes on from there.
-        """
+        """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, in the model's dtype, and what goes on from there."""
         run = _Run(self, token_ids.to(self.device)[None], max_new_tokens)
         logits = run.forward()
         return logits, run.extend

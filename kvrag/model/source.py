@@ -120,13 +120,7 @@ def resolve_dtype(source: ModelSource) -> str | torch.dtype:
 
 
 def check_given(source: ModelSource, model: PreTrainedModel) -> None:
-    """Refuse what a model that was loaded already can't follow: it stays as it is, wherever it is.
-
-    Raises
-    ------
-    ConfigError
-        If the tokenizer is missing, or an option is for loading or says something else of the model than what holds.
-    """
+    """Raise ``ConfigError`` for a loaded model without a tokenizer, or with options for loading or that contradict it."""
     if source.tokenizer is None:
         raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
     usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()  # they tell where its files are
@@ -134,8 +128,8 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
     if idle or source.revision is not None:
         name = idle[0] if idle else "revision"
         raise ConfigError(
-            f"{name!r} is given with a model that is loaded already, and would change nothing: leave it out, or pass it to what loads "
-            "the model"
+            f"{name!r} is given with a model that is loaded already, and would have no effect: leave it out, or pass it to the function "
+            "that loads the model"
         )
     if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
         raise ConfigError(
@@ -208,7 +202,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def trying(source: ModelSource, action: Callable[[], T]) -> T:
-    """Run a transformers call and turn its faults into ours."""
+    """Run a transformers call and translate its errors into kvrag's."""
     try:
         return action()
     except KVRagError:
@@ -223,13 +217,7 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
 
 
 def check_source(source: ModelSource) -> None:
-    """Find the faults that can be found without loading weights: no such model, no such device, no causal LM.
-
-    Raises
-    ------
-    ModelError, ConfigError
-        As :func:`load`.
-    """
+    """Raise ``ModelError`` or ``ConfigError`` for faults that show without loading weights: no such model or device, no causal LM."""
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
         raise ConfigError(
             f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "

@@ -179,7 +179,7 @@ def assert_stitched(call: Stitching, case: StitchCase) -> None:
         rows = torch.arange(call.starts[segment], call.starts[segment] + k.data.shape[1])
         kept = torch.ones_like(rows, dtype=torch.bool) if call.skip is None else ~call.skip[rows]
         written[rows[kept]] = True
-        want_k, want_v = k.unpack().double(), v.read().double()
+        want_k, want_v = k.read().double(), v.read().double()
         if call.tables[layer] >= 0:
             cos, sin = (x[call.tables[layer], rows] for x in (call.cos, call.sin))
             want_k = reference.rotated(want_k, cos, sin, interleaved=call.interleaved)
