@@ -111,10 +111,10 @@ def test_a_dropped_window_is_found(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "option"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
 def test_a_dropped_option_of_attention_is_found(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.model.forward as switch
+    import kvrag.model.forward as forward
 
-    real = switch.ragged_attention
-    monkeypatch.setattr(switch, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
+    real = forward.ragged_attention
+    monkeypatch.setattr(forward, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
     assert "0" in failed(prove(CausalLM(tiny_model(name))))
 
 
@@ -137,7 +137,7 @@ def test_where_transformers_attentions_disagree_the_eager_one_decides() -> None:
     assert model.config._attn_implementation == "sloppy"
 
 
-def test_keys_turned_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_rotated_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = CausalLM(tiny_model())
     real = RotaryTable.rotate
 

@@ -128,7 +128,7 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:
-    """Round positive numbers up to float16, to its smallest at least; what is too large becomes infinite."""
+    """Round positive numbers up to float16, to its smallest at least; numbers too large for it become infinite."""
     half = x.half()
     bits = half.view(torch.int16) + (half.float() < x).to(torch.int16)  # the next float16 is the next integer
     return bits.clamp_min(1).view(torch.float16)

@@ -67,7 +67,7 @@ def stitch(
         stitcher = Stitcher(buffer, angles)
         is_kept = keep and _has_room(_kept_bytes(layout, kvs, keys.device), keys.device)
         stitcher.place_all(layout, kvs, skip=skip, keep=is_kept)
-    if keys.is_cuda:  # what is read next may take the pinned memory that these copies are from
+    if keys.is_cuda:  # the next read may reuse the pinned memory that these copies are from
         torch.cuda.current_stream(keys.device).synchronize()
     return stitcher if stitcher is not None and stitcher.has_kept else None
 
@@ -153,7 +153,7 @@ class Stitcher:
         return True
 
     def forget(self, layers: Iterable[int]) -> None:
-        """Let go of layers whose rows in the buffer are no longer the stored ones, and must not be written over."""
+        """Drop layers whose rows in the buffer are no longer the stored ones, and must not be overwritten."""
         gone = set(layers)
         self._kept = {at: part for at, part in self._kept.items() if at[0] not in gone}
 
@@ -227,7 +227,7 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
 
 
 def _kept_bytes(layout: Layout, kvs: Sequence[ChunkKV], device: torch.device) -> int:
-    """Return what keeping the stale chunks' KV takes, beside what is in the device's memory anyway."""
+    """Return the bytes that keeping the stale chunks' KV adds to the device's memory."""
     needed = [kvs[segment.source] for segment in layout.stale]
     return sum(kv.num_bytes for kv in needed if kv.layers[0].keys.device != device)
 

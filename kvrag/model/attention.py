@@ -101,7 +101,7 @@ def ragged_attention(
 def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a CUDA kernel computes this: several rows, for one row sees all its keys and torch's own kernels take it without a mask.
 
-    The package that holds the kernels is only looked at where there is a CUDA device.
+    The package that holds the kernels is imported only where there is a CUDA device.
     """
     if not query.is_cuda or query.shape[2] == 1:
         return False

@@ -23,7 +23,7 @@ from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
 
 NAME = "kvrag_rows"
-"""Name of the implementation for transformers: neither "flash" nor "/", to which it gives a meaning of its own."""
+"""Name of the implementation for transformers. It holds neither "flash" nor "/", which transformers treats specially."""
 
 _reaches: weakref.WeakKeyDictionary[torch.nn.Module, Reach] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()

@@ -1,8 +1,8 @@
 """One forward as transformers sees it: the cache that its layers write to, and the attention and the mask that it finds by name.
 
 Nothing is patched. For the time of a forward the model's config names kvrag's attention; transformers dispatches to :func:`_attention`
-and :func:`_mask`, and they look which forward of kvrag's runs in this thread. In any other thread the model's own attention runs: its owner
-can use a model meanwhile. Attention that can't be replaced (it never asks for an attention function) gets the model's own mask instead,
+and :func:`_mask`, which look up the forward of kvrag's that runs in this thread. In any other thread the model's own attention runs, so its
+owner can use a model meanwhile. Attention that can't be replaced (it calls no attention function) gets the model's own mask instead,
 evaluated at the rows' true positions.
 """
 
@@ -26,7 +26,7 @@ from kvrag.model.kv import KVBuffer
 from kvrag.model.rows import EVERYTHING, Limits, Reach, Rows
 
 ATTENTION = "kvrag"
-"""Name of the implementation: neither "flash" nor "/", to which transformers gives a meaning of its own."""
+"""Name of the implementation. It holds neither "flash" nor "/", which transformers treats specially."""
 
 EAGER = "eager"
 """Transformers' reference attention: the code of the modelling file itself."""

@@ -40,7 +40,7 @@ class CausalLM:
         Largest number of tokens of prompt and answer together that stored KV holds for. Less than the context window where longer prompts
         rotate by other angles (longrope): those are computed.
     is_dense
-        Whether its attention can't be replaced: it asks for no attention function and gets a mask instead.
+        Whether its attention can't be replaced: it calls no attention function and gets a mask instead.
     kv_bytes_per_token
         Bytes of KV per token over all layers, in the model's dtype.
 

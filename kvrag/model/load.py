@@ -48,7 +48,7 @@ from kvrag.model.source import (
 logger = logging.getLogger(__name__)
 
 PROOF_VERSION = 2
-"""Version of what is proven; a change makes every kept proof void."""
+"""Version of the checks; a change invalidates every kept proof."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -90,7 +90,7 @@ _load_lock = threading.Lock()
 def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) -> LoadedModel:
     """Load a model, or return the one that this process has loaded from the same source and still uses.
 
-    A model that was handed in is looked at each time.
+    A model that was handed in is examined each time.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
-    # Identified after a first forward: quantised layers may pack their weights anew in it, and adapters unmerge.
+    # Identified after a first forward: quantised layers may repack their weights in it, and adapters unmerge.
     weights = (_origin(source, model) if given is None else None) or weights_digest(model)
     identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=_regime(lm)))
     if source.prove == "auto" and isinstance(lm, CausalLM):
@@ -158,7 +158,7 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
 def _keep_freed_memory() -> None:
     """Tell glibc to keep freed memory for the next forward instead of returning it to the kernel.
 
-    A repair forward allocates its buffers in pieces of a few MB; taken from the kernel anew each time, their page faults cost a visible
+    A repair forward allocates its buffers in pieces of a few MB; taken from the kernel each time, their page faults cost a visible
     part of a stitched request on a CPU. Other allocators are left alone, and so is a process that sets glibc's own variables.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):

@@ -89,7 +89,7 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 def regime_limit(config: Any) -> int | None:
     """Return the longest prompt whose angles are those of shorter ones, or ``None`` where the length doesn't matter.
 
-    Longrope (Phi 3) turns prompts beyond the original context by other angles than shorter ones.
+    Longrope (Phi 3) rotates prompts beyond the original context by other angles than shorter ones.
     """
     limits = [
         int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)

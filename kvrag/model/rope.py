@@ -85,7 +85,7 @@ class RotaryTable:
         return self._apply(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
     def without_magnitude(self, differences: torch.Tensor) -> torch.Tensor:
-        """Return differences of rotated keys ``(H, T, D)``, turned back by :meth:`unit_unrotate`, as differences of stored keys.
+        """Return differences of rotated keys ``(H, T, D)``, rotated back by :meth:`unit_unrotate`, as differences of stored keys.
 
         What :meth:`rotate` makes of these carries the magnitude once.
         """

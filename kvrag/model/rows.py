@@ -16,7 +16,7 @@ BLOCK_ROWS = 64
 """Query rows per block: enough to fill a core, few enough that cutting keys at the block's last limit saves work."""
 
 MAX_CACHED_MASK = 2**24
-"""Mask elements of one forward that are kept for all its layers; larger masks are made anew in each layer."""
+"""Mask elements of one forward that are kept for all its layers; larger masks are made again in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
