@@ -111,7 +111,7 @@ def plain_answer(engine: KVRagEngine, prompt_ids: list[int], count: int, *, use_
 
 def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefilled:
     """Prefill and keep the buffer, to look at the KV itself."""
-    plan = engine._answering.plan(engine._request(prompt, "stitch", repair, None))
+    plan = engine._answering.plan(engine._request(prompt, mode="stitch", repair=repair))
     return prefill(
         engine.loaded.lm,
         engine.store,
