@@ -20,9 +20,10 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, c
 from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
-from kvrag.model.load import LoadedModel, check_source, load
+from kvrag.model.load import LoadedModel
+from kvrag.model.load import load as load_model
 from kvrag.model.plain import PlainLM
-from kvrag.model.source import ModelSource
+from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute.documents import check_items, check_namespace, chosen_documents, chosen_keys, pair_up
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
