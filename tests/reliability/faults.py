@@ -172,8 +172,8 @@ def judge(root: Path, operation: str, option: str, status: int, outcome: Outcome
     outcome.check(status in (ACKNOWLEDGED, REFUSED, -9), f"{what}: the process ended with {status}")
     outcome.add({ACKNOWLEDGED: "acknowledged", REFUSED: "refused", -9: "killed"}.get(status, "other"))
     store = PLAIN.open(root)
-    agree(store, outcome, what)
     is_lie = "retval" in option
+    agree(store, outcome, what, may_lose=is_lie)
     for number in KEPT:
         found = state(store, number)
         may_miss = is_lie or operation == "clear"

@@ -92,8 +92,8 @@ def _judge(root: Path, kind: Kind, notes: list[str], outcome: Outcome, what: str
     """Open what is left as the next process would."""
     done = dict(reversed(text.split()) for text in notes)  # the last word about each chunk
     store = kind.open(root)
-    agree(store, outcome, what)
     is_durable = kind.config.durability == "durable"
+    agree(store, outcome, what, may_lose=not is_durable)
     for number in (*STORED, LONG, 7):
         found, said = state(store, number), done.get(str(number))
         outcome.add(found)
