@@ -445,9 +445,7 @@ class Catalog:
         if text is None:
             return True
         is_known = text.digest in chunk.digests and self._text(namespace, text.digest, read) is not None
-        return is_known and (
-            doc_id is None or text.digest in _strings(read(self._document_row(namespace, doc_id)))
-        )
+        return is_known and (doc_id is None or text.digest in _strings(read(self._document_row(namespace, doc_id))))
 
     def _attach(self, name: str, chunk: _Chunk, text: TextEntry | None, doc_id: str | None) -> None:
         """Write a chunk's row, and let its text and its document know each other."""
@@ -482,15 +480,25 @@ class Catalog:
             self._set_or_delete(f"i {record.content}", [k for k in variants if k != key])
 
     def _unrefer(self, namespace: str, doc_id: str, digests: Collection[str]) -> None:
-        """Remove texts from a document, and the document with its last one."""
+        """Remove texts from a document, and the document with its last one; a text goes with its last document."""
         row = self._document_row(namespace, doc_id)
         held = _strings(self._rows.read(row))
         for digest in set(held) & set(digests):
             text = self._text(namespace, digest, self._rows.read)
             if text is not None:
                 text.refs = max(0, text.refs - 1)
+                for key in text.keys if not text.refs else ():
+                    self._detach(key, digest)
+                text.keys = text.keys if text.refs else []
                 self._settle(namespace, text)
         self._set_or_delete(row, [digest for digest in held if digest not in digests])
+
+    def _detach(self, key: str, digest: str) -> None:
+        """Take a text from a chunk, which stays for the sake of another text."""
+        for name in (f"c {key}", f"p {key}"):
+            if (chunk := self._read(name)) is not None:
+                chunk.digests = [other for other in chunk.digests if other != digest]
+                self._rows.set(name, chunk.row())
 
     def _settle(self, namespace: str, text: _Text) -> None:
         """Write a text's row, or remove it where nothing holds on to it."""
@@ -519,12 +527,19 @@ class Catalog:
         return number
 
     def _only_held_by(self, namespace: str, doc_id: str, read: Any) -> set[ChunkKey]:
-        found: set[ChunkKey] = set()
-        for digest in _strings(read(self._document_row(namespace, doc_id))):
+        digests = _strings(read(self._document_row(namespace, doc_id)))
+        texts = (self._text(namespace, digest, read) for digest in digests)
+        keys = {key for text in texts if text is not None and text.refs <= 1 for key in text.keys}
+        return {ChunkKey(key) for key in keys if not self._held_otherwise(namespace, key, digests, read)}
+
+    def _held_otherwise(self, namespace: str, key: str, digests: Collection[str], read: Any) -> bool:
+        """Whether a chunk is that of a text, too, that another document refers to."""
+        chunk = _Chunk.of(key, read(f"c {key}")) or _Chunk.of(key, read(f"p {key}"))
+        for digest in () if chunk is None else chunk.digests:
             text = self._text(namespace, digest, read)
-            if text is not None and text.refs <= 1:
-                found.update(map(ChunkKey, text.keys))
-        return found
+            if text is not None and text.refs > (digest in digests):
+                return True
+        return False
 
     def _set_or_delete(self, name: str, values: list[Any]) -> None:
         if values:

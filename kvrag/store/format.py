@@ -309,7 +309,8 @@ class Blob:
             raise BlobRejected("it can't be read", "unreadable", run.start)
         if len(data) != size:
             raise BlobRejected("it has the wrong length", layer=run.start)
-        return memoryview(data)
+        view = memoryview(data)
+        return memoryview(bytearray(view)) if view.readonly else view  # torch wants to be able to write
 
     def _prove(self, index: int, stored: memoryview, flat: torch.Tensor) -> torch.Tensor:
         """Return a layer's bytes, decrypted where they are encrypted."""
@@ -460,7 +461,9 @@ def _decode(text: str) -> tuple[Header, None, bytes]:
     )
     chunk_key(identity)  # names that can't be encoded have no key
     shapes = _shapes if len(tensors) <= MAX_KEPT_BYTES else _shapes.__wrapped__
-    header = Header(identity, FLOATS[metadata["dtype"]], shapes(tensors, len(digests), len(ids) // 4, kv_dtype), digests)
+    header = Header(
+        identity, FLOATS[metadata["dtype"]], shapes(tensors, len(digests), len(ids) // 4, kv_dtype), digests
+    )
     return header, None, header.encode()
 
 

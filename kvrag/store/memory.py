@@ -103,7 +103,14 @@ class MemoryTier:
             return list(self._entries)
 
     def keep(
-        self, identity: ChunkIdentity, kv: ChunkKV, usage: Usage, *, epoch: int, reason: str = "promoted", own: bool = False
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        usage: Usage,
+        *,
+        epoch: int,
+        reason: str = "promoted",
+        own: bool = False,
     ) -> ChunkKV:
         """Keep a chunk if there is, or can be made, room for it, and return it as this tier gives it.
 
@@ -127,7 +134,9 @@ class MemoryTier:
         """
         given = kv if self._convert is None else self._convert(kv)
         if own and given is kv:
-            given = kv.map(lambda tensor: tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format))
+            given = kv.map(
+                lambda tensor: tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+            )
         elif self.device.type != "cpu":
             given = given.map(lambda tensor: tensor.to(self.device))
         entry = _Entry(identity, given, usage, given.num_bytes, len(identity.token_ids))

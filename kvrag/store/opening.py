@@ -112,9 +112,7 @@ def open_store(
     )
 
 
-def _open(
-    root: Path, config: StoreConfig, keys: Keys, read_only: bool, ram: int, convert: Convert | None
-) -> _Shared:
+def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, ram: int, convert: Convert | None) -> _Shared:
     blobs = FileBlobs(root, durable=config.durability == "durable")
     if not read_only:
         blobs.sweep()

@@ -308,7 +308,10 @@ class Rows:
             return
         has_journal = journal.is_file() and journal.stat().st_size > 0
         for mode in ("mode=ro", "mode=ro&immutable=1") if has_journal else ("mode=ro&immutable=1",):
-            with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as old:
+            with (
+                suppress(sqlite3.Error),
+                closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as old,
+            ):
                 with closing(sqlite3.connect(self._folder / DBNAME)) as new:
                     old.backup(new)
                 return

@@ -549,7 +549,9 @@ class TieredStore:
         if self._is_closed:
             raise StoreError("the KV store is closed; open it again")
         if self.read_only:
-            raise StoreError("the KV store is open for reading only; open it without read_only, or make its directory writable")
+            raise StoreError(
+                "the KV store is open for reading only; open it without read_only, or make its directory writable"
+            )
 
     def reset_after_fork(self) -> None:
         """Let go of what threads of the parent may be in the midst of."""

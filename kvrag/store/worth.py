@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
+from pydantic import Field
+
+from kvrag.config import config_class
 from kvrag.errors import ConfigError, StoreError
-from kvrag.options import Named
 from kvrag.store.base import Record
 from kvrag.types import ChunkKey
 
@@ -40,37 +42,16 @@ BOUNDS: tuple[tuple[int, int] | None, ...] = ((0, 100), None, *((-1, 2**63),) * 
 """Types and bounds of a row's fields: a foreign row must not make a chunk one that never leaves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retention(Named):
-    """How much a chunk is worth keeping.
+@config_class
+class Retention:
+    """How much a chunk is worth keeping."""
 
-    Parameters
-    ----------
-    priority
-        0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30.
-    duration_s
-        After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never.
-    cost_ms
-        Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks.
-
-    Raises
-    ------
-    ConfigError
-        If a value is out of its range.
-    """
-
-    priority: int = DEFAULT_PRIORITY
-    duration_s: float | None = None
-    cost_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.priority) is not int or not 0 <= self.priority <= 100:
-            raise ConfigError(f"Retention.priority is {self.priority!r}; it must be a whole number in [0, 100]")
-        for name in ("duration_s", "cost_ms"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value < float("inf")):
-                raise ConfigError(f"Retention.{name} is {value!r}; it must be a number of at least 0, or None")
+    priority: Annotated[int, Field(strict=True, ge=0, le=100)] = DEFAULT_PRIORITY
+    """0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30."""
+    duration_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
+    cost_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
 
 
 def check_retention(value: object, *, is_needed: bool = False) -> None:

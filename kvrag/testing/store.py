@@ -1,209 +1,267 @@
-"""The store's contract as tests: subclass :class:`StoreContract` to prove a store of your own.
+"""The contracts of blobs and of stores as tests: subclass them to prove a tier of your own.
 
 ::
 
-    class TestMyStore(StoreContract):
+    class TestMyBlobs(BlobsContract):
+        def make_blobs(self, directory):
+            return MyBlobs(directory)
+
+    class TestStoreOnMyBlobs(StoreContract):
         def make_store(self, directory):
-            return MyStore(directory)
+            return TieredStore([MemoryTier(2**22)], MyBlobs(directory), Catalog(directory / "catalog"))
+
+Both are asked for two handles on one directory: what one of them does, the other one sees.
 """
 
 from __future__ import annotations
 
 # ruff: noqa: D102  (the name of a test is its sentence)
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kvrag.errors import StoreError
+from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key, content_key, namespace_digest
-from kvrag.store.base import KVStore
-from kvrag.testing.chunks import NAMESPACE, make_identity, make_text, same_bits
-from kvrag.testing.store_base import PATIENT_S
-from kvrag.testing.store_documents import DocumentTests
-from kvrag.testing.store_layers import LayerTests
-from kvrag.testing.store_worth import RetentionTests
-from kvrag.types import ChunkKV, LayerKV
+from kvrag.store import Blobs, Retention, TieredStore
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, LayerKV
+
+PATIENT_S = 30.0
+HOUR_S = 3600.0
+KEYS = [chunk_key(make_identity(number)) for number in range(4)]
 
 
-class StoreContract(RetentionTests, LayerTests, DocumentTests):
-    """What every store promises. A subclass gives :meth:`make_store`; pytest collects the rest."""
+class BlobsContract:
+    """What every kind of blobs promises."""
 
-    def test_an_empty_store_has_nothing(self, store: KVStore) -> None:
+    has_other: bool = True
+    """Whether a second handle on the directory sees the first one's blobs."""
+
+    def make_blobs(self, directory: Path) -> Blobs:
+        """Open blobs; ``directory`` tells which, and may be used or ignored."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def blobs(self, tmp_path: Path) -> Iterator[Blobs]:
+        """Give the blobs under test."""
+        blobs = self.make_blobs(tmp_path / "store")
+        yield blobs
+        blobs.close()
+
+    @pytest.fixture
+    def other(self, tmp_path: Path, blobs: Blobs) -> Iterator[Blobs]:
+        """Give another handle on them."""
+        other = self.make_blobs(tmp_path / "store") if self.has_other else blobs
+        yield other
+        other.close()
+
+    def test_what_was_written_is_read_in_any_part(self, blobs: Blobs, other: Blobs) -> None:
+        assert blobs.write(KEYS[0], [b"abc", memoryview(b"defg"), bytearray(b"h")]) == 8
+        for each in (blobs, other):
+            assert each.read(KEYS[0]) == b"abcdefgh"
+            assert each.read(KEYS[0], 2) == b"cdefgh"
+            assert each.read(KEYS[0], 2, 3) == b"cde"
+            assert each.read(KEYS[0], 6, 100) == b"gh"
+            assert each.read(KEYS[0], 100, 1) == b""
+            assert each.read(KEYS[0], 0, 0) == b""
+
+    def test_large_blobs_come_back(self, blobs: Blobs) -> None:
+        parts = [bytes([number]) * 2**17 for number in range(20)]
+        assert blobs.write(KEYS[0], parts) == 20 * 2**17
+        assert blobs.read(KEYS[0]) == b"".join(parts)
+
+    def test_writing_twice_is_writing_once(self, blobs: Blobs, other: Blobs) -> None:
+        assert blobs.write(KEYS[0], [b"one"]) == 3
+        assert other.write(KEYS[0], [b"two!"]) == 0
+        assert other.read(KEYS[0]) == b"one"
+        assert blobs.keys() == {KEYS[0]}
+
+    def test_what_was_erased_is_absent(self, blobs: Blobs, other: Blobs) -> None:
+        for key in KEYS[:3]:
+            blobs.write(key, [b"x"])
+        assert other.delete([KEYS[0], KEYS[1], KEYS[3]]) == set(KEYS[:2])
+        assert blobs.read(KEYS[0]) is None
+        assert blobs.keys() == {KEYS[2]}
+        assert blobs.delete([KEYS[0]]) == set()
+        assert blobs.write(KEYS[0], [b"again"]) == 5
+        assert other.read(KEYS[0]) == b"again"
+
+    def test_an_empty_one_has_nothing(self, blobs: Blobs) -> None:
+        assert blobs.read(KEYS[0]) is None
+        assert blobs.keys() == set()
+        assert blobs.delete(KEYS) == set()
+        blobs.close()
+        blobs.close()
+
+    def test_writers_of_one_key_agree(self, blobs: Blobs, other: Blobs) -> None:
+        written: list[int] = []
+
+        def write(handle: Blobs) -> None:
+            written.append(handle.write(KEYS[0], [b"same" * 10_000]))
+
+        threads = [threading.Thread(target=write, args=(handle,)) for handle in (blobs, other) * 3]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(written) == [0, 0, 0, 0, 0, 40_000]
+        assert blobs.read(KEYS[0]) == b"same" * 10_000
+
+
+class StoreContract:
+    """What every store promises."""
+
+    dtype: torch.dtype = torch.float32
+    has_other: bool = True
+    """Whether a second handle on the directory sees the first one's chunks."""
+
+    def make_store(self, directory: Path) -> TieredStore:
+        """Open a store with room for a few megabytes; ``directory`` tells which."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[TieredStore]:
+        """Give the store under test."""
+        store = self.make_store(tmp_path / "store")
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def other(self, tmp_path: Path, store: TieredStore) -> Iterator[TieredStore]:
+        """Give another handle on it."""
+        other = self.make_store(tmp_path / "store") if self.has_other else store
+        yield other
+        other.close()
+
+    def kv(self, identity: ChunkIdentity) -> ChunkKV:
+        """KV of an identity in the dtype under test."""
+        return make_kv(identity, dtype=self.dtype)
+
+    def put(
+        self, store: TieredStore, identity: ChunkIdentity, text: str | None = None, doc_id: str | None = None
+    ) -> ChunkKey:
+        """Store the KV of an identity and return its key."""
+        store.put(identity, self.kv(identity), text=make_text(text) if text else None, doc_id=doc_id)
+        return chunk_key(identity)
+
+    def has(self, store: TieredStore, identity: ChunkIdentity) -> bool:
+        """Whether a store gives the KV of an identity; it must be the right one."""
+        kv, known = store.get(identity), store.known([chunk_key(identity)])
+        assert (kv is not None) == bool(known)
+        assert kv is None or same_bits(kv, self.kv(identity))
+        return kv is not None
+
+    # -- chunks ----------------------------------------------------------------------------------------------------------
+
+    def test_an_empty_store_has_nothing(self, store: TieredStore) -> None:
         identity = make_identity()
-        assert store.get(identity) is None
-        assert store.get_many([identity], timeout_s=PATIENT_S) == [None]
-        assert not store.contains(chunk_key(identity))
+        assert not self.has(store, identity)
+        assert store.get_many([identity], timeout_s=PATIENT_S) == [Hole(chunk_key(identity), "absent", None)]
         assert not store.link(identity, text=make_text("a"), doc_id="doc")
         assert store.delete([chunk_key(identity)]) == 0
-        assert store.index.keys() == []
-        assert store.index.texts(NAMESPACE, 0) == ([], 0)
+        assert store.forget(NAMESPACE, "doc") == 0
+        assert store.catalog.keys() == []
+        assert store.catalog.texts(NAMESPACE, 0) == ([], 0)
 
-    def test_what_was_put_comes_back_bit_for_bit(self, store: KVStore) -> None:
+    def test_what_was_put_comes_back_bit_for_bit_from_every_tier(self, store: TieredStore, other: TieredStore) -> None:
         identity = make_identity()
         kv = self.kv(identity)
         assert store.put(identity, kv, text=make_text("a"), doc_id="doc") == kv.num_bytes
-        assert store.contains(chunk_key(identity))
-        for _ in range(2):
-            assert same_bits(store.get(identity), kv)
+        for each in (store, store, other, other):
+            assert self.has(each, identity)
+        for tier in other.tiers:
+            tier.release()
+            assert self.has(other, identity)
+        assert other.identities(NAMESPACE, make_text("a").digest) == [identity]
 
-    def test_special_values_keep_their_bits(self, store: KVStore) -> None:
-        identity = make_identity(tokens=1)
-        tiny = torch.finfo(self.dtype).smallest_normal / 2
+    def test_special_values_keep_their_bits(self, store: TieredStore) -> None:
+        identity, tiny = make_identity(tokens=1), torch.finfo(self.dtype).smallest_normal / 2
         row = torch.tensor([0.0, -0.0, tiny, torch.finfo(self.dtype).max], dtype=self.dtype).reshape(1, 1, 4)
         kv = ChunkKV((LayerKV(row, -row),))
         store.put(identity, kv, text=None)
         assert same_bits(store.get(identity), kv)
 
-    def test_slices_and_strides_are_stored_as_they_look(self, store: KVStore) -> None:
-        identity = make_identity()
-        wide = torch.arange(60, dtype=self.dtype).reshape(5, 3, 4)
+    def test_slices_and_strides_are_stored_as_they_look(self, store: TieredStore) -> None:
+        identity, wide = make_identity(), torch.arange(60, dtype=self.dtype).reshape(5, 3, 4)
         kv = ChunkKV((LayerKV(wide[1:3], wide.transpose(0, 1)[:, :3]),))
         store.put(identity, kv, text=None)
         assert same_bits(store.get(identity), kv)
 
-    def test_a_change_of_the_callers_tensors_does_not_reach_the_store(self, store: KVStore) -> None:
+    def test_a_change_of_the_callers_tensors_does_not_reach_the_store(self, store: TieredStore) -> None:
         identity = make_identity()
         kv = self.kv(identity)
         store.put(identity, kv, text=None)
         kv.layers[0].keys.zero_()
-        assert same_bits(store.get(identity), self.kv(identity))
+        assert self.has(store, identity)
 
-    def test_putting_twice_writes_once(self, store: KVStore) -> None:
+    def test_putting_twice_writes_once(self, store: TieredStore, other: TieredStore) -> None:
         identity = make_identity()
         kv = self.kv(identity)
         assert store.put(identity, kv, text=make_text("a"), doc_id="doc") == kv.num_bytes
-        assert store.put(identity, kv, text=make_text("a"), doc_id="doc") == 0
-        assert store.index.keys() == [chunk_key(identity)]
-        assert len(store.index.texts(NAMESPACE, 0)[0]) == 1
+        for each in (store, other):
+            assert each.put(identity, kv, text=make_text("a"), doc_id="doc") == 0
+            assert each.catalog.keys() == [chunk_key(identity)]
+            assert each.catalog.texts(NAMESPACE, 0)[0] == [make_text("a")]
 
-    @pytest.mark.parametrize("field", ["model", "namespace", "prefix", "token_ids"])
-    def test_each_field_of_the_identity_participates(self, store: KVStore, field: str) -> None:
-        identity = make_identity()
-        changed = (9, 9, 9) if field == "token_ids" else "other"
-        self.put(store, identity)
-        assert store.get(replace(identity, **{field: changed})) is None  # type: ignore[arg-type]
+    @pytest.mark.parametrize("field", ["model", "namespace", "prefix", "context", "token_ids"])
+    def test_each_field_of_the_identity_participates(self, store: TieredStore, field: str) -> None:
+        self.put(store, make_identity())
+        changed: Any = (9, 9, 9) if field == "token_ids" else "other"
+        assert store.get(replace(make_identity(), **{field: changed})) is None
 
-    def test_namespaces_never_share(self, store: KVStore) -> None:
-        mine = make_identity(namespace=namespace_digest("mine"))
-        self.put(store, mine, "a", "doc")
-        other = namespace_digest("other")
-        assert store.get(replace(mine, namespace=other)) is None
-        assert store.index.texts(other, 0)[0] == []
-        assert store.index.documents(other) == []
-        assert store.index.unlink(other, "doc") == []
-        assert store.index.unlink_text(other, make_text("a").digest) == []
-        assert same_bits(store.get(mine), self.kv(mine))
-
-    def test_get_many_answers_in_order_and_loads_repeats_once(self, store: KVStore) -> None:
+    def test_get_many_answers_in_order_and_loads_repeats_once(self, store: TieredStore, other: TieredStore) -> None:
         here, gone, also = make_identity(1), make_identity(2), make_identity(3)
-        self.put(store, here)
-        self.put(store, also)
-        got = store.get_many([here, gone, also, here], timeout_s=PATIENT_S)
+        for identity in (here, also):
+            self.put(store, identity)
+        got = other.get_many([here, gone, also, here], timeout_s=PATIENT_S)
+        assert isinstance(got[0], ChunkKV)
+        assert isinstance(got[2], ChunkKV)
         assert same_bits(got[0], self.kv(here))
-        assert got[1] is None
+        assert got[1] == Hole(chunk_key(gone), "absent", None)
         assert same_bits(got[2], self.kv(also))
         assert got[3] is got[0]
-        assert store.get_many([], timeout_s=PATIENT_S) == []
+        assert other.get_many([], timeout_s=PATIENT_S) == []
 
-    def test_values_that_are_not_finite_are_refused(self, store: KVStore) -> None:
-        identity = make_identity()
-        for bad in (float("nan"), float("inf"), float("-inf")):
-            kv = self.kv(identity)
-            kv.layers[-1].values[1, 2, 0] = bad
-            with pytest.raises(StoreError, match="not finite"):
-                store.put(identity, kv, text=None)
-        assert not store.contains(chunk_key(identity))
-        assert store.get(identity) is None
+    def test_a_prefetch_reads_ahead(self, store: TieredStore, other: TieredStore) -> None:
+        keys = [self.put(store, make_identity(number)) for number in range(3)]
+        found = other.prefetch([make_identity(0), keys[1], make_identity(9), make_identity(0)])
+        assert found.found == 2
+        assert found.wait(PATIENT_S)
+        assert all(self.has(other, make_identity(number)) for number in range(3))
 
-    def test_kv_of_another_length_is_refused(self, store: KVStore) -> None:
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+    def test_values_that_are_not_finite_are_refused(self, store: TieredStore, bad: float) -> None:
+        kv = self.kv(make_identity())
+        kv.layers[-1].values[1, 2, 0] = bad
+        with pytest.raises(StoreError, match="not finite"):
+            store.put(make_identity(), kv, text=make_text("a"), doc_id="doc")
+        assert not self.has(store, make_identity())
+        assert store.catalog.documents(NAMESPACE) == []
+
+    def test_kv_of_another_length_is_refused(self, store: TieredStore) -> None:
         with pytest.raises(StoreError, match="one row per token"):
             store.put(make_identity(tokens=4), self.kv(make_identity(tokens=3)), text=None)
         with pytest.raises(StoreError, match="no layers"):
             store.put(make_identity(), ChunkKV(()), text=None)
 
-    def test_the_index_describes_what_was_put(self, store: KVStore) -> None:
-        identity = make_identity()
-        self.put(store, identity, "a", "doc")
-        record = store.index.get(chunk_key(identity))
-        assert record is not None
-        assert record.key == chunk_key(identity)
-        assert record.content == content_key(identity)
-        assert (record.model, record.namespace, record.prefix) == (identity.model, identity.namespace, identity.prefix)
-        assert (record.num_tokens, record.num_bytes) == (3, self.kv(identity).num_bytes)
-        assert record.text == make_text("a")
-
-    def test_variants_behind_other_prefixes_are_listed_oldest_first(self, store: KVStore) -> None:
-        identities = [make_identity(prefix=prefix) for prefix in ("z", "a", "m")]
-        keys = [self.put(store, identity, "a") for identity in identities]
-        self.put(store, make_identity(7), "b")
-        content = content_key(identities[0])
-        assert [record.key for record in store.index.variants(content)] == keys
-        store.delete(keys[:1])
-        assert [record.key for record in store.index.variants(content)] == keys[1:]
-        assert store.index.variants("unknown") == []
-
-    def test_texts_come_once_with_a_cursor(self, store: KVStore) -> None:
-        self.put(store, make_identity(1), "a")
-        self.put(store, make_identity(2), "b")
-        self.put(store, make_identity(3))
-        texts, cursor = store.index.texts(NAMESPACE, 0)
-        assert texts == [make_text("a"), make_text("b")]
-        assert store.index.texts(NAMESPACE, cursor) == ([], cursor)
-        self.put(store, make_identity(1, prefix="other"), "a")
-        assert store.index.texts(NAMESPACE, cursor) == ([], cursor)
-        self.put(store, make_identity(4), "c")
-        texts, newer = store.index.texts(NAMESPACE, cursor)
-        assert texts == [make_text("c")]
-        assert newer > cursor
-
-    def test_a_text_that_comes_back_is_announced_again(self, store: KVStore) -> None:
-        key = self.put(store, make_identity(), "a", "doc")
-        _, cursor = store.index.texts(NAMESPACE, 0)
-        store.delete(store.index.unlink(NAMESPACE, "doc"))
-        assert not store.contains(key)
-        self.put(store, make_identity(), "a", "doc")
-        assert store.index.texts(NAMESPACE, cursor)[0] == [make_text("a")]
-
-    def test_deleted_chunks_are_gone(self, store: KVStore) -> None:
-        keys = [self.put(store, make_identity(number), f"text {number}") for number in range(3)]
-        store.get_many([make_identity(number) for number in range(3)], timeout_s=PATIENT_S)
-        assert store.delete([keys[0], keys[1], keys[0]]) == 2
-        assert store.get(make_identity(0)) is None
-        assert not store.contains(keys[1])
-        assert store.index.keys() == keys[2:]
-        assert store.delete(keys[:2]) == 0
-        assert store.put(make_identity(0), self.kv(make_identity(0)), text=None) > 0
-
-    def test_statistics_count(self, store: KVStore) -> None:
-        self.put(store, make_identity(1))
-        self.put(store, make_identity(2))
-        store.get(make_identity(1))
-        store.get(make_identity(3))
-        stats = store.stats()
-        assert sum(tier.hits for tier in stats.values()) >= 1
-        assert all(tier.misses >= 1 for tier in stats.values())
-        assert all(tier.rejected == 0 for tier in stats.values())
-        num_bytes = 2 * self.kv(make_identity(1)).num_bytes
-        lasting = list(stats.values())[-1]
-        assert (lasting.chunks, lasting.num_bytes) == (2, num_bytes)
-        # A tier above it may hold what was read alone.
-        assert all(tier.num_bytes == tier.chunks * num_bytes // 2 <= num_bytes for tier in stats.values())
-
-    def test_threads_may_share_a_store(self, store: KVStore) -> None:
-        identities = [make_identity(number) for number in range(6)]
-        wrong: list[object] = []
+    def test_threads_may_share_a_store(self, store: TieredStore, other: TieredStore) -> None:
+        identities, wrong = [make_identity(number) for number in range(6)], list[object]()
 
         def work(offset: int) -> None:
+            handle = (store, other)[offset % 2]
             try:
-                for step in range(12):
+                for step in range(8):
                     identity = identities[(step + offset) % len(identities)]
                     text = make_text(str(identity.token_ids))
-                    store.put(identity, self.kv(identity), text=text, doc_id=f"doc {offset}")
-                    if not same_bits(store.get(identity), self.kv(identity)):
+                    handle.put(identity, self.kv(identity), text=text, doc_id=f"doc {offset}")
+                    if not same_bits(handle.get(identity), self.kv(identity)):
                         wrong.append(identity)
-                    store.index.texts(NAMESPACE, 0)
+                    handle.catalog.texts(NAMESPACE, 0)
             except Exception as error:
                 wrong.append(error)
 
@@ -213,9 +271,196 @@ class StoreContract(RetentionTests, LayerTests, DocumentTests):
         for thread in threads:
             thread.join()
         assert wrong == []
-        assert sorted(store.index.keys()) == sorted(chunk_key(identity) for identity in identities)
-        assert len(store.index.texts(NAMESPACE, 0)[0]) == len(identities)
+        assert sorted(store.catalog.keys()) == sorted(chunk_key(identity) for identity in identities)
+        assert len(store.catalog.texts(NAMESPACE, 0)[0]) == len(identities)
 
-    def test_closing_twice_is_fine(self, store: KVStore) -> None:
+    def test_statistics_count(self, store: TieredStore) -> None:
+        self.put(store, make_identity(1))
+        self.put(store, make_identity(2))
+        store.get(make_identity(1))
+        store.get(make_identity(3))
+        stats = list(store.stats().values())
+        assert sum(tier.hits for tier in stats) >= 1
+        assert all(tier.misses >= 1 and tier.rejected == 0 for tier in stats)
+        num_bytes = 2 * self.kv(make_identity(1)).num_bytes
+        assert (stats[-1].chunks, stats[-1].num_bytes) == (2, num_bytes)
+        assert all(tier.num_bytes == tier.chunks * num_bytes // 2 <= num_bytes for tier in stats)
+
+    # -- the catalog -----------------------------------------------------------------------------------------------------
+
+    def test_the_catalog_describes_what_was_put(self, store: TieredStore, other: TieredStore) -> None:
+        identity = make_identity()
+        record = other.catalog.get(self.put(store, identity, "a", "doc"))
+        assert record is not None
+        assert (record.key, record.content) == (chunk_key(identity), content_key(identity))
+        assert (record.model, record.namespace, record.prefix) == (identity.model, identity.namespace, identity.prefix)
+        assert (record.context, record.num_tokens) == ("", 3)
+        assert record.num_bytes == self.kv(identity).num_bytes
+        assert other.catalog.key_texts(record.key) == [make_text("a")]
+
+    def test_variants_are_listed_oldest_first(self, store: TieredStore, other: TieredStore) -> None:
+        identities = [make_identity(prefix=prefix) for prefix in ("z", "a", "m")]
+        keys = [self.put(store, identity, "a") for identity in identities]
+        self.put(store, make_identity(7), "b")
+        content = content_key(identities[0])
+        assert [record.key for record in other.catalog.variants(content)] == keys
+        store.delete(keys[:1])
+        assert [record.key for record in other.catalog.variants(content)] == keys[1:]
+        assert store.catalog.variants("unknown") == []
+
+    def test_texts_come_once_with_a_cursor(self, store: TieredStore, other: TieredStore) -> None:
+        for number, name in enumerate("ab"):
+            self.put(store, make_identity(number), name)
+        self.put(store, make_identity(3))
+        texts, cursor = other.catalog.texts(NAMESPACE, 0)
+        assert texts == [make_text("a"), make_text("b")]
+        self.put(store, make_identity(1, prefix="other"), "a")
+        assert other.catalog.texts(NAMESPACE, cursor) == ([], cursor)
+        for number in range(100):
+            self.put(store, make_identity(10 + number), f"text {number}")
+        texts, newer = other.catalog.texts(NAMESPACE, cursor)
+        assert texts == [make_text(f"text {number}") for number in range(100)]
+        assert newer > cursor
+        assert len(store.catalog.texts(NAMESPACE, 0)[0]) == 102
+
+    def test_a_text_that_comes_back_is_announced_again(self, store: TieredStore, other: TieredStore) -> None:
+        self.put(store, make_identity(), "a", "doc")
+        cursor = other.catalog.texts(NAMESPACE, 0)[1]
+        assert store.forget(NAMESPACE, "doc") == 1
+        assert not other.catalog.knows_text(NAMESPACE, make_text("a").digest)
+        self.put(store, make_identity(), "a", "doc")
+        assert other.catalog.texts(NAMESPACE, cursor)[0] == [make_text("a")]
+
+    # -- documents and erasing -------------------------------------------------------------------------------------------
+
+    def test_what_one_erases_the_other_does_not_answer_with(self, store: TieredStore, other: TieredStore) -> None:
+        identities = [make_identity(number) for number in range(4)]
+        for number, identity in enumerate(identities):
+            self.put(store, identity, f"text {number}", f"doc {number}")
+        assert all(self.has(handle, identity) for identity in identities for handle in (store, other))
+        assert other.delete([chunk_key(identities[0]), chunk_key(identities[0])]) == 1
+        assert not self.has(store, identities[0])
+        assert other.forget(NAMESPACE, "doc 1") == 1
+        assert not self.has(store, identities[1])
+        got = store.get_many(identities, timeout_s=PATIENT_S)
+        assert [isinstance(each, ChunkKV) for each in got] == [False, False, True, True]
+        assert other.clear() == 2
+        assert not any(self.has(store, identity) for identity in identities)
+
+    def test_deleted_chunks_are_gone_and_may_come_back(self, store: TieredStore) -> None:
+        keys = [self.put(store, make_identity(number), f"text {number}") for number in range(3)]
+        assert store.delete([keys[0], keys[1], keys[0]]) == 2
+        assert not self.has(store, make_identity(0))
+        assert store.catalog.keys() == keys[2:]
+        assert store.delete(keys[:2]) == 0
+        self.put(store, make_identity(0))
+        assert self.has(store, make_identity(0))
+
+    def test_kv_lives_as_long_as_one_document_refers_to_its_text(self, store: TieredStore, other: TieredStore) -> None:
+        self.put(store, make_identity(1), "a", "one")
+        self.put(other, make_identity(1), "a", "two")
+        self.put(store, make_identity(1, prefix="other"), "a")
+        self.put(store, make_identity(2), "b", "one")
+        digests = sorted([make_text("a").digest, make_text("b").digest])
+        assert sorted(other.catalog.documents(NAMESPACE)) == ["one", "two"]
+        assert sorted(other.catalog.document_texts(NAMESPACE, "one")) == digests
+        assert store.forget(NAMESPACE, "one") == 1
+        assert not self.has(other, make_identity(2))
+        assert self.has(other, make_identity(1))
+        assert other.catalog.documents(NAMESPACE) == ["two"]
+        assert other.forget(NAMESPACE, "two") == 2
+        assert store.catalog.keys() == []
+        assert store.forget(NAMESPACE, "two") == 0
+
+    def test_texts_that_share_a_chunk_both_keep_it(self, store: TieredStore) -> None:
+        self.put(store, make_identity(), "a", "one")
+        self.put(store, make_identity(), "b", "two")
+        assert store.forget(NAMESPACE, "two") == 0
+        assert store.catalog.texts(NAMESPACE, 0)[0] == [make_text("a")]
+        assert store.forget(NAMESPACE, "one") == 1
+        assert not self.has(store, make_identity())
+
+    def test_a_link_adds_a_document_without_kv(self, store: TieredStore, other: TieredStore) -> None:
+        key = self.put(store, make_identity(), "a", "one")
+        assert other.link(make_identity(), text=make_text("a"), doc_id="two")
+        assert store.catalog.document_keys(NAMESPACE, "two") == [key]
+        assert store.forget(NAMESPACE, "one") == 0
+        assert store.forget(NAMESPACE, "two") == 1
+
+    @pytest.mark.parametrize("doc_id", ["", 'a"b', "a b", "\0", "\ud800", "ü/../x", "\U0010ffff"])
+    def test_any_string_is_a_document_id(self, store: TieredStore, doc_id: str) -> None:
+        self.put(store, make_identity(), "a", doc_id)
+        assert store.catalog.documents(NAMESPACE) == [doc_id]
+        assert store.forget(NAMESPACE, doc_id) == 1
+        assert store.catalog.documents(NAMESPACE) == []
+
+    def test_nothing_is_left_of_what_was_cleared(self, store: TieredStore, other: TieredStore) -> None:
+        space = namespace_digest("other")
+        mine, theirs = make_identity(1), [make_identity(number, namespace=space) for number in (1, 2, 3)]
+        key = self.put(store, mine, "a", "one")
+        self.put(store, theirs[0], "a", "one")
+        self.put(store, theirs[1], "b")
+        self.put(store, theirs[2])
+        store.get_many([mine, *theirs], timeout_s=PATIENT_S)
+        assert other.clear(namespace_digest("unknown")) == 0
+        assert other.clear(space) == 3, "with and without ids and texts"
+        assert not any(self.has(store, identity) for identity in theirs)
+        assert store.catalog.documents(space) == store.catalog.texts(space, 0)[0] == []
+        assert store.catalog.keys() == [key]
+        assert self.has(store, mine)
+        assert other.clear() == 1
+        assert other.clear() == 0
+        assert not self.has(store, mine)
+        assert store.catalog.keys() == store.catalog.documents(NAMESPACE) == store.catalog.texts(NAMESPACE, 0)[0] == []
+        self.put(store, mine, "a", "one")
+        assert self.has(other, mine)
+
+    def test_a_blob_without_a_row_is_adopted_or_erased(self, store: TieredStore) -> None:
+        keys = [self.put(store, make_identity(number), "a", "one") for number in range(2)]
+        store.catalog.clear()
+        assert not self.has(store, make_identity(0)), "dormant"
+        assert store.link(make_identity(0), text=make_text("a"), doc_id="one")
+        assert self.has(store, make_identity(0))
+        assert store.dormant() == {keys[1]}
+        assert store.clear() == 1
+        assert store.blobs.keys() == set()
+
+    # -- retention -------------------------------------------------------------------------------------------------------
+
+    def test_retention_is_kept_with_what_is_left_of_it(self, store: TieredStore, other: TieredStore) -> None:
+        plain, pinned, lasting = (make_identity(number) for number in range(3))
+        store.put(plain, self.kv(plain), text=make_text("a"))
+        store.put(pinned, self.kv(pinned), text=None, retention=Retention(80, HOUR_S, cost_ms=12.5))
+        store.put(lasting, self.kv(lasting), text=None, retention=Retention(20))
+        assert other.retention(chunk_key(plain)) is None
+        assert other.retention(chunk_key(make_identity(9))) is None
+        assert other.retention(chunk_key(lasting)) == Retention(20)
+        found = other.retention(chunk_key(pinned))
+        assert found is not None
+        assert found.duration_s is not None
+        assert 0 < found.duration_s < HOUR_S
+        assert (found.priority, found.cost_ms) == (80, 12.5)
+
+    def test_retention_is_updated(self, store: TieredStore, other: TieredStore) -> None:
+        identity = make_identity(1)
+        key = chunk_key(identity)
+        store.put(identity, self.kv(identity), text=make_text("a"), retention=Retention(90, cost_ms=12.5))
+        unknown = [chunk_key(make_identity(9)), ChunkKey("no key")]
+        assert other.retain([key, key, *unknown], Retention(10)) == 1
+        assert store.retention(key) == Retention(10, cost_ms=12.5), "its cost stays"
+        assert store.retain([key], Retention(20, cost_ms=1.0)) == 1
+        assert other.retention(key) == Retention(20, cost_ms=1.0)
+        assert store.retain([], Retention(1)) == 0
+        with pytest.raises(ConfigError, match="retention is 90"):
+            store.retain([key], 90)  # type: ignore[arg-type]
+        assert store.delete([key]) == 1
+        assert other.retain([key], Retention(1)) == 0
+        assert other.retention(key) is None
+
+    def test_a_closed_store_is_empty(self, store: TieredStore) -> None:
+        self.put(store, make_identity())
         store.close()
         store.close()
+        assert store.get(make_identity()) is None
+        with pytest.raises(StoreError, match="closed"):
+            self.put(store, make_identity(2))

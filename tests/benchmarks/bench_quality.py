@@ -26,6 +26,7 @@ from kvrag.blend.select import select_rows, strategy_of
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
 from kvrag.model.kv import KVBuffer
+from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV
 from kvrag.verify import kl_divergence
@@ -85,7 +86,7 @@ class Case:
         self.ids = torch.tensor(ids + self.tail)
         self.gold = self.encoder.live_ids(item.answers[0])
         buffer = self.lm.buffer(len(self.ids) + 64)
-        first, _ = self.lm.forward(self.ids, slice(0, len(self.ids)), buffer)
+        first, _ = self.lm.forward(self.ids, Rows.span(0, len(self.ids)), buffer)
         self.scratch = buffer  # every configuration starts from a copy of the stitched prompt in here
         self.own = self.greedy(buffer, first[0, -1], OWN_TOKENS)
         self.full_own = self.forced(buffer, first[0, -1], self.own)
@@ -102,7 +103,7 @@ class Case:
             return first[None]
         start = len(self.ids)
         rest, _ = self.lm.forward(
-            torch.tensor(answer[:-1]), slice(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
+            torch.tensor(answer[:-1]), Rows.span(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
         )
         return torch.cat([first[None], rest[0]])
 
@@ -115,7 +116,7 @@ class Case:
             answer.append(int(row.argmax()))
         while len(answer) < count and answer[-1] != self.eos:
             at = len(self.ids) + len(answer) - 1
-            step, _ = self.lm.forward(torch.tensor(answer[-1:]), slice(at, at + 1), buffer)
+            step, _ = self.lm.forward(torch.tensor(answer[-1:]), Rows.span(at, at + 1), buffer)
             answer.append(int(step[0, -1].argmax()))
         return answer
 
@@ -155,7 +156,6 @@ class Case:
         for layer in range(self.lm.num_layers):
             buffer.keys(layer)[:, :, : source.capacity] = source.keys(layer)
             buffer.values(layer)[:, :, : source.capacity] = source.values(layer)
-        buffer.length = source.capacity
         return buffer
 
     def compare(self, buffer: KVBuffer, first: torch.Tensor, rows: torch.Tensor, layout: Layout) -> dict[str, float]:

@@ -38,7 +38,6 @@ def blended(
 ) -> dict[str, torch.Tensor]:
     """Stitch and repair; logits over the own and over the gold answer."""
     buffer = case.scratch
-    buffer.length = 0
     stitch(buffer, layout, kvs, rotary)
     mass = probe(case.lm, buffer, layout, case.ids) if config.strategy == "query" else None
     rows = select_rows(layout, config, mass=mass, deviation=None)

@@ -1,13 +1,12 @@
 import os
 import tempfile
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvrag.store import DiskStore, writer
+from kvrag.config import StoreConfig
+from kvrag.store import open_store
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,7 +29,7 @@ def tmp_path(tmp_path):
 
 @pytest.fixture
 def disk(tmp_path):
-    store = DiskStore(tmp_path / "store")
+    store = open_store(tmp_path / "store", StoreConfig())
     yield store
     store.close()
 
@@ -53,25 +52,3 @@ def no_pickle(monkeypatch):
         monkeypatch.setattr(f"pickle.{name}", refuse)
     yield
     assert calls == []
-
-
-@pytest.fixture
-def held_up(monkeypatch):
-    """Let no blob be written inside the context."""
-    real = writer.write
-
-    @contextmanager
-    def hold():
-        go_on = threading.Event()
-
-        def wait(*args):
-            go_on.wait(30)
-            return real(*args)
-
-        monkeypatch.setattr(writer, "write", wait)
-        try:
-            yield go_on
-        finally:
-            go_on.set()
-
-    return hold

@@ -3,11 +3,11 @@
 import importlib.util
 
 import pytest
+from kvrag.store.keys import Keys
+from kvrag.store.objects import place_of
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.keys import Keys
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_identity
 
 needs_cryptography = pytest.mark.skipif(

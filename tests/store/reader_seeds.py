@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrag.blend.quantise import pack
-from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import blob, references, rows, writer
-from kvrag.store.base import Record
 from kvrag.store.directory import Directory
 from kvrag.store.guard import Guard, _plain
 from kvrag.store.keys import Keys
 from kvrag.store.row_seal import RowSeal
 from kvrag.store.usage import Usage
+
+from kvrag.blend.quantise import pack
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.store import blob, references, rows, writer
+from kvrag.store.base import Record
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype
 

@@ -14,6 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvrag.store.guard import Guard
+from kvrag.store.header import ALIGNMENT, FAULTS, BlobRejected, OtherVersion, decode, frame, split
+from kvrag.store.index import load_value
+from kvrag.store.keys import Keys, Naming
+from kvrag.store.places import dump
+from kvrag.store.reader import read_all, read_layers
+from kvrag.store.row_seal import load_rows
+from kvrag.store.usage import Usage
 from reader_seeds import (
     DIRECTORY,
     ENCRYPTED,
@@ -35,14 +43,6 @@ from reader_seeds import (
 
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.store import blob, gcm, guard, references, rows
-from kvrag.store.guard import Guard
-from kvrag.store.header import ALIGNMENT, FAULTS, BlobRejected, OtherVersion, decode, frame, split
-from kvrag.store.index import load_value
-from kvrag.store.keys import Keys, Naming
-from kvrag.store.places import dump
-from kvrag.store.reader import read_all, read_layers
-from kvrag.store.row_seal import load_rows
-from kvrag.store.usage import Usage
 from kvrag.testing.chunks import same_bits
 from kvrag.types import ChunkKV, TextEntry
 

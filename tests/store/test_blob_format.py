@@ -4,12 +4,12 @@ import struct
 
 import pytest
 import torch
+from kvrag.store.header import MAX_HEADER_BYTES
 from safetensors import safe_open
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key
 from kvrag.store import blob
-from kvrag.store.header import MAX_HEADER_BYTES
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from kvrag.store.claims import Claim, is_alive
+from kvrag.store.draft import Draft
+from kvrag.store.fsck import fsck
+from kvrag.store.references import References
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskIndex, DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob
-from kvrag.store.claims import Claim, is_alive
-from kvrag.store.draft import Draft
-from kvrag.store.fsck import fsck
-from kvrag.store.references import References
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(4)]

@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+from kvrag.store.events import Events
 from protected import config_of, identity_of, needs_cryptography, path_of
 from typer.testing import CliRunner
 
@@ -12,7 +13,6 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, namespace_digest
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind
-from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 CHUNKS = [make_identity(number) for number in range(4)]

@@ -1,79 +1,114 @@
-"""Every store of ours keeps the contract, in every dtype."""
+"""Every store of ours keeps the contract, in every dtype; and so does one over blobs that are made in a few lines."""
 
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
 from kvrag.config import StoreConfig
-from kvrag.store import DiskStore, KVStore, MemoryStore, TieredStore, WriteBehind
-from kvrag.testing.store import StoreContract
+from kvrag.store import Blobs, Catalog, FileBlobs, Keys, MemoryBlobs, MemoryTier, TieredStore, open_store
+from kvrag.store.base import Bytes
+from kvrag.testing.store import BlobsContract, StoreContract
+from kvrag.types import ChunkKey
+
+KEY = StoreConfig(encryption_key=lambda: b"k" * 32)
 
 
-class TestMemoryStore(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return MemoryStore(2**22)
+class ToyServer(dict[ChunkKey, bytes]):
+    """What stands for Redis or an object store."""
 
 
-class TestDiskStore(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return DiskStore(directory)
+SERVERS: dict[Path, ToyServer] = defaultdict(ToyServer)
 
 
-class TestDiskStoreOnSqliteAlone(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return DiskStore(directory, StoreConfig(index="sqlite", durability="cache"))
+class ToyBlobs:
+    """A tier on another machine, as short as it can be: every answer is a copy, and read-only."""
+
+    def __init__(self, directory: Path) -> None:
+        self._server = SERVERS[directory]
+
+    def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
+        blob = self._server.get(key)
+        return None if blob is None else blob[start : None if length is None else start + length]
+
+    def write(self, key: ChunkKey, parts: Sequence[Bytes]) -> int:
+        blob = b"".join(parts)
+        return len(blob) if self._server.setdefault(key, blob) is blob else 0
+
+    def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        return {key for key in keys if self._server.pop(key, None) is not None}
+
+    def keys(self) -> set[ChunkKey]:
+        return set(self._server)
+
+    def close(self) -> None:
+        pass
 
 
-class TestTieredStore(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return TieredStore(MemoryStore(2**22), DiskStore(directory))
+class TestFileBlobs(BlobsContract):
+    def make_blobs(self, directory: Path) -> Blobs:
+        return FileBlobs(directory)
 
 
-class TestTieredStoreInBfloat16(TestTieredStore):
+class TestMemoryBlobs(BlobsContract):
+    has_other = False
+
+    def make_blobs(self, directory: Path) -> Blobs:
+        return MemoryBlobs()
+
+
+class TestToyBlobs(BlobsContract):
+    def make_blobs(self, directory: Path) -> Blobs:
+        return ToyBlobs(directory)
+
+
+class TestFiles(StoreContract):
+    def make_store(self, directory: Path) -> TieredStore:
+        return TieredStore([], FileBlobs(directory), Catalog(directory / "catalog"))
+
+
+class TestMemoryAlone(StoreContract):
+    has_other = False
+
+    def make_store(self, directory: Path) -> TieredStore:
+        return open_store(None, StoreConfig(ram_bytes=2**22))
+
+
+class TestHostAboveFiles(StoreContract):
+    def make_store(self, directory: Path) -> TieredStore:
+        return TieredStore([MemoryTier(2**22)], FileBlobs(directory), Catalog(directory / "catalog"))
+
+
+class TestHostAboveFilesInBfloat16(TestHostAboveFiles):
     dtype = torch.bfloat16
 
 
-class TestDiskStoreInFloat16(TestDiskStore):
+class TestOpenedTwice(StoreContract):
     dtype = torch.float16
 
-
-class TestWriteBehind(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return WriteBehind(DiskStore(directory))
+    def make_store(self, directory: Path) -> TieredStore:
+        return open_store(directory, StoreConfig(ram_bytes=2**22))
 
 
-class TestWriteBehindThatWritesThrough(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return WriteBehind(DiskStore(directory), max_bytes=0)
-
-
-class TestHostAboveWriteBehind(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return TieredStore(MemoryStore(2**22), WriteBehind(DiskStore(directory)))
-
-
-class TestAcceleratorAboveHostAboveDisk(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return accelerated(TieredStore(MemoryStore(2**22), DiskStore(directory)))
-
-
-class TestAcceleratorAboveHostAboveWriteBehind(TestAcceleratorAboveHostAboveDisk):
-    dtype = torch.bfloat16
-
-    def make_store(self, directory: Path) -> KVStore:
-        return accelerated(TieredStore(MemoryStore(2**22), WriteBehind(DiskStore(directory))))
-
-
-class TestAcceleratorAboveHost(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return accelerated(MemoryStore(2**22))
+class TestAcceleratorAboveHostAboveFiles(StoreContract):
+    def make_store(self, directory: Path) -> TieredStore:
+        tiers = [MemoryTier(2**22, name="gpu", keeps_puts=False), MemoryTier(2**22)]
+        return TieredStore(tiers, FileBlobs(directory), Catalog(directory / "catalog"))
 
 
 class TestTiersWithoutRoom(StoreContract):
-    def make_store(self, directory: Path) -> KVStore:
-        return accelerated(TieredStore(MemoryStore(1), DiskStore(directory)), max_bytes=1)
+    def make_store(self, directory: Path) -> TieredStore:
+        tiers = [MemoryTier(1, name="gpu", keeps_puts=False), MemoryTier(0)]
+        return TieredStore(tiers, FileBlobs(directory, durable=False), Catalog(directory / "catalog"))
 
 
-def accelerated(store: KVStore, max_bytes: int = 2**22) -> KVStore:
-    """The tier of an accelerator, for which the host's memory stands in."""
-    return TieredStore(MemoryStore(max_bytes, name="gpu"), store, keeps_puts=False)
+class TestHostAboveAToyServer(StoreContract):
+    def make_store(self, directory: Path) -> TieredStore:
+        return TieredStore([MemoryTier(2**22)], ToyBlobs(directory), Catalog(directory / "catalog"))
+
+
+class TestEncrypted(StoreContract):
+    def make_store(self, directory: Path) -> TieredStore:
+        keys = Keys.of(KEY)
+        return TieredStore([MemoryTier(2**22)], FileBlobs(directory), Catalog(directory / "catalog", keys), keys=keys)

@@ -7,12 +7,12 @@ import socket
 
 import pytest
 import torch
-
-from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import DiskStore, blob, writer
 from kvrag.store.directory import Directory
 from kvrag.store.header import BlobRejected
 from kvrag.store.reader import read_all
+
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.store import DiskStore, blob, writer
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

@@ -9,12 +9,12 @@ import sys
 import threading
 
 import pytest
+from kvrag.store.events import Events
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, blob, reader, writer
-from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 ONE, TWO = make_identity(1), make_identity(2)

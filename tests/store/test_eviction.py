@@ -6,14 +6,14 @@ import threading
 import time
 
 import pytest
+from kvrag.store.directory import Directory
+from kvrag.store.usage import Usage
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, usage
 from kvrag.store.base import Record
-from kvrag.store.directory import Directory
-from kvrag.store.usage import Usage
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 CHUNKS = [make_identity(number) for number in range(12)]

@@ -11,12 +11,12 @@ import threading
 import time
 
 import pytest
+from kvrag.store.loader import MAX_STUCK, Loader
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, blob, directory, draft, files, open_store
-from kvrag.store.loader import MAX_STUCK, Loader
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 ME = make_identity(1)

@@ -1,14 +1,14 @@
 """What it costs to follow the evictions of others: few marks for many chunks, few statements for each, and no erasure is missed."""
 
 import pytest
+from kvrag.store.batch_index import BatchIndex
+from kvrag.store.cache import CacheRows
+from kvrag.store.sqlite import SqliteRows
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind, batch_index
-from kvrag.store.batch_index import BatchIndex
-from kvrag.store.cache import CacheRows
 from kvrag.store.rows import erasures_of, row_of
-from kvrag.store.sqlite import SqliteRows
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 CONFIG = StoreConfig(min_free_bytes=0)

@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 from golden import DATA, FIRST, KINDS, PROMISED, PROTECTION, chunks, even_kv, fill, folder, store_of, text_of
+from kvrag.store.directory import Directory
+from kvrag.store.header import OtherVersion
+from kvrag.store.objects import place_of
 from protected import names_of, needs_cryptography
 from safetensors import safe_open
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, blob
-from kvrag.store.directory import Directory
-from kvrag.store.header import OtherVersion
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import same_bits
 
 STORES = sorted(path.name for path in DATA.glob("store-v*"))

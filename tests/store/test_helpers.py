@@ -5,10 +5,10 @@ import threading
 import weakref
 
 import pytest
+from kvrag.store.helpers import Helpers
 from processes import ended_in_time
 
 from kvrag.store import helpers
-from kvrag.store.helpers import Helpers
 
 
 def test_a_job_runs_in_another_thread_which_stays():

@@ -3,10 +3,10 @@
 import threading
 
 import pytest
+from kvrag.store.holes import MAX_READINGS, Readings, holes_of
 
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind, reader
-from kvrag.store.holes import MAX_READINGS, Readings, holes_of
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 
 LAYERS = 4

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kvrag.store.fsck import fsck
+from kvrag.store.header import MAX_LAYERS, BlobRejected, Header, decode, frame, split
+from kvrag.store.objects import place_of
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.spans import SpanIndex
 from kvrag.store import DiskStore, places, references
-from kvrag.store.fsck import fsck
-from kvrag.store.header import MAX_LAYERS, BlobRejected, Header, decode, frame, split
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV
 

@@ -7,11 +7,11 @@ import sqlite3
 
 import diskcache
 import pytest
+from kvrag.store.cache import JsonDisk
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskIndex, DiskStore, recovery
-from kvrag.store.cache import JsonDisk
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(5)]

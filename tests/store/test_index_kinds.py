@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from kvrag.store.index_kinds import FILES
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.store import DiskStore
-from kvrag.store.index_kinds import FILES
 from kvrag.store.rows import names_of, row_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from kvrag.store.index_kinds import FILES
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, Retention, files, index_kinds, recovery
-from kvrag.store.index_kinds import FILES
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(4)]

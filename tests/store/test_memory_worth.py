@@ -1,12 +1,12 @@
 """What leaves memory: by priority, then by the computing that a byte of it saves, as on the disk."""
 
 import pytest
+from kvrag.store.retention import Worth
+from kvrag.store.usage import HALF_LIFE
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, WriteBehind, shelf
-from kvrag.store.retention import Worth
-from kvrag.store.usage import HALF_LIFE
 from kvrag.testing.chunks import make_identity, make_kv
 
 IDENTITIES = [make_identity(number) for number in range(8)]

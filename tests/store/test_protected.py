@@ -12,6 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvrag.store.guard import Guard
+from kvrag.store.header import BlobRejected
+from kvrag.store.helpers import Helpers
+from kvrag.store.objects import place_of
 from protected import (
     CIPHER,
     EVERY,
@@ -32,10 +36,6 @@ from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, MissingDependencyError
 from kvrag.identity.fingerprint import chunk_key, ids_bytes
 from kvrag.store import DiskStore, foreign
-from kvrag.store.guard import Guard
-from kvrag.store.header import BlobRejected
-from kvrag.store.helpers import Helpers
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import StoreContract
 from kvrag.types import TextEntry

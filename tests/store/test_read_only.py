@@ -5,13 +5,13 @@ import os
 import shutil
 
 import pytest
+from kvrag.store.directory import Directory
+from kvrag.store.objects import place_of
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, recovery
-from kvrag.store.directory import Directory
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(4)]

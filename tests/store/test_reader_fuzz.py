@@ -7,11 +7,11 @@ import pytest
 import reader_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvrag.store.header import BlobRejected, decode
 from protected import needs_cryptography
 
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob, references
-from kvrag.store.header import BlobRejected, decode
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 
 ME = make_identity(1)

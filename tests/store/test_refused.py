@@ -3,10 +3,10 @@
 import random
 
 import pytest
-
-from kvrag.store import MemoryStore, Retention, shelf, usage
 from kvrag.store.shelf import Entry, Shelf
 from kvrag.store.usage import Usage
+
+from kvrag.store import MemoryStore, Retention, shelf, usage
 from kvrag.testing.chunks import make_identity, make_kv
 
 SIZE = make_kv(make_identity(0)).num_bytes

@@ -1,14 +1,14 @@
 """Making room: nothing leaves where it would not help, and no put looks through the whole store for itself alone."""
 
 import pytest
+from kvrag.store.directory import Directory
+from kvrag.store.index import DiskIndex
+from kvrag.store.usage import TOKEN_MS, Usage, token_ms
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, Retention, evict
-from kvrag.store.directory import Directory
-from kvrag.store.index import DiskIndex
-from kvrag.store.usage import TOKEN_MS, Usage, token_ms
 from kvrag.testing.chunks import make_identity, make_kv
 
 CHUNKS = [make_identity(number) for number in range(60)]

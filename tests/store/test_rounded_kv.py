@@ -6,13 +6,13 @@ import struct
 
 import pytest
 import torch
+from kvrag.store.fsck import copy, fsck
 from safetensors import safe_open
 
 from kvrag import StoreConfig, StoreError
 from kvrag.blend.quantise import convert, pack
 from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.store import DiskStore, MemoryStore, open_store
-from kvrag.store.fsck import copy, fsck
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV
 

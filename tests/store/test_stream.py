@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch
+from kvrag.store.buffers import MIN_BYTES, Buffers, rounded
+from kvrag.store.helpers import Helpers
+from kvrag.store.objects import place_of
 from processes import ended_in_time
 
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blob, reader
-from kvrag.store.buffers import MIN_BYTES, Buffers, rounded
-from kvrag.store.helpers import Helpers
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

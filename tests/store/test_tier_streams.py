@@ -5,12 +5,12 @@ import threading
 
 import pytest
 import torch
+from kvrag.store.events import Events
+from kvrag.store.objects import place_of
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, MemoryStore, TieredStore, WriteBehind, blob, reader, tiered_reads
-from kvrag.store.events import Events
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from kvrag.store.events import Events
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
@@ -19,7 +20,6 @@ from kvrag.store import (
     tiered_reads,
     usage,
 )
-from kvrag.store.events import Events
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 IDENTITIES = [make_identity(number) for number in range(8)]

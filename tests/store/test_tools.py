@@ -6,6 +6,8 @@ import os
 from dataclasses import astuple
 
 import pytest
+from kvrag.store.index_kinds import FILES
+from kvrag.store.objects import place_of
 from typer.testing import CliRunner
 
 from kvrag.cli.app import app
@@ -13,8 +15,6 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import DiskStore, Retention, fsck, usage
-from kvrag.store.index_kinds import FILES
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 CHUNKS = [make_identity(number) for number in range(12)]

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kvrag.cli.maintenance import must_not_write
 from protected import needs_cryptography
 
-from kvrag.cli.maintenance import must_not_write
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, Retention

@@ -4,13 +4,13 @@ import os
 
 import pytest
 import torch
-
-from kvrag.errors import StoreError
-from kvrag.identity.tensors import raw
-from kvrag.store import DiskStore, blob, draft, writer
 from kvrag.store.directory import Directory
 from kvrag.store.helpers import Helpers
 from kvrag.store.scan import all_finite, all_finite_on_device
+
+from kvrag.errors import StoreError
+from kvrag.identity.weights import raw
+from kvrag.store import DiskStore, blob, draft, writer
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

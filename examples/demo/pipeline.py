@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvrag.cli.documents import DocumentChunk
 from kvrag.config import StoreConfig
-from kvrag.demo.documents import DocumentChunk
 from kvrag.engine import KVRagEngine
 from kvrag.types import PrecomputeReport
 

@@ -10,9 +10,9 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
-from kvrag.demo.documents import DocumentChunk
-from kvrag.demo.embeddings import SentenceEmbeddings
-from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
+from demo.embeddings import SentenceEmbeddings
+from demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
+from kvrag.cli.documents import DocumentChunk
 from kvrag.types import PrecomputeReport
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 

@@ -1,21 +1,26 @@
-"""No option is dropped: one that the store, the model or nobody has is refused by name, before anything is written."""
+"""Configs check themselves, and no option is dropped: one that nobody has is refused by name, before anything is written."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+import traceback
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
+from pydantic_core import PydanticSerializationError
 
 from kvrag import ConfigError, KVRagEngine, RepairConfig, Retention, SamplingConfig, StoreConfig
+from kvrag.config import as_config, option_fields, refuse_misplaced
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.misplaced import refuse_misplaced
-from kvrag.store import KVStore, MemoryStore, TieredStore, open_store
+from kvrag.store import open_store
 from kvrag.testing.chunks import make_identity, make_kv
 from kvrag.testing.models import tiny_model
 
@@ -148,6 +153,89 @@ def test_configs_are_still_copied_and_pickled() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ram_bytes": -1}, "ram_bytes is -1; it must be a whole number of at least 0"),
+        ({"disk_bytes": 1.5}, "disk_bytes is 1.5; it must be a whole number of at least 0, or None"),
+        ({"gpu_fraction": 2}, r"gpu_fraction is 2; it must be a number in \[0, 1\]"),
+        ({"load_timeout_s": float("nan")}, "load_timeout_s is nan; it must be a number of at least 0"),
+        ({"low_watermark": 0.99}, r"low_watermark is 0.99; it must be a number in \[0, 0.95\]"),
+        ({"durability": "durably"}, "did you mean 'durable'[?] it must be one of durable, cache"),
+        ({"gpu_dtype": "int3"}, "gpu_dtype is 'int3'; it must be one of auto, int8, int4, fp8, or None"),
+        ({"read_only": 1}, "read_only is 1; it must be True or False"),
+        ({"read_only": True, "on_miss": "store"}, "a read_only store takes nothing"),
+        ({"event_log": 5}, "event_log is 5; it must be a string, or None"),
+        ({"on_event": 5}, "on_event is 5; it must be callable, or None"),
+        ({"kv_dtype": "int8", "ram_dtype": "int4"}, "KV is rounded once"),
+        ({"kv_dtype": "int8", "ram_dtype": "auto", "gpu_dtype": "int8"}, "KV is rounded once"),
+    ],
+)
+def test_a_store_config_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StoreConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "name", ["index", "write_policy", "host_min_priority", "disk_min_priority", "namespace_secret", "mac_key"]
+)
+def test_options_of_earlier_versions_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"StoreConfig has no option '{name}'"):
+        StoreConfig(**{name: "env:KK"})
+
+
+def test_a_positional_value_is_named_by_its_field() -> None:
+    with pytest.raises(ConfigError, match=r"RepairConfig\.recompute_ratio is 7"):
+        RepairConfig("query", 7)
+    with pytest.raises(ConfigError, match="RepairConfig: "):
+        RepairConfig(*astuple(RepairConfig()), 9)  # type: ignore[arg-type]
+
+
+def test_a_config_is_taken_as_a_dict_too() -> None:
+    assert as_config(StoreConfig, {"ram_bytes": 5}, option="store_config") == StoreConfig(ram_bytes=5)
+    assert as_config(StoreConfig, None, option="store_config") is None
+    with pytest.raises(ConfigError, match=r"repair is 'all'; pass a kvrag\.RepairConfig, or a dict"):
+        as_config(RepairConfig, "all", option="repair")
+    from_json = TypeAdapter(RepairConfig).validate_json('{"probe_span": [0.1, 0.5]}')
+    assert from_json == RepairConfig(probe_span=(0.1, 0.5))
+    assert hash(from_json) == hash(RepairConfig(probe_span=[0.1, 0.5]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [StoreConfig, RepairConfig, SamplingConfig, Retention])
+def test_every_option_has_a_schema_and_a_help(config: Any) -> None:
+    schema = TypeAdapter(config).json_schema()
+    assert not schema["additionalProperties"]
+    assert set(schema["properties"]) == {f.name for f in fields(config)}
+    assert all(field["description"] for field in schema["properties"].values())
+    assert TypeAdapter(config).validate_python(TypeAdapter(config).dump_python(config())) == config()
+
+
+def test_options_can_be_offered_elsewhere_without_their_ranges() -> None:
+    (kind, field), *_ = option_fields(SamplingConfig, "top_k", "seed").values()
+    assert kind == int | None
+    assert field.default is None
+    assert field.description.startswith("Top-k filter")
+
+
+@pytest.mark.parametrize("value", [b"0123456789abcdef" * 2, "0123456789abcdef" * 4, "env:", 7])
+def test_a_key_itself_is_refused_and_not_repeated(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"encryption_key is of type .*'env:NAME'") as caught:
+        StoreConfig(encryption_key=value)
+    assert "0123" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_keys_are_neither_shown_nor_pickled() -> None:
+    config = StoreConfig(encryption_key=functools.partial(bytes, b"0123456789abcdef" * 2))
+    assert "0123" not in repr(config)
+    with pytest.raises(PydanticSerializationError) as caught:
+        TypeAdapter(StoreConfig).dump_json(config)
+    assert "0123" not in str(caught.value)
+    with pytest.raises(ConfigError, match="encryption_key is a function can't be pickled; use 'env:NAME'"):
+        pickle.dumps(config)
+    by_name = StoreConfig(encryption_key="env:KVRAG_TEST_KEY")
+    assert pickle.loads(pickle.dumps(by_name)) == by_name != StoreConfig()
+
+
 @pytest.mark.parametrize("retention", [90, {"priority": 90}, "90"])
 def test_a_retention_of_another_type_is_refused_before_anything_is_computed(
     retention: Any, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
@@ -157,30 +245,14 @@ def test_a_retention_of_another_type_is_refused_before_anything_is_computed(
         engine.precompute(["A text that is long enough to be a chunk of its own. " * 8], retention=retention)
 
 
-@pytest.fixture(params=["memory", "tiered", "behind", "no disk"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    """Every kind of store that puts with a retention."""
-    config = StoreConfig(
-        write_policy="back" if request.param == "behind" else "through",
-        disk_min_priority=50 if request.param == "no disk" else 0,
-    )
-    store = MemoryStore(2**20) if request.param == "memory" else open_store(tmp_path, config)
-    yield store
-    store.close()
-
-
-def test_no_store_takes_a_retention_of_another_type(store: KVStore) -> None:
+@pytest.mark.parametrize("kind", ["memory", "tiered"])
+def test_no_store_takes_a_retention_of_another_type(kind: str, tmp_path: Path) -> None:
     identity = make_identity()
-    with pytest.raises(ConfigError, match="retention is 90"):
-        store.put(identity, make_kv(identity), text=None, retention=90)  # type: ignore[arg-type]
-    assert not store.contains(chunk_key(identity))
-    assert store.index.keys() == []
-
-
-@pytest.mark.parametrize("retention", [90, None])
-def test_retaining_takes_a_retention_alone(retention: Any, tmp_path: Path) -> None:
-    store = open_store(tmp_path, StoreConfig())
-    assert isinstance(store, TieredStore)
-    with pytest.raises(ConfigError, match=f"retention is {retention}"):
-        store._disk.retain(["0" * 64], retention)  # type: ignore[attr-defined]
-    store.close()
+    with closing(open_store(None if kind == "memory" else tmp_path, StoreConfig())) as store:
+        with pytest.raises(ConfigError, match="retention is 90"):
+            store.put(identity, make_kv(identity), text=None, retention=90)  # type: ignore[arg-type]
+        assert store.known([chunk_key(identity)]) == set()
+        assert store.catalog.keys() == []
+        for retention in (90, None):
+            with pytest.raises(ConfigError, match=f"retention is {retention}"):
+                store.retain(["0" * 64], retention)  # type: ignore[arg-type]

@@ -11,10 +11,10 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import TextNode
 
+from demo.embeddings import SentenceEmbeddings
+from demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
 from kvrag import TemplatePrefix
-from kvrag.demo.documents import DocumentChunk
-from kvrag.demo.embeddings import SentenceEmbeddings
-from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
+from kvrag.cli.documents import DocumentChunk
 from kvrag.types import PrecomputeReport
 from llama_index.llms.kvrag import KVRagLLM
 from llama_index.vector_stores.kvrag import KVRagVectorStore

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvrag.demo.run import DemoReport, Row
+from demo.run import DemoReport, Row
 from kvrag.estimate import human_bytes
 
 

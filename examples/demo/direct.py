@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvrag.demo.documents import DocumentChunk
-from kvrag.demo.embeddings import SentenceEmbeddings
-from kvrag.demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
+from demo.embeddings import SentenceEmbeddings
+from demo.pipeline import HUMAN, STORE, SYSTEM, Answer, DemoConfig, answer_of, join_chunks
+from kvrag.cli.documents import DocumentChunk
 from kvrag.engine import KVRagEngine
 from kvrag.errors import require
 from kvrag.types import PrecomputeReport

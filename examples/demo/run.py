@@ -16,9 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from demo.pipeline import Answer, Pipeline, prompt_ids
+from demo.questions import Question
+from kvrag.cli.documents import split_documents
 from kvrag.cli.measure import FullPrefill, forget_cached, full_prefill
-from kvrag.demo.documents import Question, split_documents
-from kvrag.demo.pipeline import Answer, Pipeline, prompt_ids
 from kvrag.generate.sampling import eos_token_ids
 from kvrag.types import PrecomputeReport
 
