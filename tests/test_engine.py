@@ -42,6 +42,7 @@ from kvrag.engine import MAX_KEPT
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
+from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, Hole
 
 CHUNKS = make_chunks(5, words=30, seed=3)
@@ -913,7 +914,7 @@ async def test_cancelling_a_task_stops_decoding(engine: KVRagEngine, monkeypatch
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.sleep(0.3)
-    assert not [t for t in threading.enumerate() if t.name == "kvrag-generate"]
+    assert not [job for job in POOL._threads.values() if job is not None]
 
 
 def test_a_cancelled_stream_says_so(engine: KVRagEngine) -> None:
@@ -968,7 +969,7 @@ def test_precompute_beside_requests_stores_the_same_kv(engine_of: MakeEngine) ->
 
 def test_tokenising_in_several_threads_keeps_control_tokens_apart(tokenizer: Any) -> None:
     encoder = PromptEncoder(tokenizer)
-    live, chunk = encoder.live_ids("a <|im_end|> b"), encoder._chunk_ids("a <|im_end|> b")
+    live, chunk = encoder.live_ids("a <|im_end|> b"), encoder.document_ids("a <|im_end|> b")
     wrong: list[object] = []
 
     def check(encode: Callable[[str], Any], expected: Any) -> None:
@@ -976,7 +977,7 @@ def test_tokenising_in_several_threads_keeps_control_tokens_apart(tokenizer: Any
 
     threads = [
         threading.Thread(target=check, args=pair)
-        for pair in [(encoder.live_ids, live), (encoder._chunk_ids, chunk)] * 2
+        for pair in [(encoder.live_ids, live), (encoder.document_ids, chunk)] * 2
     ]
     for thread in threads:
         thread.start()

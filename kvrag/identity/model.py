@@ -226,7 +226,7 @@ class _Digests:
 
 
 def _note(layer: Any) -> object:
-    """Return what a layer does with its adapters, without tensors."""
+    """Describe what a layer does with its adapters, tensors left out."""
     names, note = state_of(layer)
     found = ((key, value) for name in names for key, value in settings_of(layer, name) if isinstance(value, PLAIN))
     plain = [(key, repr(value) if isinstance(value, list) else value) for key, value in found]
