@@ -60,7 +60,7 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
     replaced = []
     for name, text in items:
         held = store.catalog.document_texts(namespace, name) if name is not None else []
-        entry = _stored_entry(text, store) if held else None
+        entry = text_entry(text) if held else None
         if name is not None and held and held != [entry.digest if entry else None]:
             replaced.append(name)
     return replaced
@@ -144,7 +144,7 @@ class Precompute:
         return [
             NewChunk(
                 tuple(ids),
-                _stored_entry(text, self._store),
+                text_entry(text),
                 replace(behind, token_ids=self._loaded.encoder.chunk_ids(text)),
             )
             for text, ids in named.items()
@@ -285,12 +285,6 @@ class Precompute:
         """Note that a chunk has no KV now and is computed at query time."""
         logger.warning("chunk %s was not stored: %s", chunk.label, reason)
         self.failed.append((chunk.label, reason))
-
-
-def _stored_entry(text: str, store: TieredStore) -> TextEntry | None:
-    """Return a text's entry as it is stored; ``None`` if the text is too short to be found in a prompt."""
-    entry = text_entry(text)
-    return None if entry is None else store.names.mask(entry)
 
 
 def _begin(write: Callable[[], None]) -> Future[None]:
