@@ -145,7 +145,7 @@ class Precompute:
         for name, text in items:
             named.setdefault(text, {})[name] = None
         behind = replace(self._prefix.identity, prefix=ids_digest(self._prefix.identity.token_ids))
-        encode, store = self._loaded.encoder.chunk_ids, self._store
+        encode = self._loaded.encoder.chunk_ids
         return [
             NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
             for text, ids in named.items()
