@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvrag.blend.quantise import convert
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError
-from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
+from kvrag.generate.sequence import Answering, EngineStats, Request
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.load import LoadedModel, load
 from kvrag.model.plain import PlainLM
@@ -391,7 +391,8 @@ class KVRagEngine:
             If the prompt does not fit, even without reuse.
         """
         options: dict[str, Any] = {"mode": mode, "repair": repair, "stop": stop, "namespace": namespace, **sampling}
-        return self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, **options).read()
+        produce = self._produce(prompt, max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        return produce(lambda _: None, threading.Event())  # in the caller's thread, where Ctrl-C ends it
 
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Answer a prompt piece by piece: iterate over text, then read ``.result``. Options as for :meth:`generate`."""
@@ -414,7 +415,7 @@ class KVRagEngine:
         with self._answering.prefilled(self._request(prompt, **options), max_new_tokens=1) as (done, clock):
             logits = done.logits.float().cpu()
         ttft_ms = (time.perf_counter() - start) * 1e3
-        result = PrefillResult(**accounting(done, clock), logits=logits, ttft_ms=ttft_ms)
+        result = PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms)
         self._stats.count(result)
         return result
 
@@ -427,7 +428,7 @@ class KVRagEngine:
                 logits.append(done.extend(torch.tensor(ids[:-1])))
             scores = torch.cat(logits).float().cpu()
         loss = float(torch.nn.functional.cross_entropy(scores, torch.tensor(ids)))
-        result = ScoreResult(**accounting(done, clock), logits=scores, loss=loss, continuation_ids=ids)
+        result = ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids)
         self._stats.count(result)
         return result
 
