@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 from kvrag.store.base import Record
 from kvrag.store.crypto import Keys, Seal
-from kvrag.store.rows import Rows
+from kvrag.store.rows import FAULTS, Rows
 from kvrag.store.worth import Retention, Usage
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey, TextEntry
@@ -114,7 +114,7 @@ class Catalog:
     read_only
         Change nothing in the folder.
     may_have_blobs
-        Whether a catalog that is begun anew may find blobs of an earlier one.
+        Returns whether a catalog that is begun anew may find blobs of an earlier one.
 
     Raises
     ------
@@ -123,7 +123,12 @@ class Catalog:
     """
 
     def __init__(
-        self, folder: Path | None, keys: Keys | None = None, *, read_only: bool = False, may_have_blobs: bool = False
+        self,
+        folder: Path | None,
+        keys: Keys | None = None,
+        *,
+        read_only: bool = False,
+        may_have_blobs: Callable[[], bool] = lambda: True,
     ) -> None:
         cipher = None if keys is None else keys.cipher
         self._seal = None if cipher is None else Seal(cipher)
@@ -145,11 +150,16 @@ class Catalog:
 
     def keys(self) -> list[ChunkKey]:
         """Return the keys of all stored chunks."""
-        return [ChunkKey(key) for key in self._rows.names("c ")]
+        return [ChunkKey(key) for key in self._names("c ")]
 
     def pending(self) -> list[ChunkKey]:
         """Return the keys of chunks that are being written, or whose writers were killed."""
-        return [ChunkKey(key) for key in self._rows.names("p ")]
+        return [ChunkKey(key) for key in self._names("p ")]
+
+    def present(self) -> set[ChunkKey]:
+        """Return the keys of all chunks, stored or being written; raises ``StoreError`` rather than leave one out."""
+        with self._rows.change():
+            return {ChunkKey(key) for kind in "cp" for key in self._rows.names(f"{kind} ")}
 
     def variants(self, content: str) -> list[Record]:
         """Return the stored chunks with this content key (behind any prefix and context), oldest first."""
@@ -193,12 +203,12 @@ class Catalog:
     def documents(self, namespace: str) -> list[str]:
         """Return the ids of all documents of a namespace, whether or not their chunks are stored now."""
         below = f"z {namespace} "
-        found = (self._document(name) for name in self._rows.names("z ") if f"z {name}".startswith(below))
+        found = (self._document(name) for name in self._names("z ") if f"z {name}".startswith(below))
         return [doc_id for doc_id in found if doc_id is not None]
 
     def namespaces(self) -> list[str]:
         """Return the digests of all namespaces that have documents."""
-        return list(dict.fromkeys(name.partition(" ")[0] for name in self._rows.names("z ")))
+        return list(dict.fromkeys(name.partition(" ")[0] for name in self._names("z ")))
 
     def document_texts(self, namespace: str, doc_id: str) -> list[str]:
         """Return the digests of a document's texts."""
@@ -413,7 +423,13 @@ class Catalog:
     # -- inside a transaction --------------------------------------------------------------------------------------------
 
     def _begin(self, rows: Rows) -> None:
-        rows.set("s", astuple(_State(generation=time.time_ns(), dormant=int(self._may_have_blobs))))
+        rows.set("s", astuple(_State(generation=time.time_ns(), dormant=int(self._may_have_blobs()))))
+
+    def _names(self, prefix: str) -> list[str]:
+        """Return the rest of all names that begin with a prefix; none where they can't be read."""
+        with suppress(*FAULTS):
+            return self._rows.names(prefix)
+        return []
 
     def _state(self) -> _State:
         return _State.of(self._rows.get("s"))

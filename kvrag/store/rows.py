@@ -139,15 +139,14 @@ class Rows:
             return False
 
     def names(self, prefix: str) -> list[str]:
-        """Return the rest of all names that begin with ``prefix``; quick for those that come first or last of all."""
+        """Return the rest of all names that begin with ``prefix``; quick for those that come first or last of all. Raises :data:`FAULTS`."""
         is_last = prefix >= "t"
         found = []
-        with suppress(*FAULTS):
-            for name in self._database().iterkeys(reverse=is_last):
-                if name.startswith(prefix):
-                    found.append(name[len(prefix) :])
-                elif name < prefix if is_last else name > prefix:
-                    break
+        for name in self._database().iterkeys(reverse=is_last):
+            if name.startswith(prefix):
+                found.append(name[len(prefix) :])
+            elif name < prefix if is_last else name > prefix:
+                break
         return found[::-1] if is_last else found
 
     def set(self, name: str, value: Any) -> None:

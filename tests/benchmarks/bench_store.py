@@ -26,9 +26,6 @@ from typing import Any
 
 import torch
 from common import RESULTS, machine, write_result
-from kvrag.store.index import DiskIndex
-from kvrag.store.objects import place_of
-from kvrag.store.reader import LayerStream
 
 from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
@@ -212,9 +209,7 @@ def lookups(folder: Path, rows: int) -> dict[str, float]:
 
 def record(number: int) -> Record:
     """Row of a chunk that is nowhere."""
-    return Record(
-        chunk_key(make_identity(number)), f"content {number}", "model", "namespace", "prefix", "", 512, 10**6
-    )
+    return Record(chunk_key(make_identity(number)), f"content {number}", "model", "namespace", "prefix", "", 512, 10**6)
 
 
 def opening(folder: Path, chunks: int) -> dict[str, float]:
