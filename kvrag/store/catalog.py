@@ -20,22 +20,24 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvrag.store.base import Record
 from kvrag.store.crypto import Keys, Seal
-from kvrag.store.rows import Rows
+from kvrag.store.rows import FAULTS, Rows
 from kvrag.store.worth import Retention, Usage
+from kvrag.threads import POOL
 from kvrag.types import ChunkKey, TextEntry
 
 PAGE = 64
 """Texts per row of the log."""
 
-MAX_TOUCHED = 32
-"""Hits that are collected before they are written down."""
+MAX_TOUCHED = 128
+"""Chunks whose hits are collected before they are written down, in the background."""
 
 LIMIT = 2**62
 
@@ -58,7 +60,9 @@ class _Chunk:
         return None
 
     def row(self) -> list[object]:
-        return [*astuple(self.record)[1:], self.digests, self.usage.row()]
+        r = self.record
+        own = [r.content, r.model, r.namespace, r.prefix, r.context, r.num_tokens, r.num_bytes]
+        return [*own, self.digests, self.usage.row()]
 
 
 @dataclass(slots=True)
@@ -110,7 +114,7 @@ class Catalog:
     read_only
         Change nothing in the folder.
     may_have_blobs
-        Whether a catalog that is begun anew may find blobs of an earlier one.
+        Returns whether a catalog that is begun anew may find blobs of an earlier one.
 
     Raises
     ------
@@ -119,7 +123,12 @@ class Catalog:
     """
 
     def __init__(
-        self, folder: Path | None, keys: Keys | None = None, *, read_only: bool = False, may_have_blobs: bool = False
+        self,
+        folder: Path | None,
+        keys: Keys | None = None,
+        *,
+        read_only: bool = False,
+        may_have_blobs: Callable[[], bool] = lambda: True,
     ) -> None:
         cipher = None if keys is None else keys.cipher
         self._seal = None if cipher is None else Seal(cipher)
@@ -141,11 +150,16 @@ class Catalog:
 
     def keys(self) -> list[ChunkKey]:
         """Return the keys of all stored chunks."""
-        return [ChunkKey(key) for key in self._rows.names("c ")]
+        return [ChunkKey(key) for key in self._names("c ")]
 
     def pending(self) -> list[ChunkKey]:
         """Return the keys of chunks that are being written, or whose writers were killed."""
-        return [ChunkKey(key) for key in self._rows.names("p ")]
+        return [ChunkKey(key) for key in self._names("p ")]
+
+    def present(self) -> set[ChunkKey]:
+        """Return the keys of all chunks, stored or being written; raises ``StoreError`` rather than leave one out."""
+        with self._rows.change():
+            return {ChunkKey(key) for kind in "cp" for key in self._rows.names(f"{kind} ")}
 
     def variants(self, content: str) -> list[Record]:
         """Return the stored chunks with this content key (behind any prefix and context), oldest first."""
@@ -189,12 +203,12 @@ class Catalog:
     def documents(self, namespace: str) -> list[str]:
         """Return the ids of all documents of a namespace, whether or not their chunks are stored now."""
         below = f"z {namespace} "
-        found = (self._document(name) for name in self._rows.names("z ") if f"z {name}".startswith(below))
+        found = (self._document(name) for name in self._names("z ") if f"z {name}".startswith(below))
         return [doc_id for doc_id in found if doc_id is not None]
 
     def namespaces(self) -> list[str]:
         """Return the digests of all namespaces that have documents."""
-        return list(dict.fromkeys(name.partition(" ")[0] for name in self._rows.names("z ")))
+        return list(dict.fromkeys(name.partition(" ")[0] for name in self._names("z ")))
 
     def document_texts(self, namespace: str, doc_id: str) -> list[str]:
         """Return the digests of a document's texts."""
@@ -374,19 +388,23 @@ class Catalog:
     def touch(self, key: ChunkKey) -> None:
         """Count a hit on a chunk, in whatever tier; written down later."""
         self._touched[key] += 1
-        if len(self._touched) >= MAX_TOUCHED:
-            self.flush()
+        if len(self._touched) == MAX_TOUCHED:
+            with suppress(RuntimeError):  # no thread can be had
+                POOL.submit(self.flush)
 
     def flush(self) -> None:
         """Write down the hits; a fault costs them, no more."""
         touched, self._touched = self._touched, Counter()
         if not touched or self.read_only:
             return
-        try:
-            with self._rows.change():
-                self._write_hits(touched)
-        except OSError:
-            return
+        with suppress(OSError), self._rows.change():
+            state = self._read_state()
+            state.accesses += sum(touched.values())
+            for key, hits in touched.items():
+                if (chunk := self._read(f"c {key}")) is not None:
+                    chunk.usage = chunk.usage.touched(hits, state.accesses)
+                    self._rows.set(f"c {key}", chunk.row())
+            self._rows.set("s", astuple(state))
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
@@ -405,7 +423,13 @@ class Catalog:
     # -- inside a transaction --------------------------------------------------------------------------------------------
 
     def _begin(self, rows: Rows) -> None:
-        rows.set("s", astuple(_State(generation=time.time_ns(), dormant=int(self._may_have_blobs))))
+        rows.set("s", astuple(_State(generation=time.time_ns(), dormant=int(self._may_have_blobs()))))
+
+    def _names(self, prefix: str) -> list[str]:
+        """Return the rest of all names that begin with a prefix; none where they can't be read."""
+        with suppress(*FAULTS):
+            return self._rows.names(prefix)
+        return []
 
     def _state(self) -> _State:
         return _State.of(self._rows.get("s"))
@@ -546,15 +570,6 @@ class Catalog:
             self._rows.set(name, values)
         else:
             self._rows.delete(name)
-
-    def _write_hits(self, touched: Mapping[ChunkKey, int]) -> None:
-        state = self._read_state()
-        state.accesses += sum(touched.values())
-        for key, hits in touched.items():
-            if (chunk := self._read(f"c {key}")) is not None:
-                chunk.usage = chunk.usage.touched(hits, state.accesses)
-                self._rows.set(f"c {key}", chunk.row())
-        self._rows.set("s", astuple(state))
 
 
 def _strings(value: Any) -> list[str]:
