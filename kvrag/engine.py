@@ -20,8 +20,7 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, c
 from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
-from kvrag.model.load import LoadedModel
-from kvrag.model.load import load as load_model
+from kvrag.model.load import LoadedModel, load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute.documents import check_items, check_namespace, chosen_documents, chosen_keys, pair_up

@@ -14,8 +14,7 @@ import torch
 from texts import make_chunks
 
 import kvrag.generate.sequence
-from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, StoreError
-from kvrag import hooks
+from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, StoreError, hooks
 from kvrag.hooks import prefetch_kv
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.spans import text_entry

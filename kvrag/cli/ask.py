@@ -164,9 +164,9 @@ def verify(
         options: Given = {name: engine[name] for name in ("dtype", "device") if name in engine}
         is_passed = _prove(to_prove, options, max_error, as_json=as_json)
     else:
-        prompts, limits = read_prompts(files), {"max_mean_kl": max_kl, "min_top1": min_top1}
+        prompts, limits = read_prompts(files), dict[str, Any](mode=mode, max_mean_kl=max_kl, min_top1=min_top1)
         with closing(open_engine(engine, repair=repair)) as opened, progress(f"verifying {len(prompts)} prompt(s) ..."):
-            report = opened.verify(prompts, mode=mode, max_new_tokens=max_new_tokens, **limits)
+            report = opened.verify(prompts, max_new_tokens=max_new_tokens, **limits)
         is_passed = report.passed
         if as_json:
             print_json(asdict(report))

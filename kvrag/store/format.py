@@ -160,7 +160,7 @@ class Header:
         return self.tensors.offsets[-1]
 
     def encode(self) -> bytes:
-        """The plain header's JSON, with a digest of itself."""
+        """Return the plain header's JSON, with a digest of itself."""
         identity = self.identity
         metadata = _dump(
             {

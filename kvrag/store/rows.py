@@ -139,7 +139,7 @@ class Rows:
             return False
 
     def names(self, prefix: str) -> list[str]:
-        """Return the rest of all names that begin with ``prefix``; quick for those that come first or last of all. Raises :data:`FAULTS`."""
+        """Return the rest of all names that begin with ``prefix``; quick for the first or last names. Raises :data:`FAULTS`."""
         is_last = prefix >= "t"
         found = []
         for name in self._database().iterkeys(reverse=is_last):
