@@ -39,10 +39,11 @@ from kvrag import (
 )
 from kvrag.blend.quantise import convert, pack
 from kvrag.engine import MAX_KEPT
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.threads import POOL
-from kvrag.types import ChunkKey, Hole
+from kvrag.types import ChunkIdentity, Hole
 
 CHUNKS = make_chunks(5, words=30, seed=3)
 MakeEngine = Callable[..., KVRagEngine]
@@ -391,6 +392,10 @@ def test_a_store_made_by_another_model_is_all_misses(tiny_dir: str, tmp_path: Pa
 # -- a store that is slow or broken --------------------------------------------------------------------------------------
 
 
+def hole(identity: ChunkIdentity) -> Hole:
+    return Hole(chunk_key(identity), "late", None)
+
+
 def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("the disk is gone")
@@ -403,8 +408,7 @@ def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> No
     elif how == "texts":
         monkeypatch.setattr(engine.store.catalog, "texts", fail)
     else:
-        late = [Hole(ChunkKey("0" * 64), "late", None)]
-        monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: late * len(identities))
+        monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: [hole(i) for i in identities])
 
 
 @pytest.mark.parametrize("how", ["get", "known", "texts", "late"])
@@ -440,7 +444,7 @@ def test_one_lost_chunk_is_a_hole_and_said(engine_of: MakeEngine) -> None:
     engine.precompute(CHUNKS, ids=list("abcde"))
     full = engine.prefill(ask(0, 1, 2), mode="full")
     real = engine.store.get_many
-    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], Hole(ChunkKey("0" * 64), "late", None)]  # type: ignore[method-assign]
+    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], hole(ids[-1])]  # type: ignore[method-assign]
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(strategy="all"))
     assert "could not be loaded" in str(result.fallback_reason)
     assert result.computed_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
