@@ -326,17 +326,6 @@ def masks(result: dict[str, Any]) -> str:
     return table(header, rows) + machine_of(result, "masks.json")
 
 
-def stitch_host(result: dict[str, Any]) -> str:
-    """Compare the host's time for planning a stitch with an older commit's."""
-    rows = []
-    for name, row in result["median_ms"].items():
-        times = [row[which][kind] for kind in ("first", "again") for which in ("base", "here")]
-        rows.append([name, *(f"{ms:.2f}" for ms in times), f"**{times[2] / times[3]:.1f}**"])
-    header = ["16 segments; ms", "first: before", "now", "again: before", "now", "ratio, again"]
-    note = f"\nMedians of {result['repeats']} calls of each in turn; before: commit {result['base'][:10]}.\n"
-    return table(header, rows) + note + machine_of(result, "stitch_host.json").lstrip()
-
-
 def reliability(result: dict[str, Any]) -> str:
     """List what each scenario did, and what it saw broken."""
     rows = []
@@ -411,7 +400,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "store-index": ("store.json", store_index),
     "fuzz-reader": ("fuzz_reader.json", fuzz_reader),
     "masks": ("masks.json", masks),
-    "stitch-host": ("stitch_host.json", stitch_host),
     "reliability": ("reliability.json", reliability),
     "quantised": ("quantised.json", quantised),
     "quantised-errors": ("quantised.json", quantised_errors),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.model.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
-    from kvrag.prompt.prefix import TemplatePrefix
+    from kvrag.prompt.template import TemplatePrefix
     from kvrag.store import Retention
     from kvrag.types import (
         Chunk,
@@ -102,7 +102,7 @@ _HOME = {
     "StoreError": "kvrag.errors",
     "StoreFormatError": "kvrag.errors",
     "SyncReport": "kvrag.types",
-    "TemplatePrefix": "kvrag.prompt.prefix",
+    "TemplatePrefix": "kvrag.prompt.template",
     "UnsupportedModelError": "kvrag.errors",
     "VerifyReport": "kvrag.types",
     "delete_kv": "kvrag.hooks",

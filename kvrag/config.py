@@ -1,35 +1,160 @@
-"""Frozen configurations. A value outside its range is a :class:`~kvrag.errors.ConfigError` that names field, value and range.
+"""The public configs, and how options are checked.
 
-Long because every field is documented where it is declared.
+A config is a frozen pydantic dataclass: its fields, their ranges and their one-line help are declared here, once. The command line and
+the adapters derive their options from them. A wrong value or an unknown option is a :class:`~kvrag.errors.ConfigError` that names the
+field, the value, the range and the remedy.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_args
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_type_hints
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic.dataclasses import dataclass
 
 from kvrag.errors import ConfigError
-from kvrag.options import Named
 from kvrag.types import KVDtype, Mode, Prove
 
 T = TypeVar("T")
 
-STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
-DURABILITIES = ("durable", "cache")
-INDICES = ("diskcache", "sqlite")
-ON_MISS = ("compute", "store")
-WRITE_POLICIES = ("through", "back")
-PREFETCHES = ("best_effort", "wait", "timeout")
+Strategy = Literal["none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-KEY_OPTIONS = ("namespace_secret", "mac_key", "encryption_key")
-"""The keys of a :class:`StoreConfig`."""
-
 KeySource = Callable[[], bytes] | str
 """Where a key comes from: a function that returns it, or ``"env:NAME"``. Never the key itself."""
+
+NEAR = 0.8
+"""How similar (:func:`difflib.SequenceMatcher.ratio`) a misspelt option is to the one that was meant."""
+
+# -- how a config is made and checked ----------------------------------------------------------------------------------
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def config_class(cls: type[T]) -> type[T]:
+    """Make a frozen, hashable pydantic dataclass that raises :class:`ConfigError`; field docstrings become descriptions."""
+    made: Any = dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))(
+        cls
+    )
+    validate = made.__init__
+
+    @functools.wraps(validate)
+    def init(self: T, *values: Any, **options: Any) -> None:
+        try:
+            validate(self, *values, **options)
+        except ValidationError as error:
+            named = dict(zip(_names(made), values, strict=False))
+            raise _fault_of(made, error, named | options) from None
+
+    made.__init__ = init
+    return cast("type[T]", made)
+
+
+def _names(cls: Any) -> list[str]:
+    return [f.name for f in fields(cls)]
+
+
+def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
+    """Turn the first fault that pydantic found into a sentence."""
+    fault = error.errors(include_url=False)[0]
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    known, where = _names(cls), (*fault["loc"], "")[0]
+    name = (
+        known[where] if isinstance(where, int) and where < len(known) else str(where)
+    )  # a positional value's is a number
+    if fault["type"] == "unexpected_keyword_argument":
+        return unknown_option(name, known, of=cls.__name__)
+    if name not in known:
+        return ConfigError(f"{cls.__name__}: {fault['msg']}")
+    schema = TypeAdapter(cls).json_schema()["properties"][name]
+    wanted = str(cause) if cause is not None else f"{_hint(given[name], schema)}it must be {_wanted(schema)}"
+    return ConfigError(f"{cls.__name__}.{name} is {given[name]!r}; {wanted}")
+
+
+def _hint(value: object, schema: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(value, schema.get("enum", ()), n=1) if isinstance(value, str) else ()
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def _wanted(schema: Mapping[str, Any]) -> str:
+    """Say which values a field takes, from its JSON schema."""
+    if "anyOf" in schema:
+        return ", or ".join(map(_wanted, schema["anyOf"]))
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    kinds = {"integer": "a whole number", "boolean": "True or False", "string": "a string", "null": "None"}
+    kind = kinds.get(schema["type"], "a number")
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low is None:
+        return kind
+    return f"{kind} of at least {low:g}" if high is None else f"{kind} in [{low:g}, {high:g}]"
+
+
+def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
+    """Take a config, a mapping of its options, or ``None``; raise :class:`ConfigError` on anything else."""
+    if value is None or isinstance(value, cls):
+        return value
+    if isinstance(value, Mapping):
+        return cls(**value)
+    raise ConfigError(f"{option} is {value!r}; pass a kvrag.{cls.__name__}, or a dict of its options")
+
+
+def option_fields(cls: type, *names: str) -> dict[str, Any]:
+    """Return ``{name: (type, field)}`` of a config's fields, without ranges: for ``pydantic.create_model`` and command lines."""
+    hints, declared = get_type_hints(cls), cls.__pydantic_fields__  # type: ignore[attr-defined]
+    return {
+        name: (hints[name], Field(default=declared[name].default, description=declared[name].description))
+        for name in names
+    }
+
+
+# -- options that were passed to the wrong thing -----------------------------------------------------------------------
+
+
+def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
+    """Build the error for an option that does not exist, with the nearest one that does."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+    return ConfigError(f"{of} has no option {name!r}; {hint}")
+
+
+def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str, misspelt: bool = True) -> None:
+    """Refuse options that would be dropped or fail late: those of a :class:`StoreConfig`, and misspelt ones of our own.
+
+    Without ``encryption_key``, for instance, KV that was to be encrypted would be written plain.
+
+    Parameters
+    ----------
+    given
+        Names of options that are about to be handed on, or ignored.
+    own
+        Names of options that ``of`` has.
+    of
+        What the options were passed to.
+    misspelt
+        Whether to refuse names that are close to ``own`` ones too.
+
+    Raises
+    ------
+    ConfigError
+        Names the option, and where it belongs.
+    """
+    own, stored = set(own), set(_names(StoreConfig))
+    for name in given:
+        near = difflib.get_close_matches(name, sorted(own | stored), n=1, cutoff=NEAR)
+        if near and near[0] in stored:
+            where = f"store_config=StoreConfig({near[0]}=...)"
+            raise ConfigError(f"{of} has no option {name!r}; pass it to the store: {where}")
+        if misspelt and near:
+            raise unknown_option(name, own, of=of)
 
 
 def check_mode(mode: str) -> None:
@@ -44,87 +169,74 @@ def check_prove(prove: object) -> None:
         raise ConfigError(f"prove is {prove!r}; it must be 'auto' (prove reuse on this model, once) or 'off'")
 
 
-def _check_number(owner: str, name: str, value: object, low: float, high: float | None = None) -> None:
-    """Raise unless ``value`` is a real number in ``[low, high]``; NaN is outside every range."""
-    span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g}]"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (value >= low and (high is None or value <= high)):  # type: ignore[operator]
-        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a number {span}")
+# -- the configs -------------------------------------------------------------------------------------------------------
+
+Count = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[int, Field(strict=True, ge=1)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+NonNegative = Annotated[float, Field(strict=True, ge=0)]
+Switch = Annotated[bool, Field(strict=True)]
 
 
-def _check_span(owner: str, name: str, value: object) -> None:
-    """Raise unless ``value`` is two numbers that ascend in [0, 1]."""
+def _span(value: object) -> object:
     pair = tuple(value) if isinstance(value, (tuple, list)) else ()
     are_numbers = len(pair) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in pair)
     if not are_numbers or not 0 <= pair[0] < pair[1] <= 1:
-        raise ConfigError(f"{owner}.{name} is {value!r}; it must be two numbers that ascend in [0, 1]")
+        raise ValueError("it must be two numbers that ascend in [0, 1]")
+    return pair
 
 
-def _check_count(owner: str, name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a whole number of at least {low}")
+def _stop_strings(value: object) -> object:
+    """Accept ``None``, one string or an iterable of strings."""
+    items = (
+        () if value is None else (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    )
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise ConfigError(f"SamplingConfig.stop holds {item!r}; every stop must be a non-empty string")
+    return items
 
 
-def _check_key_source(name: str, value: object) -> None:
-    """Raise unless ``value`` says where a key comes from; a value that may be a key is not repeated."""
+def _callback(value: object) -> object:
+    if value is not None and not callable(value):
+        raise ValueError("it must be callable, or None")
+    return value
+
+
+def _key_source(value: object) -> object:
+    """Refuse what does not say where a key comes from; the value may be a key, so it is not repeated."""
     is_variable = isinstance(value, str) and value.startswith("env:") and len(value) > len("env:")
     if value is not None and not is_variable and not callable(value):
         raise ConfigError(
-            f"StoreConfig.{name} is of type {type(value).__name__}; it must be a function that returns the key, 'env:NAME', or None. "
-            "A key itself is not taken, because a config may be printed or pickled"
+            f"StoreConfig.encryption_key is of type {type(value).__name__}; it must be a function that returns the key, 'env:NAME', or "
+            "None. A key itself is not taken, because a config may be printed or pickled"
         )
+    return value
 
 
-@dataclass(frozen=True, slots=True)
-class RepairConfig(Named):
-    """How stitched KV is repaired.
+@config_class
+class RepairConfig:
+    """How stitched KV is repaired."""
 
-    Parameters
-    ----------
-    strategy
-        Which rows are recomputed: ``query`` (the rows that the question attends to), ``hkvd`` (high KV deviation, CacheBlend),
-        ``query_hkvd``, ``random``, ``first_k`` (heads of chunks, EPIC), ``boundary`` (rows around each seam), ``none``, ``all``.
-    recompute_ratio
-        Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact.
-    first_k
-        Rows at the head of every chunk that is not exact, recomputed first; they count towards the ratio, and are recomputed even
-        where it is smaller.
-    shift
-        Strength in [0, 1] of the residual shift: the mean change of a chunk's repaired rows, applied to its other rows.
-    mismatch_ratio
-        Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind.
-    check_layer
-        Layer at which ``hkvd`` measures deviation; at least 1, because layer 0 can't deviate.
-    probe_span
-        Layers whose attention ``query`` goes by, as fractions of all layers, from and to. The middle ones tell best what a question
-        asks for: the first attend to neighbours, the last ones to what is about to be said; and the probe ends with the span.
-    seed
-        Seed of ``random``.
-    """
-
-    strategy: str = "query"
-    recompute_ratio: float = 0.10
-    first_k: int = 4
-    shift: float = 0.5
-    mismatch_ratio: float = 0.20
-    check_layer: int = 1
-    probe_span: tuple[float, float] = (1 / 3, 0.8)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            near = difflib.get_close_matches(str(self.strategy), STRATEGIES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                f"RepairConfig.strategy is {self.strategy!r}; {hint}it must be one of {', '.join(STRATEGIES)}"
-            )
-        for name in ("recompute_ratio", "shift", "mismatch_ratio"):
-            _check_number("RepairConfig", name, getattr(self, name), 0, 1)
-        _check_span("RepairConfig", "probe_span", self.probe_span)
-        object.__setattr__(self, "probe_span", tuple(self.probe_span))  # JSON has lists, which have no hash
-        _check_count("RepairConfig", "first_k", self.first_k, 0)
-        _check_count("RepairConfig", "check_layer", self.check_layer, 1)
-        _check_count("RepairConfig", "seed", self.seed, 0)
+    strategy: Strategy = "query"
+    """Which rows are recomputed: ``query`` (those that the question attends to), ``hkvd`` (high KV deviation, CacheBlend),
+    ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
+    recompute_ratio: Fraction = 0.10
+    """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
+    first_k: Count = 4
+    """Rows at the head of every chunk that is not exact, recomputed first. They count towards the ratio, and are recomputed even where
+    it is smaller."""
+    shift: Fraction = 0.5
+    """Strength in [0, 1] of the residual shift: the mean change of a chunk's repaired rows, applied to its other rows."""
+    mismatch_ratio: Fraction = 0.20
+    """Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind."""
+    check_layer: Positive = 1
+    """Layer at which ``hkvd`` measures deviation; at least 1, because layer 0 can't deviate."""
+    probe_span: Annotated[tuple[float, float], BeforeValidator(_span)] = (1 / 3, 0.8)
+    """Layers whose attention ``query`` uses, as fractions of all layers, from and to. The middle layers tell best what a question asks
+    for: the first attend to neighbours, the last to what is about to be said."""
+    seed: Count = 0
+    """Seed of ``random``."""
 
     @classmethod
     def cacheblend(cls, recompute_ratio: float = 0.15) -> RepairConfig:
@@ -132,163 +244,89 @@ class RepairConfig(Named):
         return cls(strategy="hkvd", recompute_ratio=recompute_ratio, first_k=0, shift=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreConfig(Named):
-    """Budgets and limits of the KV store.
+@config_class
+class StoreConfig:
+    """Budgets, limits and the key of the KV store."""
 
-    Parameters
-    ----------
-    ram_bytes, ram_fraction
-        Budget of the host's memory tier, in bytes and as a fraction in [0, 1] of the memory that this process may use; the lesser wins.
-        The lowest priority leaves first, then what was not used for longest.
-    disk_bytes, disk_fraction
-        Budget of the disk tier in bytes of KV (``None``: no limit), and as a fraction in [0, 1] of the file system's size (1: no
-        limit); the lesser wins. What is worth least leaves first: lowest priority, then least computing time saved per byte.
-    min_free_bytes
-        Bytes of the file system that the store leaves to others; chunks leave, or are not stored, to keep them free. 0: no chunk
-        leaves for the sake of others, and one that finds the disk full is not stored.
-    high_watermark, low_watermark
-        Fractions in [0, 1] of ``disk_bytes``: eviction begins above the high one and ends at the low one. For ``min_free_bytes`` it
-        begins when they are not free, and ends with the difference of the two, as a fraction of what is stored, beyond that.
-    durability
-        ``"durable"``: a chunk that was stored is still there after a power cut. ``"cache"``: the latest ones may be lost then, which
-        saves the waiting for the disk. Nothing false is ever read, either way.
-    gpu_bytes, gpu_fraction
-        Budget of the tier in the accelerator's memory, in bytes (``None``: no limit) and as a fraction in [0, 1] of that memory; the
-        lesser wins, and 0 means no such tier. A model on the CPU has none. The tier is emptied when memory runs out. How much memory
-        there is, is known for CUDA (and ROCm); elsewhere only ``gpu_bytes`` counts.
-    host_min_priority, disk_min_priority
-        What is pushed out of the accelerator goes to the host, and what is stored goes to the disk, from this priority on; what has
-        less is dropped, or kept in the host's memory alone. 0 to 100.
-    write_policy
-        ``"through"``: what was stored is on the disk. ``"back"``: it is in the host's memory, and a writer in the background brings it
-        to the disk; what it has not yet is lost if the process is killed. ``flush()`` and ``close()`` wait for it.
-    prefetch
-        What a request does about reads that a prefetch has begun and not ended: ``"best_effort"`` computes instead, ``"wait"`` waits
-        however long, ``"timeout"`` waits until ``load_timeout_s`` is over.
-    index
-        Where the index lives: ``"diskcache"``, or ``"sqlite"``, which needs nothing but Python. ``None``: the kind that the directory has,
-        else diskcache where it is installed, else sqlite. Where a directory has the kind that is not asked for, opening it changes the
-        kind, with a warning; processes that are to use the other one then fail until they open it again.
-    read_only
-        Change nothing in the directory, not even the index, which is then kept in memory.
-    event_log
-        File that events of stored chunks are appended to, as JSON lines; ``None``: none.
-    on_event
-        Called with each :class:`kvrag.store.StoreEvent`; must be quick, and not use the store.
-    load_timeout_s
-        Time that a request waits for the store in all, in seconds: for what is looked up and for what is loaded. What is not there by
-        then is computed.
-    min_chunk_tokens
-        Shorter chunks are not stored: a row that must be repaired anyway saves nothing.
-    on_miss
-        What becomes of chunks that a prompt brings and the store has not. ``"compute"``: they are computed for the answer, each time.
-        ``"store"``: after the answer, in the background, they are precomputed as by :meth:`~kvrag.KVRagEngine.precompute`, without a
-        document id, so that only budgets erase them. That holds for explicit :class:`~kvrag.Chunk` segments and for registered texts,
-        never for live text such as a user's turn.
-    kv_dtype
-        How KV is kept, on disk and in memory: ``"auto"`` as the model computed it; ``"int8"``, ``"fp8"`` or ``"int4"`` rounded to half or
-        less of bfloat16's bytes (docs/quantised.md). What is rounded is close and never exact, and a model that it harms is refused.
-        KV of one type is not found by an engine that asks for another.
-    ram_dtype
-        How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``"auto"``: read from its codes once, which saves time and not memory.
-        A rounded type above ``kv_dtype="auto"``: exact KV stays on disk, and every read is rounded, from either tier.
-    gpu_dtype
-        How the tier in the accelerator's memory keeps KV; ``None``: like the one below it. Otherwise as ``ram_dtype``, above either; where
-        there is no such tier, it changes nothing.
-    namespace_secret
-        Key of the names: namespaces and digests of texts are HMACs with it, so that nobody without it can address, find or guess them.
-    mac_key
-        Key of a MAC over every chunk's file: one that was not written with it is a miss.
-    encryption_key
-        Key that files, their index and references are encrypted with (AES-256; needs the extra ``crypto``).
-
-    Notes
-    -----
-    Each key is a function that returns at least 32 bytes, or ``"env:NAME"``, an environment variable that holds them as hex digits or
-    base64. It is read when the store is opened. A store that was written with other keys is left alone and gives no hits.
-    """
-
-    ram_bytes: int = 2 * 2**30
-    disk_bytes: int | None = None
-    min_free_bytes: int = 256 * 2**20
-    high_watermark: float = 0.95
-    low_watermark: float = 0.85
-    durability: str = "durable"
-    index: str | None = None
-    read_only: bool = False
+    ram_bytes: Count = 2 * 2**30
+    """Budget of the host's memory tier, in bytes. The lowest priority leaves first, then what was not used for longest."""
+    disk_bytes: Count | None = None
+    """Budget of the disk tier, in bytes of KV; ``None``: no limit. The chunks that are worth least leave first: lowest priority, then
+    least computing time saved per byte."""
+    min_free_bytes: Count = 256 * 2**20
+    """Bytes of the file system that the store leaves free for others. Chunks are evicted, or not stored, to keep them free. 0: nothing
+    is evicted for others, and a chunk that finds the disk full is not stored."""
+    high_watermark: Fraction = 0.95
+    """Fraction of ``disk_bytes`` above which eviction begins. For ``min_free_bytes`` it begins when they are not free."""
+    low_watermark: Fraction = 0.85
+    """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes`` it ends when the difference
+    of the two, as a fraction of what is stored, is free as well."""
+    durability: Literal["durable", "cache"] = "durable"
+    """``durable``: stored chunks survive a power cut; ``cache``: the latest ones may be lost, which saves waiting for the disk. Nothing
+    false is ever read, either way."""
+    read_only: Switch = False
+    """Change nothing in the directory."""
     event_log: str | None = None
-    on_event: Callable[[Any], None] | None = None
-    load_timeout_s: float = 10.0
-    min_chunk_tokens: int = 32
-    on_miss: str = "compute"
-    gpu_bytes: int | None = 0
-    gpu_fraction: float = 0.1
-    ram_fraction: float = 0.5
-    disk_fraction: float = 1.0
-    host_min_priority: int = 0
-    disk_min_priority: int = 0
-    write_policy: str = "through"
-    prefetch: str = "timeout"
+    """File that events of stored chunks are appended to, as JSON lines; ``None``: none."""
+    on_event: Annotated[Callable[[Any], None] | None, BeforeValidator(_callback), WithJsonSchema({"type": "null"})] = (
+        None
+    )
+    """Called with each :class:`kvrag.store.StoreEvent`; must return quickly, and not use the store."""
+    load_timeout_s: NonNegative = 10.0
+    """Seconds that a request waits for the store in all, for look-ups and loads. Chunks that are not there by then are computed."""
+    min_chunk_tokens: Positive = 32
+    """Shorter chunks are not stored: a row that must be repaired anyway saves nothing."""
+    on_miss: Literal["compute", "store"] = "compute"
+    """What to do with chunks of a prompt that are not stored. ``compute``: compute them for the answer, each time. ``store``: after the
+    answer, precompute them in the background, without a document id, so that only budgets erase them. This holds for explicit
+    :class:`~kvrag.Chunk` segments and registered texts, never for live text such as a user's turn."""
+    gpu_bytes: Count | None = 0
+    """Budget of the tier in the accelerator's memory, in bytes; ``None``: no limit, 0: no such tier. A model on the CPU has none. The
+    tier is emptied when memory runs out."""
+    gpu_fraction: Fraction = 0.1
+    """The same as a fraction of that memory; the lesser wins. Used where the size is known (CUDA and ROCm)."""
+    ram_fraction: Fraction = 0.5
+    """Budget of the host's memory tier as a fraction of the memory that this process may use; the lesser of this and ``ram_bytes`` wins."""
+    disk_fraction: Fraction = 1.0
+    """Budget of the disk tier as a fraction of the file system's size (1: no limit); the lesser of this and ``disk_bytes`` wins."""
+    prefetch: Literal["best_effort", "wait", "timeout"] = "timeout"
+    """What a request does about prefetches that are still reading. ``best_effort``: compute instead; ``wait``: wait however long;
+    ``timeout``: wait until ``load_timeout_s`` is over."""
     kv_dtype: KVDtype = "auto"
+    """How KV is kept, on disk and in memory: ``auto`` (as the model computed it), or rounded to ``int8``, ``fp8`` or ``int4``, half of
+    bfloat16's bytes or less (docs/quantised.md). Rounded KV is close and never exact, and a model that it harms is refused. An engine
+    does not find KV of another type."""
     ram_dtype: KVDtype | None = None
+    """How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``auto``: decoded once, which saves time and not memory. A rounded type
+    above ``kv_dtype="auto"``: exact KV stays on disk, and every read is rounded, from either tier."""
     gpu_dtype: KVDtype | None = None
-    namespace_secret: KeySource | None = field(default=None, repr=False)
-    mac_key: KeySource | None = field(default=None, repr=False)
-    encryption_key: KeySource | None = field(default=None, repr=False)
+    """How the tier in the accelerator's memory keeps KV; ``None``: like the tier below. Otherwise as ``ram_dtype``, above either."""
+    encryption_key: Annotated[
+        KeySource | None,
+        BeforeValidator(_key_source),
+        WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^env:."}, {"type": "null"}]}),
+    ] = Field(default=None, repr=False)
+    """Key of the store: a function that returns at least 32 bytes, or ``"env:NAME"``, an environment variable that holds them as hex
+    digits or base64. Blobs are encrypted with AES-256-GCM, and the names of namespaces, texts, documents and files are HMACs (needs the
+    extra ``crypto``). It is read when the store is opened. A store written with another key is left alone and gives no hits."""
 
     def __post_init__(self) -> None:
-        _check_count("StoreConfig", "ram_bytes", self.ram_bytes, 0)
-        for name in ("disk_bytes", "gpu_bytes"):
-            if getattr(self, name) is not None:
-                _check_count("StoreConfig", name, getattr(self, name), 0)
-        for name in ("gpu_fraction", "ram_fraction", "disk_fraction"):
-            _check_number("StoreConfig", name, getattr(self, name), 0, 1)
-        for name in ("host_min_priority", "disk_min_priority"):
-            _check_count("StoreConfig", name, getattr(self, name), 0)
-            _check_number("StoreConfig", name, getattr(self, name), 0, 100)
-        _check_count("StoreConfig", "min_free_bytes", self.min_free_bytes, 0)
-        _check_number("StoreConfig", "high_watermark", self.high_watermark, 0, 1)
-        _check_number("StoreConfig", "low_watermark", self.low_watermark, 0, self.high_watermark)
-        choices: tuple[object, ...]
-        for name, choices in (
-            ("durability", DURABILITIES),
-            ("index", (None, *INDICES)),
-            ("read_only", (False, True)),
-            ("on_miss", ON_MISS),
-            ("write_policy", WRITE_POLICIES),
-            ("prefetch", PREFETCHES),
-            ("kv_dtype", KV_DTYPES),
-            ("ram_dtype", (None, *KV_DTYPES)),
-            ("gpu_dtype", (None, *KV_DTYPES)),
-        ):
-            if getattr(self, name) not in choices:
-                known = ", ".join(map(str, choices))
-                raise ConfigError(f"StoreConfig.{name} is {getattr(self, name)!r}; it must be one of {known}")
+        if self.low_watermark > self.high_watermark:
+            raise ConfigError(
+                f"StoreConfig.low_watermark is {self.low_watermark!r}; it must be a number in [0, {self.high_watermark:g}]"
+            )
         if self.read_only and self.on_miss == "store":
             raise ConfigError(
                 "StoreConfig.on_miss is 'store', and a read_only store takes nothing; leave one of them out"
             )
-        if not isinstance(self.event_log, (str, type(None))):
-            raise ConfigError(f"StoreConfig.event_log is {self.event_log!r}; it must be the path of a file, or None")
-        if self.on_event is not None and not callable(self.on_event):
-            raise ConfigError(f"StoreConfig.on_event is {self.on_event!r}; it must be callable, or None")
-        _check_number("StoreConfig", "load_timeout_s", self.load_timeout_s, 0)
-        _check_count("StoreConfig", "min_chunk_tokens", self.min_chunk_tokens, 1)
-        for name in KEY_OPTIONS:
-            _check_key_source(name, getattr(self, name))
         if len({self.kv_dtype, self.ram_dtype} - {"auto", None}) > 1:
             raise ConfigError(
                 f"StoreConfig.ram_dtype is {self.ram_dtype!r} above kv_dtype={self.kv_dtype!r}; KV is rounded once: let ram_dtype be "
                 "the same or 'auto', or keep exact KV on disk with kv_dtype='auto'"
             )
-        self._check_gpu_dtype()
-
-    def _check_gpu_dtype(self) -> None:
-        """Raise if the accelerator's tier would round what has been rounded."""
-        is_read = self.kv_dtype != "auto" and self.ram_dtype == "auto"  # codes end in the host's memory then
+        is_decoded = self.kv_dtype != "auto" and self.ram_dtype == "auto"  # the memory tier holds no codes then
         below = self.kv_dtype if self.ram_dtype in (None, "auto") else self.ram_dtype
-        if self.gpu_dtype not in (None, "auto") and (is_read or below not in ("auto", self.gpu_dtype)):
+        if self.gpu_dtype not in (None, "auto") and (is_decoded or below not in ("auto", self.gpu_dtype)):
             raise ConfigError(
                 f"StoreConfig.gpu_dtype is {self.gpu_dtype!r} above kv_dtype={self.kv_dtype!r} and ram_dtype={self.ram_dtype!r}; "
                 "KV is rounded once: let gpu_dtype be 'auto' or what the tier below keeps, or keep exact KV below with 'auto'"
@@ -302,9 +340,10 @@ class StoreConfig(Named):
 
     def __getstate__(self) -> list[Any]:
         """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""
-        for name in KEY_OPTIONS:
-            if callable(getattr(self, name)):
-                raise ConfigError(f"a StoreConfig whose {name} is a function can't be pickled; use 'env:NAME' instead")
+        if callable(self.encryption_key):
+            raise ConfigError(
+                "a StoreConfig whose encryption_key is a function can't be pickled; use 'env:NAME' instead"
+            )
         return [getattr(self, f.name) for f in fields(self)]
 
     def __deepcopy__(self, _: dict[int, Any]) -> StoreConfig:
@@ -314,58 +353,27 @@ class StoreConfig(Named):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingConfig(Named):
-    """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``.
+@config_class
+class SamplingConfig:
+    """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``."""
 
-    Parameters
-    ----------
-    max_new_tokens
-        Upper bound of answer tokens, at least 1.
-    temperature
-        0 is greedy decoding.
-    top_p, top_k
-        Nucleus and top-k filters; ``None`` is off. Used when sampling.
-    repetition_penalty
-        ``None`` takes the model's own generation config.
-    seed
-        Seed for sampling; ``None`` draws one.
-    stop
-        Strings that end the answer; they are not part of it.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    max_new_tokens: Positive = 64
+    """Upper bound of answer tokens."""
+    temperature: NonNegative = 0.0
+    """0 is greedy decoding."""
+    top_p: Fraction | None = None
+    """Nucleus filter, used when sampling; ``None`` is off."""
+    top_k: Positive | None = None
+    """Top-k filter, used when sampling; ``None`` is off."""
+    repetition_penalty: Annotated[float, Field(strict=True, ge=1e-6)] | None = None
+    """``None`` takes the model's own generation config."""
+    seed: Count | None = None
+    """Seed for sampling; ``None`` draws one."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
+    """Strings that end the answer; they are not part of it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _as_stop_strings(self.stop))
-        _check_count("SamplingConfig", "max_new_tokens", self.max_new_tokens, 1)
-        _check_number("SamplingConfig", "temperature", self.temperature, 0)
         if 0 < self.temperature < 1e-3:
             raise ConfigError(
                 f"SamplingConfig.temperature is {self.temperature!r}; use 0 for greedy decoding, else at least 0.001"
             )
-        if self.top_p is not None:
-            _check_number("SamplingConfig", "top_p", self.top_p, 0, 1)
-        if self.top_k is not None:
-            _check_count("SamplingConfig", "top_k", self.top_k, 1)
-        if self.repetition_penalty is not None:
-            _check_number("SamplingConfig", "repetition_penalty", self.repetition_penalty, 1e-6)
-        if self.seed is not None:
-            _check_count("SamplingConfig", "seed", self.seed, 0)
-
-
-def _as_stop_strings(stop: object) -> tuple[str, ...]:
-    """Accept ``None``, one string or an iterable of strings."""
-    if stop is None:
-        return ()
-    items = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    for item in items:
-        if not isinstance(item, str) or not item:
-            raise ConfigError(f"SamplingConfig.stop holds {item!r}; every stop must be a non-empty string")
-    return items

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError
 from kvrag.precompute.documents import in_collection
-from kvrag.prompt.prefix import Prefix
+from kvrag.prompt.template import Prefix
 from kvrag.store import Retention
 from kvrag.types import PrecomputeReport, SyncReport
 

@@ -1,4 +1,4 @@
-"""The only module that makes threads: run actions in other threads, and wait for their results within a time budget.
+"""The only module that makes threads: run actions in other threads, take turns, and wait for results within a time budget.
 
 The pools of the standard library wait at exit for whatever runs, however long it takes. These don't: their threads are daemons, so a read
 that hangs can't keep the process alive. A daemon that is still inside torch when the interpreter goes away would abort the process, so at
@@ -15,8 +15,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,92 @@ EXIT_WAIT_S = 10.0
 EXIT_GRACE_S = 1.0
 """Seconds after which an action that has a cancel event and goes on all the same gets a ``SystemExit``."""
 
+CANCEL_POLL_S = 0.1
+"""Seconds between two looks at the cancel event of a thread that waits for its turn."""
+
+
+_forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
+
+
+class _Forkable:
+    """Begins anew in a forked child: the parent's other threads are not there, and what they held would stay held."""
+
+    def __init__(self) -> None:
+        self._reset()
+        _forkable.add(self)
+
+    def _reset(self) -> None:
+        raise NotImplementedError
+
+
+def _reset_all() -> None:
+    for each in list(_forkable):
+        each._reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)
+
+
+class ForkLock(_Forkable):
+    """A re-entrant lock for ``with``; free in a forked child, whichever thread of the parent held it."""
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Turns(_Forkable):
+    """Lets a few threads in at a time, in the order in which they came.
+
+    Parameters
+    ----------
+    limit
+        How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        super().__init__()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._waiting: deque[object] = deque()
+        self._num_inside = 0
+
+    @contextmanager
+    def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
+        """Wait for a turn, and have it until the context ends.
+
+        Raises
+        ------
+        CancelledError
+            If ``cancel`` is set before the turn comes.
+        """
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while self._num_inside >= self._limit or self._waiting[0] is not ticket:
+                    self._changed.wait(None if cancel is None else CANCEL_POLL_S)
+                    if cancel is not None and cancel.is_set():
+                        raise CancelledError
+                self._num_inside += 1
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
 
 class _Job:
     """One action, its future, and the event that cancels it."""
@@ -41,7 +128,7 @@ class _Job:
         self.action, self.cancel, self.future = action, cancel, Future[Any]()
 
 
-class Pool:
+class Pool(_Forkable):
     """Daemon threads that run actions; fresh after a fork; cancelled and joined, within a bound, at interpreter exit.
 
     Parameters
@@ -54,8 +141,7 @@ class Pool:
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
         self._name, self._max_threads = name, max_threads
-        self._reset()
-        _pools.add(self)
+        super().__init__()
 
     def _reset(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -148,24 +234,12 @@ class Pool:
         return threads
 
 
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def _forget_threads() -> None:
-    """In a forked child, where the parent's threads are not, and its locks may be taken."""
-    for pool in list(_pools):
-        pool._reset()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
-
-
 @atexit.register
 def _end_all() -> None:
     """Cancel what runs and join it; what can be cancelled and doesn't look at its event is ended where it next comes back to Python."""
     start = time.monotonic()
-    running = {thread: job for pool in list(_pools) for thread, job in pool._end().items()}
+    pools = [each for each in list(_forkable) if isinstance(each, Pool)]
+    running = {thread: job for pool in pools for thread, job in pool._end().items()}
     for deadline in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
         for thread in running:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,41 @@ from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
+
+SPREAD = {
+    "kernels/test_emulated_attention.py::test_rows_see_exactly_their_keys": 5,
+    "kernels/test_emulated_attention.py::test_float16": 5,
+    "kernels/test_emulated_attention.py::test_keys_split_over_blocks_are_combined": 9,
+    "kernels/test_emulated_attention.py::test_the_order_of_warps_and_of_copies_changes_no_bit": 9,
+    "kernels/test_emulated_attention.py::test_the_self_test_passes_a_kernel_that_is_right": 4,
+    "kernels/test_emulated_attention.py::test_planted_bugs_are_caught": 8,
+    "kernels/test_emulated_attention.py::test_without_a_bug_the_same_checks_pass": 5,
+    "kernels/test_probe.py::test_the_kernel_does_the_same": 6,
+    "kernels/test_probe.py::test_turing": 4,
+    "kernels/test_stitch.py::test_the_kernel_does_the_same": 4,
+    "kernels/test_stitch.py::test_the_kernel_reads_codes_to_the_bit": 3,
+    "kernels/test_stitch.py::test_planted_bugs_are_caught": 4,
+    "kernels/test_stitch_wiring.py::test_the_kernel_stitches_and_shifts_for_the_engine": 5,
+    "llama_index_adapter/test_llama_index_chains.py::test_a_full_context_is_packed_and_still_fits": 0,
+    "test_equivalence.py::test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair": 4,
+    "test_equivalence.py::test_more_repair_is_closer_to_full_prefill": 4,
+    "test_gpu_check.py::test_a_machine_without_kvrags_own_packages_can_run_all_of_it": 0,
+    "test_gpu_check.py::test_the_sanitizers_have_cases": 0,
+    "test_tokenizers.py::test_a_line_break_between_chunks_changes_no_seam_of_real_prompts": 0,
+}
+"""Tests of which `make test` runs every so many-th case, or none: the others are slow, and run in `make test-all`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but a spread of the cases of :data:`SPREAD` as slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name in SPREAD:
+            if not SPREAD[name] or seen[name] % SPREAD[name]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
 
 
 @pytest.fixture(scope="session", autouse=True)

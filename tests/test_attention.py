@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrag.model.attention import ragged_attention
-from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Reach, RowPlan
+from kvrag.model.attention import Mass, ragged_attention
+from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Limits, Reach
 
 
 def reference(
@@ -71,7 +71,7 @@ def test_rows_see_exactly_their_keys(
     rows: int, keys: int, heads: int, kv_heads: int, window: int | None, chunk: int | None, softcap: float | None
 ) -> None:
     q, k, v, hi = random_case(heads, kv_heads, rows, keys, batch=2)
-    out = ragged_attention(q, k, v, RowPlan(hi, keys), scale=0.3, reach=Reach(window, chunk), softcap=softcap)
+    out = ragged_attention(q, k, v, Limits(hi, keys), scale=0.3, reach=Reach(window, chunk), softcap=softcap)
     expected, _ = reference(q, k, v, hi, 0.3, window, chunk, softcap)
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_rows_see_exactly_their_keys(
 def test_sinks_take_probability_away() -> None:
     q, k, v, hi = random_case(4, 2, 20, 60)
     sinks = torch.randn(4)
-    out = ragged_attention(q, k, v, RowPlan(hi, 60), scale=0.25, sinks=sinks)
+    out = ragged_attention(q, k, v, Limits(hi, 60), scale=0.25, sinks=sinks)
     expected, _ = reference(q, k, v, hi, 0.25, sinks=sinks)
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
@@ -89,39 +89,38 @@ def test_sinks_take_probability_away() -> None:
 @pytest.mark.parametrize("mass_rows", [1, 5, 140])
 def test_mass_is_the_probability_that_the_last_rows_pay(mass_rows: int) -> None:
     q, k, v, hi = random_case(6, 2, 150, 400)
-    plan = RowPlan(hi, 400, mass=torch.zeros(400), mass_rows=mass_rows)
-    out = ragged_attention(q, k, v, plan, scale=0.25)
+    mass = Mass(torch.zeros(400), mass_rows)
+    out = ragged_attention(q, k, v, Limits(hi, 400), scale=0.25, mass=mass)
     expected, p = reference(q, k, v, hi, 0.25)
     assert torch.allclose(out.double(), expected, atol=1e-5)
-    assert plan.mass is not None
-    assert torch.allclose(plan.mass.double(), p[:, :, -mass_rows:].sum(dim=(0, 1, 2)), atol=1e-4)
+    assert torch.allclose(mass.total.double(), p[:, :, -mass_rows:].sum(dim=(0, 1, 2)), atol=1e-4)
 
 
 def test_fast_paths_equal_the_general_path() -> None:
     """One fused causal call where the rows are the whole prompt; blocks otherwise."""
     q, k, v, _ = random_case(6, 2, 200, 200)
-    whole = RowPlan(torch.arange(200), 200)
-    assert whole.is_plain_causal(EVERYTHING)
-    assert whole.is_plain_causal(Reach(200))
-    assert not whole.is_plain_causal(Reach(chunk=64))
-    assert not whole.is_plain_causal(Reach(199))
-    general = RowPlan(torch.arange(200), 200, mass=torch.zeros(200), mass_rows=200)
-    a, b = (ragged_attention(q, k, v, plan, scale=0.25) for plan in (whole, general))
-    assert torch.allclose(a, b, atol=1e-5)
+    whole = Limits(torch.arange(200), 200)
+    fast = [ragged_attention(q, k, v, whole, scale=0.25, reach=reach) for reach in (EVERYTHING, Reach(200))]
+    assert not whole.kept
+    for reach in (Reach(chunk=64), Reach(199)):
+        assert not torch.allclose(ragged_attention(q, k, v, whole, scale=0.25, reach=reach), fast[0], atol=1e-5)
+    general = ragged_attention(q, k, v, whole, scale=0.25, mass=Mass(torch.zeros(200), 200))
+    assert torch.allclose(fast[0], general, atol=1e-5)
+    assert torch.equal(*fast)
 
 
 def test_large_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, hi = random_case(6, 2, 150, 400)
-    kept, made = RowPlan(hi, 400), RowPlan(hi, 400)
+    kept, made = Limits(hi, 400), Limits(hi, 400)
     one = ragged_attention(q, k, v, kept, scale=0.25)
     monkeypatch.setattr("kvrag.model.rows.MAX_CACHED_MASK", 1000)
     assert torch.equal(ragged_attention(q, k, v, made, scale=0.25), one)
-    assert kept._blocks
-    assert not made._blocks
+    assert kept.kept
+    assert not made.kept
 
 
 def test_blocks_cut_keys_at_their_last_limit() -> None:
-    plan = RowPlan(torch.arange(0, 4000, 10), 3991)
+    plan = Limits(torch.arange(0, 4000, 10), 3991)
     blocks = list(plan.blocks(EVERYTHING, 1, torch.float32))
     assert [b.keys.stop for b in blocks[:2]] == [BLOCK_ROWS * 10 - 9, BLOCK_ROWS * 20 - 9]
     assert blocks[-1].keys.stop == 3991

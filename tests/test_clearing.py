@@ -35,7 +35,7 @@ def test_everything_is_erased_and_answers_go_on(engine_of: MakeEngine, kv_dir: b
     assert engine.prefill(PROMPT, mode="stitch").cached_tokens > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"namespace_secret": lambda: b"s" * 32}], ids=["plain", "secret"])
+@pytest.mark.parametrize("options", [{}, {"encryption_key": lambda: b"s" * 32}], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("kv_dir", [True, False], ids=["on disk", "in memory"])
 def test_a_namespace_is_erased_with_and_without_ids(
     engine_of: MakeEngine, kv_dir: bool, options: dict[str, Any]
@@ -55,7 +55,7 @@ def test_a_namespace_is_erased_with_and_without_ids(
     assert engine.document_ids() == ["a"]
     assert engine.document_ids(namespace="other") == []
     assert engine.clear(namespace="default") == 2
-    assert engine.store.index.keys() == []
+    assert engine.store.catalog.keys() == []
     with pytest.raises(ConfigError, match="namespace is"):
         engine.clear(namespace="")
 
@@ -79,5 +79,5 @@ def test_what_is_cleared_is_not_written_back(
     engine.clear(namespace=namespace)
     go_on.set()
     assert engine.flush_write_back(60)
-    assert engine.store.index.keys() == []
+    assert engine.store.catalog.keys() == []
     assert engine.stats()["write_back"]["dropped"] == 1

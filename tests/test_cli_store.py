@@ -1,13 +1,11 @@
-"""What the commands that load a model do to a store: its kind of index, its budgets, its priorities."""
+"""What the commands that load a model do to a store: its documents, its budgets, its priorities."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from typer.testing import CliRunner, Result
 from kvrag.cli.app import app
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import DiskStore, Retention, opening
-from kvrag.store.index_kinds import FILES
+from kvrag.store import FileBlobs, Retention, TieredStore, open_store
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text
+from kvrag.types import ChunkKey
 
 Run = Callable[..., Result]
 CHUNKS = make_chunks(4, words=30, seed=7)
@@ -50,9 +48,8 @@ def notes(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_commands_that_load_a_model_use_the_index_that_is_there(run: Run, root: Path, notes: Path, kind: str) -> None:
-    live = DiskStore(root, StoreConfig(index=kind, min_free_bytes=0))
+def test_commands_that_load_a_model_change_nothing_else(run: Run, root: Path, notes: Path) -> None:
+    live = open_store(root, StoreConfig(min_free_bytes=0))
     live.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="a", retention=Retention(90))
     commands: dict[str, dict[str, Any]] = {
         f"precompute {notes} --chunk-tokens 100": {},
@@ -62,35 +59,10 @@ def test_commands_that_load_a_model_use_the_index_that_is_there(run: Run, root: 
     for command, options in commands.items():
         done = run(*command.split(), **options)
         assert done.exit_code == 0, done.output
-        assert [name for name in FILES.values() if (root / "index" / name).exists()] == [FILES[kind]]
-        assert live.priority(chunk_key(ONE)) == 90
-        assert "a" in live.index.documents(NAMESPACE)
+        assert live.retention(chunk_key(ONE)) == Retention(90)
+        assert "a" in live.catalog.documents(NAMESPACE)
     assert live.delete([chunk_key(ONE)]) == 1
     live.close()
-
-
-def test_commands_that_store_nothing_leave_an_index_that_they_can_not_read(
-    run: Run, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where diskcache isn't installed, opening for writing would change the kind and lose what only the index knew."""
-    with closing(DiskStore(root, StoreConfig(min_free_bytes=0))) as store:
-        store.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="a", retention=Retention(90))
-    (tmp_path / "prompt.txt").write_text("Who?", "utf-8")
-    real = importlib.util.find_spec
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            importlib.util, "find_spec", lambda name, *args: None if name == "diskcache" else real(name, *args)
-        )
-        patch.setitem(sys.modules, "kvrag.store.cache", None)
-        patch.delattr("kvrag.store.cache", raising=False)
-        for command in ("explain", "ask Who? --max-new-tokens 1", "verify prompt.txt --max-new-tokens 1", "stats"):
-            done = run(*command.split(), input="Who?")
-            assert done.exit_code == command.startswith("verify"), (
-                done.output
-            )  # nothing is reused, so nothing is verified
-    assert (root / "index" / FILES["diskcache"]).exists()
-    with closing(DiskStore(root, StoreConfig(min_free_bytes=0))) as store:
-        assert store.priority(chunk_key(ONE)) == 90
 
 
 def test_precompute_keeps_to_the_limits_of_the_application(run: Run, notes: Path) -> None:
@@ -115,17 +87,25 @@ def test_precompute_asks_for_the_priority_and_the_durability_given(
     run: Run, root: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    real = opening.open_directory
-    monkeypatch.setattr(
-        "kvrag.store.disk_reads.open_directory",
-        lambda directory, config, *rest: asked.append(config.durability) or real(directory, config, *rest),
-    )
+    real = FileBlobs.__init__
+
+    def init(blobs: FileBlobs, path: Path, *, durable: bool = True) -> None:
+        asked.append(durable)
+        real(blobs, path, durable=durable)
+
+    monkeypatch.setattr(FileBlobs, "__init__", init)
     done = run("precompute", notes, "--chunk-tokens", 100, "--priority", 60, "--durability", "cache")
     assert done.exit_code == 0, done.output
-    assert asked == ["cache"]
-    store = DiskStore(root, StoreConfig())
-    assert sorted(store.priority(key) for key in store.files()) == [60, 60, 60, 60, 85]  # with the prefix
+    assert asked == [False]
+    store = open_store(root, StoreConfig())
+    assert sorted(priority(store, key) for key in store.catalog.keys()) == [60, 60, 60, 60, 85]  # noqa: SIM118 - a catalog is no dict; with the prefix
     store.close()
+
+
+def priority(store: TieredStore, key: ChunkKey) -> int:
+    retention = store.retention(key)
+    assert retention is not None
+    return retention.priority
 
 
 @pytest.mark.parametrize(

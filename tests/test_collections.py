@@ -63,7 +63,7 @@ def test_a_document_of_a_collection_needs_an_id(engine: KVRagEngine) -> None:
         precompute_kv(CHUNKS[:2], llm=engine, ids=["a", None], collection="manuals")  # type: ignore[list-item]
     with pytest.raises(InputError, match="document 0 has the id 7; give"):
         engine.delete([7])  # type: ignore[list-item]
-    assert engine.store.index.keys() == []
+    assert engine.store.catalog.keys() == []
 
 
 def test_the_hooks_mean_the_documents_of_their_collection(engine: KVRagEngine) -> None:

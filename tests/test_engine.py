@@ -29,16 +29,13 @@ from kvrag import (
     ModelError,
     OutOfMemoryError,
     RepairConfig,
-    Retention,
     StoreConfig,
     StoreError,
     StoreFormatError,
 )
 from kvrag.blend.quantise import convert, pack
-from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
-from kvrag.types import ChunkIdentity, Hole
 
 CHUNKS = make_chunks(5, words=30, seed=3)
 MakeEngine = Callable[..., KVRagEngine]
@@ -339,10 +336,6 @@ def test_a_store_made_by_another_model_is_all_misses(tiny_dir: str, tmp_path: Pa
 # -- a store that is slow or broken --------------------------------------------------------------------------------------
 
 
-def hole(identity: ChunkIdentity) -> Hole:
-    return Hole(chunk_key(identity), "late", None)
-
-
 def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("the disk is gone")
@@ -350,12 +343,12 @@ def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> No
     if how == "get":
         monkeypatch.setattr(engine.store, "get_many", fail)
     elif how == "contains":
-        monkeypatch.setattr(engine.store, "known", fail)
-        monkeypatch.setattr(engine.store.catalog, "variants", fail)
+        monkeypatch.setattr(engine.store, "contains", fail)
+        monkeypatch.setattr(engine.store.index, "variants", fail)
     elif how == "texts":
-        monkeypatch.setattr(engine.store.catalog, "texts", fail)
+        monkeypatch.setattr(engine.store.index, "texts", fail)
     else:
-        monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: [hole(i) for i in identities])
+        monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: [None] * len(identities))
 
 
 @pytest.mark.parametrize("how", ["get", "contains", "texts", "late"])
@@ -391,7 +384,7 @@ def test_one_lost_chunk_is_a_hole_and_said(engine_of: MakeEngine) -> None:
     engine.precompute(CHUNKS, ids=list("abcde"))
     full = engine.prefill(ask(0, 1, 2), mode="full")
     real = engine.store.get_many
-    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], hole(ids[-1])]  # type: ignore[method-assign]
+    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], None]  # type: ignore[method-assign]
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(strategy="all"))
     assert "could not be loaded" in str(result.fallback_reason)
     assert result.computed_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
@@ -652,7 +645,7 @@ def test_a_store_that_hangs_costs_its_deadline_once(
     def wait(*_: Any, **__: Any) -> Any:
         hang.wait(20)
 
-    monkeypatch.setattr(*((engine.store, "known") if what == "contains" else (engine.store.catalog, "texts")), wait)
+    monkeypatch.setattr(*((engine.store, "contains") if what == "contains" else (engine.store.index, "texts")), wait)
     start = time.perf_counter()
     answer = engine.generate(ask(0, 1, 2), mode="stitch", max_new_tokens=4)
     assert time.perf_counter() - start < 5
@@ -680,30 +673,23 @@ def test_one_id_is_one_id(engine: KVRagEngine) -> None:
     assert engine.document_ids() == ["1"]
 
 
-def test_chunks_pushed_out_of_a_small_memory_are_reported(engine_of: MakeEngine) -> None:
-    engine = engine_of(kv_dir=None, store_config=StoreConfig(ram_bytes=250_000))
-    report = engine.precompute(CHUNKS)
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"kv_dir": None, "store_config": StoreConfig(ram_bytes=250_000)}, "ram_bytes or ram_fraction, or pass kv_dir"),
+        ({"store_config": StoreConfig(disk_bytes=250_000)}, "disk_bytes or disk_fraction"),
+    ],
+    ids=["memory", "disk"],
+)
+def test_chunks_that_later_ones_evict_are_reported_with_the_budget_that_is_too_small(
+    options: dict[str, Any], remedy: str, engine_of: MakeEngine
+) -> None:
+    report = engine_of(**options).precompute(CHUNKS)
     assert report.stored + len(report.failed) == len(CHUNKS)
     assert report.failed
-    assert "ram_bytes or ram_fraction, or pass kv_dir" in report.failed[0][1]
-
-
-@pytest.mark.parametrize(
-    ("config", "priority", "remedy"),
-    [
-        ({"disk_bytes": 250_000}, 35, "disk_bytes"),
-    ],
-)
-def test_chunks_pushed_out_name_the_budget_that_was_too_small(
-    config: dict[str, int], priority: int, remedy: str, engine_of: MakeEngine
-) -> None:
-    engine = engine_of(store_config=StoreConfig(**config))
-    report = engine.precompute(CHUNKS, retention=Retention(priority))
-    reasons = [reason for _, reason in report.failed if "pushed out" in reason]
-    assert reasons
-    for reason in reasons:
+    for _, reason in report.failed:
+        assert "evicted by later chunks" in reason
         assert f"raise StoreConfig.{remedy}" in reason
-        assert "kv_dir" not in reason
 
 
 def test_verify_does_not_pass_when_nothing_was_reused(engine: KVRagEngine) -> None:
@@ -731,7 +717,7 @@ def test_prefetch_counts_what_it_found(engine: KVRagEngine) -> None:
         lambda e: e.precompute(CHUNKS[:1], prefix=[3]),
         lambda e: e.generate("hello", temperature=1e-42),
         lambda e: KVRagEngine.from_pretrained(None),
-        lambda e: KVRagEngine.from_pretrained(e.source.model, store_config={}),
+        lambda e: KVRagEngine.from_pretrained(e.source.model, store_config=3),
         lambda e: KVRagEngine.from_pretrained(e.source.model, kv_dir=3),
         lambda e: KVRagEngine.from_pretrained(e.source.model, kv_dir="\0"),
         lambda e: KVRagEngine.from_pretrained(e.source.model, device="mps"),

@@ -16,7 +16,7 @@ from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.blend.prefill import Clock, Prefilled, prefill
-from kvrag.model.rows import RowPlan
+from kvrag.model.rows import Limits
 from kvrag.testing.models import TINY, tiny_model
 
 ARCHITECTURES = sorted(TINY)
@@ -188,14 +188,14 @@ def test_no_chunk_row_depends_on_the_question_but_by_selection(name: str, stored
 def test_a_mask_aligned_bottom_right_would_see_the_future(stored: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of CacheBlend's and LMCache's code, on the same inputs: the test above must be able to fail."""
 
-    def bottom_right(self: RowPlan) -> None:
+    def bottom_right(self: Limits) -> None:
         rows = len(self.hi)
         if 1 < rows < self.num_keys:
             self.hi = torch.arange(self.num_keys - rows, self.num_keys)
-        self._is_whole = rows == self.num_keys
+        self.is_whole = rows == self.num_keys
 
     engine = stored("llama")
-    monkeypatch.setattr(RowPlan, "__post_init__", bottom_right)
+    monkeypatch.setattr(Limits, "__post_init__", bottom_right)
     assert largest_change_before_the_difference(engine) > 1e-2
 
 

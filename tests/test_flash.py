@@ -14,11 +14,11 @@ from kvrag import (
     InputError,
     KVRagEngine,
     UnsupportedModelError,
-    flash,
     flash_attention_tier,
     install_flash_attention,
     uninstall_flash_attention,
 )
+from kvrag.model import flash
 from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.testing.models import TINY, tiny_model
 

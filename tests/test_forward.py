@@ -11,6 +11,7 @@ import torch
 from kvrag.blend.layout import Layout, place
 from kvrag.blend.repair import probe, probed_layers
 from kvrag.model import CausalLM
+from kvrag.model.rows import Rows
 from kvrag.testing.models import tiny_model
 
 TOKENS = 60
@@ -44,7 +45,7 @@ def rows_of_each_layer(lm: CausalLM) -> Iterator[dict[int, int]]:
 
 def filled(lm: CausalLM) -> tuple[torch.Tensor, object]:
     buffer = lm.buffer(TOKENS)
-    return lm.forward(IDS, slice(0, TOKENS), buffer, logits=TOKENS)[0], buffer
+    return lm.forward(IDS, Rows.span(0, TOKENS), buffer, logits=TOKENS)[0], buffer
 
 
 @pytest.mark.parametrize("logits", [1, 3])
@@ -52,7 +53,7 @@ def test_the_last_layer_attends_for_the_rows_that_are_looked_at(lm: CausalLM, lo
     expected, whole = filled(lm)
     buffer = lm.buffer(TOKENS)
     with rows_of_each_layer(lm) as seen:
-        out, _ = lm.forward(IDS, slice(0, TOKENS), buffer, logits=logits)
+        out, _ = lm.forward(IDS, Rows.span(0, TOKENS), buffer, logits=logits)
     assert torch.allclose(out, expected[:, -logits:], atol=1e-4)
     for layer in range(lm.num_layers):
         assert torch.equal(buffer.keys(layer), whole.keys(layer))
@@ -65,7 +66,7 @@ def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm: C
     _, whole = filled(lm)
     buffer = lm.buffer(TOKENS)
     with rows_of_each_layer(lm) as seen:
-        out, mass = lm.forward(IDS, slice(0, TOKENS), buffer, logits=0)
+        out, mass = lm.forward(IDS, Rows.span(0, TOKENS), buffer, logits=0)
     assert out.numel() == 0
     assert mass is None
     assert lm._is_dense or lm.num_layers - 1 not in seen
@@ -76,7 +77,7 @@ def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm: C
 def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm: CausalLM) -> None:
     def mass_of(layers: range | None) -> torch.Tensor:
         _, buffer = filled(lm)
-        _, mass = lm.forward(IDS[40:], slice(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=layers)
+        _, mass = lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=layers)
         assert mass is not None
         return mass
 
@@ -87,7 +88,7 @@ def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm: Causal
     assert all(float(mass.sum()) == pytest.approx(5 * heads, rel=1e-4) for mass in single)
     _, buffer = filled(lm)
     with rows_of_each_layer(lm) as seen:
-        lm.forward(IDS[40:], slice(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=range(1))
+        lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=range(1))
     assert lm._is_dense or not seen
 
 
@@ -99,7 +100,9 @@ def test_the_probe_goes_by_its_span(lm: CausalLM) -> None:
     first = mass((0.0, 1 / lm.num_layers))
     assert not torch.allclose(first, mass((0.0, 1.0)), atol=1e-4)
     _, buffer = filled(lm)
-    _, expected = lm.forward(IDS[40:], slice(40, TOKENS), buffer, logits=0, mass_rows=TOKENS - 40, mass_layers=range(1))
+    _, expected = lm.forward(
+        IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=TOKENS - 40, mass_layers=range(1)
+    )
     assert torch.equal(first, expected)
 
 

@@ -13,8 +13,8 @@ from texts import make_chunks
 
 import kvrag.identity.model
 from kvrag import ConfigError, KVRagEngine
-from kvrag.identity.model import LiveIdentity, describe
-from kvrag.identity.tensors import content_digest, sample, tensor_bytes
+from kvrag.identity.model import LiveIdentity, describe, sample
+from kvrag.identity.weights import content_digest, tensor_bytes
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
@@ -120,7 +120,7 @@ def test_what_is_remembered_is_bounded_and_keeps_the_origin(tokenizer: Any, dige
     for head in heads:
         model.lm_head = head
         assert identity.fingerprint != origin
-    assert len(identity._weights) == kvrag.identity.model._NUM_REMEMBERED
+    assert len(identity._weights._known) == kvrag.identity.model._NUM_REMEMBERED
     assert len(digests) == 20
     model.lm_head = heads[-2]
     assert identity.fingerprint != origin
@@ -228,16 +228,16 @@ def test_tensor_bytes_are_those_of_the_values() -> None:
 
 
 def test_shared_tensors_are_read_once_and_count_under_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.identity.tensors
+    import kvrag.identity.weights
 
     one, calls = torch.ones(3), []
-    real = kvrag.identity.tensors.tensor_bytes
-    monkeypatch.setattr(kvrag.identity.tensors, "tensor_bytes", lambda tensor: (calls.append(1), real(tensor))[1])
-    shared = content_digest([("a", one), ("b", one)])
+    real = kvrag.identity.weights.tensor_bytes
+    monkeypatch.setattr(kvrag.identity.weights, "tensor_bytes", lambda tensor: (calls.append(1), real(tensor))[1])
+    shared = content_digest({"a": one, "b": one})
     assert len(calls) == 1
-    assert shared == content_digest([("b", one.clone()), ("a", one.clone())])
-    assert shared != content_digest([("a", one)])
-    assert content_digest([("a", one), ("b", one + 1)]) != content_digest([("a", one + 1), ("b", one)])
+    assert shared == content_digest({"b": one.clone(), "a": one.clone()})
+    assert shared != content_digest({"a": one})
+    assert content_digest({"a": one, "b": one + 1}) != content_digest({"a": one + 1, "b": one})
 
 
 def test_a_sample_reads_values_all_over_a_tensor() -> None:

@@ -7,8 +7,7 @@ import torch
 
 from kvrag.model import CausalLM
 from kvrag.model.attention import ragged_attention
-from kvrag.model.packing import Packing
-from kvrag.model.rows import RowPlan
+from kvrag.model.rows import Limits, Rows
 from kvrag.precompute.encode import encode_chunks, encode_packed, encode_padded, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV
@@ -84,10 +83,12 @@ def test_the_device_and_its_kernel_say_which_way(
 
 
 def test_rows_see_the_prefix_and_their_own_run() -> None:
-    packing = Packing.of(3, [2, 4], torch.device("cpu"))
-    assert packing.lo.tolist() == [3, 3, 5, 5, 5, 5]
-    assert packing.positions.tolist() == [3, 4, 3, 4, 5, 6]
-    plan = RowPlan(torch.arange(3, 9), 9, packing=packing)
+    rows = Rows.packed(3, [2, 4], torch.device("cpu"))
+    assert rows.first is not None
+    assert rows.positions is not None
+    assert rows.first.tolist() == [3, 3, 5, 5, 5, 5]
+    assert rows.positions.tolist() == [3, 4, 3, 4, 5, 6]
+    plan = Limits(torch.arange(3, 9), 9, rows.positions, rows.first, rows.prefix)
     v = torch.eye(9)[None, None]
     seen = ragged_attention(torch.zeros(1, 1, 6, 9), torch.zeros(1, 1, 9, 9), v, plan, scale=1.0)[0, 0] > 0
     want = [

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvrag.store.disk import DiskStore
+from kvrag.store.tiered import TieredStore
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
@@ -17,9 +19,7 @@ from kvrag.prompt.partial import MAX_LOOKS, MAX_TEXTS, PartFinder
 from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import Piece, PromptEncoder
 from kvrag.store.base import TextLookup
-from kvrag.store.disk import DiskStore
 from kvrag.store.memory import MemoryStore, copy_kv
-from kvrag.store.tiered import TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer

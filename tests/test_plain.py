@@ -13,7 +13,7 @@ from texts import make_chunks
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from kvrag import Chunk, ContextLengthError, KVRagEngine, ModelError, UnsupportedModelError, precompute_kv
-from kvrag.model.acceptance import refuse
+from kvrag.model.load import refuse
 from kvrag.model.plain import NO_LIMIT, PlainLM
 from kvrag.testing.models import REFUSED, tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvrag import Chunk, ConfigError, InputError, TemplatePrefix
-from kvrag.prompt.prefix import prefix_text
-from kvrag.prompt.template import Piece, PromptEncoder, cut, merge_live
+from kvrag.prompt.template import Piece, PromptEncoder, cut, merge_live, prefix_text
 from kvrag.testing.tokenizers import tiny_tokenizer
 from kvrag.types import Span
 

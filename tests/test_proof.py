@@ -12,16 +12,16 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.model.acceptance
-import kvrag.model.trial
+import kvrag.model.load
+import kvrag.model.proof
 from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
-from kvrag.blend.layout import Layout
 from kvrag.model import CausalLM
-from kvrag.model.acceptance import keep_proof, kept_proof, proof_file, proven
+from kvrag.model.forward import Forward
+from kvrag.model.load import keep_proof, kept_proof, proof_file, proven
 from kvrag.model.plain import PlainLM
 from kvrag.model.proof import Check, Proof, prove
 from kvrag.model.rope import RotaryTable
-from kvrag.model.rows import EVERYTHING, RowPlan
+from kvrag.model.rows import EVERYTHING, Limits
 from kvrag.testing.models import TINY, save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(2, words=12)
@@ -88,16 +88,16 @@ def test_the_proof_leaves_the_model_as_it_was() -> None:
 
 def test_a_mask_aligned_bottom_right_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of CacheBlend's and LMCache's code."""
-    original = RowPlan.__post_init__
+    original = Limits.__post_init__
 
-    def bottom_right(self: RowPlan) -> None:
+    def bottom_right(self: Limits) -> None:
         rows = len(self.hi)
         if 1 < rows < self.num_keys:
             self.hi = torch.arange(self.num_keys - rows, self.num_keys)
         original(self)
 
     lm = CausalLM(tiny_model())
-    monkeypatch.setattr(RowPlan, "__post_init__", bottom_right)
+    monkeypatch.setattr(Limits, "__post_init__", bottom_right)
     assert "3" in failed(prove(lm))
 
 
@@ -110,7 +110,7 @@ def test_a_dropped_window_is_found(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "option"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
 def test_a_dropped_option_of_attention_is_found(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.model.switch as switch
+    import kvrag.model.forward as switch
 
     real = switch.ragged_attention
     monkeypatch.setattr(switch, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
@@ -149,25 +149,28 @@ def test_keys_turned_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_values_of_another_row_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kvrag.model.trial.encode_chunks
+    real = kvrag.model.proof.encode
 
     def mixed(*args: Any) -> Any:
-        first, *rest = real(*args)
-        layers = tuple(replace(layer, values=layer.values.roll(1, dims=1)) for layer in first.layers)
-        return [replace(first, layers=layers), *rest]
+        prefix, first, *rest = real(*args)
+        return [prefix, [(keys, values.roll(1, dims=1)) for keys, values in first], *rest]
 
-    monkeypatch.setattr(kvrag.model.trial, "encode_chunks", mixed)
-    assert {"1", "2"} <= failed(prove(CausalLM(tiny_model())))
+    monkeypatch.setattr(kvrag.model.proof, "encode", mixed)
+    assert "2" in failed(prove(CausalLM(tiny_model())))
 
 
-def test_a_repair_that_forgets_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kvrag.model.trial.repair
+def test_a_forward_that_forgets_to_write_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Forward.update
 
-    def lazy(lm: Any, buffer: Any, layout: Layout, ids: Any, selected: torch.Tensor, **options: Any) -> torch.Tensor:
-        return real(lm, buffer, layout, ids, selected[1:], **options)
+    def forgetful(self: Forward, keys: torch.Tensor, values: torch.Tensor, layer: int, *others: Any) -> Any:
+        before = self._kv.layers[layer][0][:, :, 5].clone()
+        found = real(self, keys, values, layer, *others)
+        self._kv.layers[layer][0][:, :, 5] = before
+        return found
 
-    monkeypatch.setattr(kvrag.model.trial, "repair", lazy)
-    assert "1" in failed(prove(CausalLM(tiny_model())))
+    lm = CausalLM(tiny_model())
+    monkeypatch.setattr(Forward, "update", forgetful)
+    assert "1" in failed(prove(lm))
 
 
 def test_weights_that_are_not_finite_prove_nothing() -> None:
@@ -215,7 +218,7 @@ def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Proof], 
             calls.append(1)
             return result
 
-        monkeypatch.setattr(kvrag.model.acceptance, "prove", fake)
+        monkeypatch.setattr(kvrag.model.load, "prove", fake)
         return calls
 
     return install
@@ -258,7 +261,7 @@ def test_a_proof_that_cannot_run_refuses_reuse(monkeypatch: pytest.MonkeyPatch, 
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kvrag.model.acceptance, "prove", broken)
+    monkeypatch.setattr(kvrag.model.load, "prove", broken)
     engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer)
     assert "its proof could not run (RuntimeError: no kernel for this)" in (
         engine.prefill("Who?").fallback_reason or ""
@@ -269,8 +272,8 @@ def test_a_model_whose_probing_fails_is_refused(monkeypatch: pytest.MonkeyPatch,
     def broken(model: Any) -> CausalLM:
         raise AttributeError("no such layer")
 
-    monkeypatch.setattr(kvrag.model.acceptance, "CausalLM", broken)
-    lm = kvrag.model.acceptance.accept(tiny_model())
+    monkeypatch.setattr(kvrag.model.load, "CausalLM", broken)
+    lm = kvrag.model.load.accept(tiny_model())
     assert isinstance(lm, PlainLM)
     assert "could not be probed (AttributeError: no such layer)" in lm.refusal
 
@@ -319,12 +322,12 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPa
     eager = tiny_model()
     eager.config._attn_implementation = "eager"
     names.append(proof_file(CausalLM(eager), "one"))
-    for target, value in ((kvrag, "__version__"), (torch, "__version__"), (kvrag.model.acceptance, "PROOF_VERSION")):
+    for target, value in ((kvrag, "__version__"), (torch, "__version__"), (kvrag.model.load, "PROOF_VERSION")):
         with monkeypatch.context() as patch:
             patch.setattr(target, value, "another")
             names.append(proof_file(lm, "one"))
     with monkeypatch.context() as patch:
-        patch.setattr(kvrag.model.acceptance, "_installed", lambda package: "another")
+        patch.setattr(kvrag.model.load, "_installed", lambda package: "another")
         names.append(proof_file(lm, "one"))
     assert len(set(names)) == len(names)
     assert proof_file(lm, "one") == names[0]

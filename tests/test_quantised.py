@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Q
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, UnsupportedModelError
 from kvrag.identity.model import describe, weights_digest
-from kvrag.identity.tensors import is_packed, leaves
-from kvrag.identity.weights import files_digest
+from kvrag.identity.weights import files_digest, is_packed, leaves
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
@@ -100,7 +99,7 @@ def test_each_method_and_width_has_its_own_fingerprint(method: Any, bits: int, b
     prints = {plain.fingerprint, eight.fingerprint}
     for other in (method(4).to_dict(), {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}):
         config.quantization_config = other
-        prints.add(describe(eight.lm.model, eight.encoder.tokenizer, "files:1").fingerprint)
+        prints.add(describe(eight.lm.model, eight.encoder, "files:1").fingerprint)
     assert len(prints) == 5
 
 

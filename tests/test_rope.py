@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvrag.model import CausalLM
+from kvrag.model.rows import Rows
 from kvrag.testing.models import TINY, tiny_model
 
 
@@ -78,7 +79,7 @@ def test_cached_keys_turned_back_are_the_captured_ones(name: str) -> None:
 
     def captured() -> dict[int, torch.Tensor]:
         with lm.capture() as keys:
-            lm.forward(ids, slice(0, 40), lm.buffer(40), logits=0)
+            lm.forward(ids, Rows.span(0, 40), lm.buffer(40), logits=0)
         return keys
 
     hooked = captured()

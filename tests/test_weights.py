@@ -1,21 +1,18 @@
-"""Where weights come from: hashed by content, remembered by path, size, times and inode, never believed when in doubt."""
+"""Where weights come from: hashed by content, remembered by path, size, times and inode, and hashed again when in doubt."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import kvrag.identity.weights
 from kvrag import KVRagEngine
+from kvrag.identity import weights
 from kvrag.identity.weights import CACHE_VARIABLE, cache_dir, files_digest, source_identity
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
@@ -26,48 +23,42 @@ SIZE = 2**20 + 5
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of its own."""
+    """The folder of remembered digests, in a cache directory of this test; files need no age to be remembered."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache" / "file-digests.json"
+    monkeypatch.setattr(weights, "_RACE_NS", -(10**12))
+    return tmp_path / "cache" / "file-digests"
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose content is read."""
     seen: list[str] = []
-    real = kvrag.identity.weights.hashlib.file_digest
+    real = weights.hashlib.file_digest
 
     def counting(stream: Any, name: str) -> Any:
         seen.append(Path(stream.name).name)
         return real(stream, name)
 
-    monkeypatch.setattr(kvrag.identity.weights.hashlib, "file_digest", counting)
+    monkeypatch.setattr(weights.hashlib, "file_digest", counting)
     return seen
 
 
-def make_file(path: Path, fill: bytes = b"a", *, age_s: int = 3600) -> Path:
+def make_file(path: Path, fill: bytes = b"a", *, size: int = SIZE) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(fill * SIZE)
-    settle(path, age_s)
+    path.write_bytes(fill * size)
     return path
 
 
-def settle(path: Path, age_s: int = 3600) -> None:
-    """Give a file a time in the past; its inode's time can't be set, so the tests look away from the race."""
-    then = time.time_ns() - age_s * 10**9
-    os.utime(path, ns=(then, then))
-
-
-@pytest.fixture(autouse=True)
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.identity.weights, "_RACE_NS", -(10**12))
-
-
-def test_a_large_file_is_hashed_once(tmp_path: Path, reads: list[str]) -> None:
+def test_a_large_file_is_hashed_once_and_the_time_is_logged(
+    tmp_path: Path, reads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     file = make_file(tmp_path / "m" / "model.safetensors")
-    first = files_digest([file])
-    assert files_digest([file]) == first
+    with caplog.at_level(logging.INFO, logger="kvrag.identity.weights"):
+        assert files_digest([file]) == files_digest([file])
     assert reads == ["model.safetensors"]
+    (line,) = caplog.messages
+    assert line.startswith("hashed 1.0 of 1.0 MB")
+    assert line.endswith(" s")
 
 
 @pytest.mark.parametrize("change", ["content", "size", "mtime", "inode"])
@@ -80,110 +71,63 @@ def test_a_changed_file_is_hashed_again(change: str, tmp_path: Path, reads: list
     elif change == "size":
         file.write_bytes(b"a" * (SIZE + 1))
     elif change == "mtime":
-        settle(file, age_s=7200)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns - 10**12))
     else:
-        make_file(tmp_path / "other", b"c")
-        os.replace(tmp_path / "other", file)
-    after = files_digest([file])
+        os.replace(make_file(tmp_path / "other", b"c"), file)
+    assert (files_digest([file]) == before) is (change == "mtime")
     assert len(reads) == 2
-    assert (after == before) is (change == "mtime")
 
 
-def test_what_changes_while_it_is_read_is_not_remembered(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", ["changed while read", "changed a moment ago", "small"])
+def test_what_may_change_unseen_and_what_is_small_is_not_remembered(
+    case: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = make_file(tmp_path / "model.safetensors")
-    real = kvrag.identity.weights.hashlib.file_digest
-
-    def touched(stream: Any, name: str) -> Any:
-        os.utime(file)
-        return real(stream, name)
-
-    monkeypatch.setattr(kvrag.identity.weights.hashlib, "file_digest", touched)
+    file = make_file(tmp_path / "model.safetensors", size=1 if case == "small" else SIZE)
+    if case == "changed a moment ago":  # a second change within one tick of the clock would leave no trace
+        monkeypatch.setattr(weights, "_RACE_NS", 2 * 10**9)
+    elif case == "changed while read":
+        real = weights.hashlib.file_digest
+        monkeypatch.setattr(weights.hashlib, "file_digest", lambda *args: (os.utime(file), real(*args))[1])
     files_digest([file])
     assert not cache.exists()
 
 
-def test_what_was_changed_a_moment_ago_is_not_remembered(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second change within one tick of the clock would leave no trace."""
-    monkeypatch.setattr(kvrag.identity.weights, "_RACE_NS", 2 * 10**9)
-    files_digest([make_file(tmp_path / "model.safetensors", age_s=0)])
-    assert not cache.exists()
-
-
-def test_small_files_are_not_remembered(tmp_path: Path, cache: Path) -> None:
-    small = tmp_path / "small.safetensors"
-    small.write_bytes(b"x")
-    files_digest([small])
-    assert not cache.exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        "\x00\xff",
-        "[" * 100_000,
-        '{"version": 2, "files": {}}',
-        '{"version": 1, "files": []}',
-        '{"version": 1, "files": {"PATH": 7}}',
-        '{"version": 1, "files": {"PATH": [STAMP, 7]}}',
-        '{"version": 1, "files": {"PATH": [STAMP, "not a digest"]}}',
-        '{"version": 1, "files": {"PATH": ["STAMP", "' + "0" * 64 + '"]}}',
-    ],
-)
-def test_a_damaged_cache_is_computed_again(content: str, tmp_path: Path, cache: Path, reads: list[str]) -> None:
+@pytest.mark.parametrize("content", [b"", b"{", b"\x00\xff", b"not a digest", b"0" * 63, b"0" * 65, b"0" * 64 + b"\n"])
+def test_a_damaged_entry_is_computed_again(content: bytes, tmp_path: Path, cache: Path, reads: list[str]) -> None:
     file = make_file(tmp_path / "model.safetensors")
     expected = files_digest([file])
-    ((path, (stamp, _)),) = json.loads(cache.read_text())["files"].items()
-    cache.write_text(content.replace("PATH", path).replace("STAMP", json.dumps(stamp)))
-    assert files_digest([file]) == expected
-    assert len(reads) == 2
-    assert files_digest([file]) == expected
-    assert len(reads) == 2, "and remembered"
+    (entry,) = cache.iterdir()
+    entry.write_bytes(content)
+    assert files_digest([file]) == files_digest([file]) == expected
+    assert len(reads) == 2, "hashed again once, and remembered"
 
 
-def test_the_cache_is_private_and_whole(tmp_path: Path, cache: Path) -> None:
-    files_digest([make_file(tmp_path / "model.safetensors")])
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o600
-    assert stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
-    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
-
-
-def test_what_others_remembered_stays(tmp_path: Path, cache: Path) -> None:
-    files = [make_file(tmp_path / f"{i}.safetensors", bytes([i])) for i in range(8)]
-    for file in files[:2]:
-        files_digest([file])
-    assert len(json.loads(cache.read_text())["files"]) == 2
-    threads = [threading.Thread(target=files_digest, args=([file],)) for file in files]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert json.loads(cache.read_text())["version"] == 1, "never half written"
-
-
-def test_the_cache_does_not_grow_without_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.identity.weights, "_MAX_ENTRIES", 3)
+def test_the_cache_is_private_and_bounded(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MAX_REMEMBERED", 3)
     for i in range(5):
         files_digest([make_file(tmp_path / f"{i}.safetensors")])
-    kept = [Path(path).stem for path in json.loads(cache.read_text())["files"]]
-    assert kept == ["2", "3", "4"]
+    kept = list(cache.iterdir())
+    assert len(kept) == 3
+    assert {stat.S_IMODE(file.stat().st_mode) for file in kept} == {0o600}
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (cache, cache.parent)} == {0o700}
 
 
 def test_without_a_place_for_the_cache_files_are_hashed_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
 ) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    monkeypatch.setenv(CACHE_VARIABLE, str(blocked / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(make_file(tmp_path / "in the way", size=1) / "cache"))
     file = make_file(tmp_path / "model.safetensors")
     assert files_digest([file]) == files_digest([file])
     assert len(reads) == 2
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights.os, "replace", full)
+    assert files_digest([make_file(tmp_path / "model.safetensors")])
+    assert list(cache.iterdir()) == []
 
 
 def test_the_cache_follows_the_users_conventions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -200,21 +144,10 @@ def test_no_home_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(kvrag.identity.weights.Path, "home", homeless)
-    assert files_digest([make_file(tmp_path / "model.safetensors")]).startswith("files:")
+    monkeypatch.setattr(weights.Path, "home", homeless)
     engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model"))
     assert engine.generate("Who?", max_new_tokens=1).token_ids, "the proof was made, and kept for this process"
     assert cache_dir().stat().st_mode & 0o777 == 0o700
-
-
-def test_the_time_of_hashing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = make_file(tmp_path / "model.safetensors")
-    with caplog.at_level(logging.INFO, logger="kvrag.identity.weights"):
-        files_digest([file])
-        files_digest([file])
-    assert [record.levelname for record in caplog.records] == ["INFO"], "said once: the second time nothing is hashed"
-    assert "hashed 1.0 of 1.0 MB" in caplog.text
-    assert " s" in caplog.text
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where everything stands in one prompt: integers only, decided once, before any tensor moves.
+"""The segments of one prompt: integers only, decided before any tensor moves.
 
 ::
 
@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from kvrag.prompt.plan import Plan
+from kvrag.types import ChunkIdentity
 
 Kind = Literal["prefix", "chunk", "live"]
 
@@ -29,7 +32,7 @@ class Segment:
     exact
         Whether the rows' KV equals a full prefill's without repair. Live rows are computed, not exact.
     source
-        Index into the loaded KVs; -1 for live rows.
+        Index into :attr:`~kvrag.prompt.plan.Plan.identities`; -1 for live rows.
     is_mismatched
         Whether the chunk was encoded behind another prefix than this prompt has.
     """
@@ -76,12 +79,12 @@ class Layout:
     @property
     def num_live(self) -> int:
         """Rows to compute in any case."""
-        return sum(s.num_rows for s in self.live)
+        return num_rows_of(self.live)
 
     @property
     def num_suffix(self) -> int:
         """Rows after the last reused segment: the question and the template's tail."""
-        return self.num_tokens - max((s.stop for s in self.reused), default=0)
+        return self.num_tokens - max([s.stop for s in self.reused], default=0)
 
     @property
     def is_exact(self) -> bool:
@@ -89,7 +92,7 @@ class Layout:
         return not self.stale
 
     def only_exact_head(self) -> Layout:
-        """Return the layout that reuses no more than the leading exact segments; the rest is computed."""
+        """Return the layout that reuses only the leading exact segments."""
         head: list[Segment] = []
         for segment in self.segments:
             if segment.kind == "live" or not segment.exact:
@@ -97,6 +100,13 @@ class Layout:
             head.append(segment)
         start = head[-1].stop if head else 0
         return Layout((*head, Segment(start, self.num_tokens, "live")))
+
+    def without(self, sources: Collection[int]) -> Layout:
+        """Return the layout that computes the segments of these sources.
+
+        An exact chunk stays exact without its prefix's KV: the prefix is computed then, as in a full prefill.
+        """
+        return Layout(tuple([Segment(s.start, s.stop, "live") if s.source in sources else s for s in self.segments]))
 
 
 def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
@@ -106,16 +116,34 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
     """
     placed: list[Segment] = []
     start = 0
-    for length, kind, exact, source, is_mismatched in segments:
+    for length, *fields in segments:
         if length:
-            placed.append(Segment(start, start + length, kind, exact, source, is_mismatched))
+            placed.append(Segment(start, start + length, *fields))
             start += length
     last = placed.pop()
     if last.kind != "live":
         if last.num_rows > 1:
-            placed.append(Segment(last.start, last.stop - 1, last.kind, last.exact, last.source, last.is_mismatched))
+            placed.append(replace(last, stop=last.stop - 1))
         last = Segment(last.stop - 1, last.stop, "live")
     return Layout((*placed, last))
+
+
+def lay_out(plan: Plan) -> Layout:
+    """Lay a plan out with all the reuse that is possible."""
+    sources: dict[ChunkIdentity, int] = {identity: index for index, identity in enumerate(plan.identities)}
+    entries: list[tuple[int, Kind, bool, int, bool]] = []
+    for index, piece in enumerate(plan.pieces):
+        if piece.identity is None:
+            entries.append((len(piece.ids), "live", False, -1, False))
+            continue
+        kind: Kind = "prefix" if index == 0 and piece.piece.kind == "live" else "chunk"
+        entries.append((len(piece.ids), kind, piece.is_exact, sources[piece.identity], piece.is_mismatched))
+    return place(entries)
+
+
+def num_rows_of(segments: Iterable[Segment]) -> int:
+    """Return the number of rows of segments."""
+    return sum([s.stop - s.start for s in segments])
 
 
 def rows_of(segments: Sequence[Segment]) -> torch.Tensor:

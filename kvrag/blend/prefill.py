@@ -1,4 +1,4 @@
-"""The query-time stages in their order, for one planned prompt: load, stitch, select, repair. Ends with the first token's logits."""
+"""The query-time stages in their order, for one planned prompt: decide, load, stitch, select, repair. Ends with the first token's logits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvrag.blend.decide import because, decide
-from kvrag.blend.layout import Layout
+from kvrag.blend.decide import because, decide, decide_plan
+from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.repair import deviation, may_shift, probe, repair
-from kvrag.blend.select import select_rows, strategy_of
+from kvrag.blend.select import needs_of, select_rows
 from kvrag.blend.stitch import stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
@@ -21,10 +21,10 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.model import CausalLM
 from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import Extend, PlainLM
-from kvrag.prompt.plan import Plan, lay_out, why_inexact
+from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
 from kvrag.store.layers import parts
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Prefilled:
 
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, ``buffer`` holds the prompt's KV (``None`` where
     the model keeps it in a cache of its own); the counts and ``exactness`` are those of :class:`~kvrag.types.Accounting`. ``missed`` may be
-    written back.
+    stored after the answer.
     """
 
     extend: Extend
@@ -61,66 +61,34 @@ class Prefilled:
     num_repaired: int
     num_live: int
     exactness: Exactness
-    loaded_bytes: int
     fallback_reason: str | None
-    has_other_prefix: bool
-    missed: Missed | None = None
+    loaded_bytes: int = 0
+    has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
+    missed: Missed | None = None
 
 
-def load(
-    identities: list[ChunkIdentity], store: TieredStore, *, timeout_s: float
-) -> tuple[dict[ChunkIdentity, ChunkKV | None], list[Hole]]:
-    """Load chunks; what is late, damaged or gone is ``None`` and a hole, and so is everything if the store breaks."""
-    try:
-        got = store.get_many(identities, timeout_s=timeout_s)
-    except Exception as error:  # a fault below costs time, never the answer
-        logger.warning("the KV store failed to load (%s); computing instead", error)
-        got = [Hole(chunk_key(identity), "unreadable", None) for identity in identities]
-    pairs = list(zip(identities, got, strict=True))
-    return {i: kv if isinstance(kv, ChunkKV) else None for i, kv in pairs}, [h for _, h in pairs if isinstance(h, Hole)]
+def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
+    """Return why stored KV can't be used for prompt and answer of ``total`` tokens, or ``None`` where it can."""
+    if isinstance(model, PlainLM):
+        return model.refusal
+    if total <= model.reuse_window:
+        return None
+    return f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}"
 
 
-def in_words(holes: Sequence[Hole]) -> str | None:
-    """Say which chunks could not be loaded, and why; ``None`` if there are none."""
-    what = "; ".join(map(str, holes))
-    return (
-        f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
-        if holes
-        else None
-    )
-
-
-def _drop_misfits(loaded: dict[ChunkIdentity, ChunkKV | None], shapes: list[LayerShape]) -> set[ChunkKey]:
-    """Drop chunks that have not the model's layers, and return their keys: without a MAC, anyone who can write to a store can lie."""
-    misfits = {identity for identity, kv in loaded.items() if kv is not None and not _fits(kv, identity, shapes)}
-    for identity in misfits:
-        loaded[identity] = None
-        logger.warning(
-            "a stored chunk has not the layers of the model, and is computed; delete it: %s", chunk_key(identity)
-        )
-    return set(map(chunk_key, misfits))
-
-
-def _fits(kv: ChunkKV, identity: ChunkIdentity, shapes: list[LayerShape]) -> bool:
-    if len(kv.layers) != len(shapes):
-        return False
-    for layer, shape in zip(kv.layers, shapes, strict=True):
-        rows = shape.num_heads, len(identity.token_ids)
-        wanted = [(*rows, shape.key_dim), (*rows, shape.value_dim)]
-        if layer.scales is not None:
-            try:
-                wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, wanted[0], wanted[1])]
-            except StoreError:
-                return False
-        if [tuple(tensor.shape) for tensor in layer.tensors] != wanted:
-            return False
-    return True
+def outcome_of(plan: Plan, mode: Mode, config: RepairConfig, model: CausalLM | PlainLM) -> tuple[Mode, str | None]:
+    """Return the mode that a plan comes to if all its KV can be loaded, and why it is less than was asked for."""
+    num_layers = 1 if isinstance(model, PlainLM) else model.num_layers
+    layout, reason = decide_plan(plan, mode, config, num_layers=num_layers)
+    if not layout.reused:
+        return "full", reason
+    return "prefix" if layout.is_exact and plan.kv_dtype == "auto" else "stitch", reason
 
 
 def prefill(
-    model: CausalLM,
+    model: CausalLM | PlainLM,
     store: TieredStore,
     plan: Plan,
     *,
@@ -130,7 +98,7 @@ def prefill(
     load_timeout_s: float,
     clock: Clock,
 ) -> Prefilled:
-    """Bring a prompt's KV into a buffer with room for the answer, by as much reuse as the mode allows and pays.
+    """Prefill a prompt, with room for the answer, by as much reuse as the mode allows and pays.
 
     Parameters
     ----------
@@ -147,103 +115,110 @@ def prefill(
     clock
         Collects milliseconds per stage.
     """
-    refused = None if mode == "full" else too_long_to_reuse(model, len(plan.token_ids) + max_new_tokens)
-    refused = refused or why_inexact(plan, mode)
-    mode = "full" if refused else mode
-    wanted = decide(lay_out(plan, _present(plan))[0], mode, config, num_layers=model.num_layers)[0]
-    loaded: dict[ChunkIdentity, ChunkKV | None] = {}
-    holes: list[Hole] = []
-    if wanted.reused:  # nothing is read for a prompt that will be prefilled anyway
+    ids = torch.tensor(plan.token_ids)
+    if isinstance(model, PlainLM):
+        with clock.stage("prefill"):
+            logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
+            _wait_for(logits)
+        return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal)
+    layout, reason = decide_plan(plan, mode, config, num_layers=model.num_layers)
+    kvs: list[ChunkKV] = []
+    holes: dict[int, Hole] = {}
+    if layout.reused:  # nothing is read for a prompt that will be prefilled anyway
         with clock.stage("load"):
-            needed = [plan.identities[segment.source] for segment in wanted.reused]
-            loaded, holes = load(list(dict.fromkeys(needed)), store, timeout_s=load_timeout_s)
-            holes += [Hole(key, "damaged", None) for key in _drop_misfits(loaded, model.shapes)]
-    possible, kvs = lay_out(plan, loaded if wanted.reused else _present(plan))
-    layout, reason = decide(possible, mode, config, num_layers=model.num_layers)
-    if mode != "full":
-        reason = because(in_words(holes), because(plan.fault, reason))
-    token_ids = plan.token_ids
+            kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=load_timeout_s)
+    if holes:
+        layout, also = decide(layout.without(holes), mode, config, num_layers=model.num_layers)
+        reason = because(because(in_words(list(holes.values())), also), reason)
+    loaded_bytes = sum([kv.num_bytes for kv in kvs]) if layout.reused else 0
+    dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
-    num_bytes = sum(kv.num_bytes for kv in kvs) if layout.reused else 0
-    used_dtypes = {kvs[segment.source].kv_dtype for segment in layout.reused}
-    loaded.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
-    selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(token_ids), config, clock)
-    num_stale = sum(s.num_rows for s in layout.stale)
-    # Otherwise every row was computed, whatever was loaded.
-    has_cached = sum(s.num_rows for s in layout.reused) > len(selected)
-    kv_dtype: KVDtype = next((d for d in used_dtypes if d != "auto" and has_cached), "auto")
-    is_exact = len(selected) == num_stale and kv_dtype == "auto"
-    exactness: Exactness = "full" if not layout.reused else "exact" if is_exact else "repaired"
+    selected, logits = _blend(model, buffer, layout, kvs, ids, config, clock)
+    # Where every row was computed, whatever was loaded, nothing rounded is left.
+    has_cached = num_rows_of(layout.reused) > len(selected)
+    kv_dtype: KVDtype = dtypes.pop() if dtypes and has_cached else "auto"
+    is_exact = kv_dtype == "auto" and len(selected) == num_rows_of(layout.stale)
     return Prefilled(
-        extend=_extension(model, buffer),
+        extend=model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
-        token_ids=token_ids,
+        token_ids=plan.token_ids,
         num_repaired=len(selected),
         num_live=layout.num_live,
-        exactness=exactness,
-        loaded_bytes=num_bytes,
-        fallback_reason=refused or reason,
-        has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
-        holes=tuple(holes),
+        exactness="full" if not layout.reused else "exact" if is_exact else "repaired",
+        fallback_reason=reason,
+        loaded_bytes=loaded_bytes,
+        has_other_prefix=any([segment.is_mismatched for segment in layout.stale]),
+        holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
     )
 
 
-def too_long_to_reuse(model: CausalLM, total: int) -> str | None:
-    """Return why stored KV does not hold for prompt and answer of ``total`` tokens, or ``None`` where it does."""
-    if total <= model.reuse_window:
-        return None
-    return f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}"
+def in_words(holes: Sequence[Hole]) -> str:
+    """Say which chunks could not be loaded, and why."""
+    what = "; ".join(map(str, holes))
+    return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
 
 
-def prefill_plain(model: PlainLM, plan: Plan, *, max_new_tokens: int, clock: Clock) -> Prefilled:
-    """Bring a prompt through a model whose KV is not reused.
+def _load(
+    identities: list[ChunkIdentity],
+    layout: Layout,
+    store: TieredStore,
+    shapes: Sequence[LayerShape],
+    *,
+    timeout_s: float,
+) -> tuple[list[ChunkKV], dict[int, Hole]]:
+    """Load what a layout reuses.
 
-    Parameters
-    ----------
-    model
-        Where forwards come from, and why nothing is reused.
-    plan, max_new_tokens, clock
-        As for :func:`prefill`.
+    Returns
+    -------
+    kvs : list of ChunkKV
+        Indexed by ``segment.source``; empty where nothing was needed or loaded.
+    holes : dict
+        Source → why it was not loaded.
     """
-    token_ids = plan.token_ids
-    with clock.stage("prefill"):
-        logits, extend = model.prefill(torch.tensor(token_ids), max_new_tokens=max_new_tokens)
-        _wait_for(logits)
-    return Prefilled(
-        extend=extend,
-        buffer=None,
-        logits=logits,
-        token_ids=token_ids,
-        num_repaired=0,
-        num_live=len(token_ids),
-        exactness="full",
-        loaded_bytes=0,
-        fallback_reason=model.refusal,
-        has_other_prefix=False,
-    )
+    sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
+    wanted = [identities[source] for source in sources]
+    try:
+        found: list[ChunkKV | Hole] = store.get_many(wanted, timeout_s=timeout_s)
+    except Exception as error:  # a fault below costs time, never the answer
+        logger.warning("the KV store failed to load (%s); computing instead", error)
+        found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
+    kvs, holes = [ChunkKV(())] * len(identities), {}
+    for source, identity, kv in zip(sources, wanted, found, strict=True):
+        if isinstance(kv, Hole):
+            holes[source] = kv
+        elif _fits(kv, len(identity.token_ids), shapes):
+            kvs[source] = kv
+        else:  # anyone who can write to a store that is not encrypted can lie
+            holes[source] = Hole(key := chunk_key(identity), "damaged", None)
+            logger.warning("a stored chunk does not match the model's layers; recomputing. Delete it: %s", key)
+    return kvs, holes
 
 
-def _extension(model: CausalLM, buffer: KVBuffer) -> Extend:
-    """Return what computes the rows after the last valid one of a buffer."""
-
-    def extend(ids: torch.Tensor) -> torch.Tensor:
-        rows = slice(buffer.length, buffer.length + len(ids))
-        return model.forward(ids, rows, buffer, logits=len(ids))[0][0]
-
-    return extend
+def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
+    """Return whether a chunk has the model's layers, heads and head dims."""
+    if len(kv.layers) != len(shapes):
+        return False
+    for layer, shape in zip(kv.layers, shapes, strict=True):
+        keys, values = ((shape.num_heads, num_tokens, dim) for dim in (shape.key_dim, shape.value_dim))
+        if layer.scales is None:
+            if (layer.keys.shape, layer.values.shape) != (keys, values):
+                return False
+            continue
+        try:
+            wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)]
+        except StoreError:
+            return False
+        if [tensor.shape for tensor in layer.tensors] != wanted:
+            return False
+    return True
 
 
 def _wait_for(logits: torch.Tensor) -> None:
     """Wait for the device, so that a stage's time is its own."""
     if logits.is_cuda:
         torch.cuda.synchronize(logits.device)
-
-
-def _present(plan: Plan) -> dict[ChunkIdentity, ChunkKV | None]:
-    """Stand-ins for KV that the index promises: enough to lay out and decide before anything is read."""
-    return {identity: ChunkKV(()) for identity in plan.identities}
 
 
 def _blend(
@@ -257,7 +232,7 @@ def _blend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
     rotary = stored = selected = None
-    needs = strategy_of(config).needs if layout.stale else frozenset()
+    needs = needs_of(layout, config)
     if not needs:  # what will be computed is known: it need not be stitched
         with clock.stage("select"):
             selected = select_rows(layout, config)
@@ -265,7 +240,7 @@ def _blend(
         with clock.stage("stitch"):
             rotary, keep = model.rotary(layout.num_tokens), may_shift(layout, selected, config.shift)
             stored = stitch(buffer, layout, kvs, rotary, skip=None if keep else selected, keep=keep)
-    kvs.clear()
+    kvs.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     if selected is None:
         with clock.stage("select"):
             mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None

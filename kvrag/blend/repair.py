@@ -16,6 +16,7 @@ from kvrag.blend.layout import Layout, Segment, mask_of, rows_of
 from kvrag.model import CausalLM, StopForward
 from kvrag.model.kv import KVBuffer
 from kvrag.model.rope import Rotations
+from kvrag.model.rows import Rows
 
 SHIFT_SKIP = 4
 """Head rows of a chunk that don't count towards its mean change: as former attention sinks they change in a way of their own."""
@@ -57,7 +58,7 @@ def probe(
     rows = rows_of(layout.live).to(model.device)
     layers = probed_layers(span, model.num_layers)
     _, mass = model.forward(
-        token_ids[rows.cpu()], rows, buffer, logits=0, mass_rows=layout.num_suffix, mass_layers=layers
+        token_ids[rows.cpu()], Rows.at(rows), buffer, logits=0, mass_rows=layout.num_suffix, mass_layers=layers
     )
     assert mass is not None
     return mass.cpu()
@@ -87,11 +88,7 @@ def deviation(
             values.copy_(fresh_values)
             raise StopForward
 
-    buffer.before_write = compare
-    try:
-        model.forward(token_ids, slice(0, layout.num_tokens), buffer, logits=0)
-    finally:
-        buffer.before_write = None
+    model.forward(token_ids, Rows.span(0, layout.num_tokens), buffer, logits=0, before_write=compare)
     return found[0].cpu()
 
 
@@ -238,11 +235,7 @@ def repair(
         Logits ``(vocab,)`` of the prompt's last row, in the model's dtype.
     """
     rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values.to(model.device)
-    is_whole = len(rows) == layout.num_tokens
-    if rotary is not None and not is_whole:
-        buffer.before_write = residual_shift(layout, rows, shift, rotary, place_again)
-    try:
-        logits, _ = model.forward(token_ids[rows.cpu()], slice(0, len(rows)) if is_whole else rows, buffer)
-    finally:
-        buffer.before_write = None
-    return logits[0, -1]
+    if len(rows) == layout.num_tokens:
+        return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
+    shifting = None if rotary is None else residual_shift(layout, rows, shift, rotary, place_again)
+    return model.forward(token_ids[rows.cpu()], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]

@@ -69,7 +69,6 @@ def stitch(
         stitcher.place_all(layout, kvs, skip=skip, keep=is_kept)
     if device.type == "cuda":  # what is read next may take the pinned memory that these copies are from
         torch.cuda.current_stream(device).synchronize()
-    buffer.length = layout.num_tokens
     return stitcher if stitcher is not None and stitcher.has_kept else None
 
 

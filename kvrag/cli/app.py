@@ -15,19 +15,12 @@ from kvrag.errors import KVRagError
 try:
     import typer
 
-    from kvrag.cli.ask import ask
-    from kvrag.cli.demo import demo
+    from kvrag.cli.ask import ask, explain, verify
+    from kvrag.cli.demo import PASS_ON, demo
     from kvrag.cli.estimate import estimate
-    from kvrag.cli.explain import explain
-    from kvrag.cli.export import export
-    from kvrag.cli.fsck import fsck
-    from kvrag.cli.gc import gc
-    from kvrag.cli.import_ import import_
     from kvrag.cli.kernels import app as kernels
     from kvrag.cli.precompute import precompute
-    from kvrag.cli.rm import rm
-    from kvrag.cli.stats import stats
-    from kvrag.cli.verify import verify
+    from kvrag.cli.store import export, fsck, gc, import_, rm, stats
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
         raise
@@ -61,7 +54,8 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="kvrag", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for command in (demo, precompute, ask, explain, verify, estimate, stats, fsck, gc, rm, export):
+app.command(context_settings=PASS_ON)(demo)
+for command in (precompute, ask, explain, verify, estimate, stats, fsck, gc, rm, export):
     app.command()(command)
 app.command("import")(import_)
 app.add_typer(kernels)

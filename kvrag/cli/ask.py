@@ -1,46 +1,44 @@
-"""``kvrag ask``: answer one prompt, and say how the answer was made."""
+"""``kvrag ask | explain | verify``: answer a prompt, show what of it is known, compare reuse with full prefill."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
+from kvrag.cli.documents import STDIN, read_documents, read_prompt, read_prompts
 from kvrag.cli.options import (
-    DEFAULT_KV_DIR,
+    ENGINE,
+    MAYBE_ENGINE,
+    REPAIR,
+    SAMPLING,
     AsJson,
-    Device,
-    Dtype,
-    KVDir,
-    KVDtypeName,
-    Model,
+    Given,
     ModeName,
-    Namespace,
-    PrefixText,
-    Ratio,
-    Strategy,
-    System,
     open_engine,
-    repair_of,
+    takes,
 )
-from kvrag.cli.output import console, facts, print_json
-from kvrag.cli.prompts import read_prompt
-from kvrag.demo.documents import read_documents
-from kvrag.errors import InputError
+from kvrag.cli.output import console, facts, grid, print_json, progress
+from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.estimate import human_bytes
 
 if TYPE_CHECKING:
-    from kvrag.engine import KVRagEngine
-    from kvrag.generate.streams import TokenStream
+    from kvrag.model.proof import Proof
     from kvrag.prompt.template import Prompt
-    from kvrag.types import GenerationResult
+    from kvrag.types import ExplainedSpan, GenerationResult, VerifyReport
+
+# -- ask ---------------------------------------------------------------------------------------------------------------
 
 
+@takes(ENGINE, REPAIR, SAMPLING)
 def ask(
-    model: Model,
+    engine: Given,
+    repair: Given,
+    sampling: Given,
     question: Annotated[str | None, typer.Argument(help="The question; or use --prompt-file.")] = None,
     context: Annotated[
         list[Path] | None,
@@ -50,17 +48,6 @@ def ask(
         Path | None,
         typer.Option("--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Upper bound of answer tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    kv_dir: KVDir = DEFAULT_KV_DIR,
-    prefix: PrefixText = None,
-    system: System = None,
-    namespace: Namespace = "default",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    kv_dtype: KVDtypeName = "auto",
-    ratio: Ratio = None,
-    strategy: Strategy = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -69,41 +56,31 @@ def ask(
         raise InputError("pass either a question or --prompt-file")
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
-    repair = repair_of(strategy, ratio)
-    engine = open_engine(
-        model,
-        kv_dir,
-        prefix=prefix,
-        system=system,
-        namespace=namespace,
-        dtype=dtype,
-        device=device,
-        repair=repair,
-        kv_dtype=kv_dtype,
-    )
-    prompt = given if question is None or given is not None else _prompt(engine, question, texts, prefix, system)
-    assert prompt is not None, "one of the two was given"
-    result = _show(engine.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, mode=mode), as_json)
-    engine.close()
-    if not as_json:
-        console(err=True).print(made(result))  # the answer alone stands on standard output
-
-
-def _show(stream: TokenStream, as_json: bool) -> GenerationResult:
-    """Print an answer as it comes, or all about it when it is complete."""
-    for piece in stream:
-        if not as_json:
-            typer.echo(piece, nl=False)
-    result = stream.result
+    with closing(open_engine(engine, repair=repair)) as opened:
+        prompt = _prompt_of(question, texts, opened.tokenizer, engine) if given is None else given
+        stream = opened.stream(prompt, mode=mode, **sampling)
+        for piece in stream:
+            if not as_json:
+                typer.echo(piece, nl=False)
     if as_json:
-        print_json({name: value for name, value in asdict(result).items() if name != "prompt_ids"})
-    else:
-        typer.echo()
-    return result
+        print_json({name: value for name, value in asdict(stream.result).items() if name != "prompt_ids"})
+        return
+    typer.echo()
+    # The answer alone stands on standard output.
+    console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
 
 
-def made(result: GenerationResult) -> Table:
-    """Make the table that says how an answer was made."""
+def _prompt_of(question: str | None, texts: list[str], tokenizer: Any, engine: Given) -> Prompt:
+    """Put the context before the question: as chat messages where the model has a template and no prefix is given as text."""
+    body = "\n\n".join([*texts, f"Question: {question}" if texts else str(question)])
+    prefix, system = engine.get("prefix"), engine.get("system")
+    if prefix is not None or not getattr(tokenizer, "chat_template", None):
+        return f"{prefix or ''}{body}"
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": body}]
+
+
+def _accounting(result: GenerationResult) -> dict[str, object]:
     rows: dict[str, object] = {
         "exactness": result.exactness,
         "prompt": f"{result.prompt_tokens} tokens: {result.cached_tokens} reused, {result.repaired_tokens} repaired, "
@@ -117,13 +94,188 @@ def made(result: GenerationResult) -> Table:
         rows["stored KV"] = f"rounded to {result.kv_dtype}"
     if result.fallback_reason:
         rows["less reuse because"] = result.fallback_reason
-    return facts("How the answer was made", rows)
+    return rows
 
 
-def _prompt(engine: KVRagEngine, question: str, texts: list[str], prefix: str | None, system: str | None) -> Prompt:
-    """Put the context before the question: as chat messages where the model has a template and no prefix is given as text."""
-    body = "\n\n".join([*texts, f"Question: {question}" if texts else question])
-    if prefix is not None or not getattr(engine.tokenizer, "chat_template", None):
-        return (prefix or "") + body
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": body}]
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+
+@takes(ENGINE, REPAIR)
+def explain(
+    engine: Given,
+    repair: Given,
+    prompt_file: Annotated[
+        Path, typer.Argument(help="The prompt: text, or JSON messages; - is standard input.")
+    ] = STDIN,
+    mode: ModeName = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show the known chunks of a prompt, which have KV, and why the others don't; nothing is computed."""
+    prompt = read_prompt(prompt_file)
+    with closing(open_engine(engine, repair=repair)) as opened:
+        found = opened.explain(prompt, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
+    if as_json:
+        print_json({**asdict(found), "hits": found.hits})
+        return
+    title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
+    columns = {"tokens": True, "kind": False, "KV": False, "text": False, "reason": False}
+    console().print(grid(title, columns, map(_span_cells, found.spans)))
+    for note in found.notes:
+        console().print(note, markup=False)
+
+
+def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
+    state = ("exact" if span.exact else "hit") if span.hit else "computed"
+    return f"{span.start}-{span.stop}", span.kind, state, " ".join(span.text.split())[:48], span.reason or ""
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+@takes(MAYBE_ENGINE, REPAIR)
+def verify(
+    context: typer.Context,
+    engine: Given,
+    repair: Given,
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL | PROMPTS...]",
+            help="A model to prove reuse on; or, with --model, a .jsonl file with one JSON prompt per line, or text files.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the greedy answers compared.")] = 16,
+    max_kl: Annotated[float, typer.Option(help="Pass up to this mean KL at the first token, in nats.")] = 0.1,
+    min_top1: Annotated[float, typer.Option(help="Pass from this share of equal first tokens.")] = 0.8,
+    mode: ModeName = "stitch",
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="Of a model's proof: pass up to this difference of logits; default: the proof's own."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that reuse is exact on a model (kvrag verify MODEL); or answer prompts with reuse and by full prefill, and compare.
+
+    Exit status 1 if the proof fails, if the model is refused, or if the answers differ too much.
+    """
+    source = context.get_parameter_source("model")
+    is_named = source is not None and source.name == "COMMANDLINE"  # not from the environment
+    to_prove, files = _split(what or [], engine.get("model"), is_named=is_named)
+    if to_prove is not None:
+        options: Given = {name: engine[name] for name in ("dtype", "device") if name in engine}
+        is_passed = _prove(to_prove, options, max_error, as_json=as_json)
+    else:
+        prompts = read_prompts(files)
+        with (
+            closing(open_engine(engine, repair=repair)) as opened,
+            progress(f"verifying {len(prompts)} prompt(s), each by full prefill and with reuse ..."),
+        ):
+            limits = {"max_mean_kl": max_kl, "min_top1": min_top1}
+            report = opened.verify(prompts, mode=mode, max_new_tokens=max_new_tokens, **limits)
+        is_passed = report.passed
+        if as_json:
+            print_json(asdict(report))
+        else:
+            _print_report(report, max_kl, min_top1)
+    if not is_passed:
+        raise typer.Exit(1)
+
+
+def _split(what: list[str], model: str | None, *, is_named: bool) -> tuple[str | None, list[Path]]:
+    """Tell a model to prove from prompts to compare on; ``is_named``: ``model`` is ``--model``'s, so every argument is a prompt file."""
+    if not what:
+        if model is None:
+            raise InputError("pass a model to prove reuse on, or prompt files and --model")
+        return model, []
+    if len(what) == 1 and not is_named and (model is None or _looks_like_a_model(Path(what[0]))):
+        return what[0], []
+    if model is None:
+        raise InputError(
+            "which model are the prompts for? pass --model; to prove reuse on a model, pass the model alone"
+        )
+    return None, [Path(name) for name in what]
+
+
+def _looks_like_a_model(path: Path) -> bool:
+    """Whether an argument beside ``KVRAG_MODEL`` is a model: a directory with a config, a GGUF file, or a name of the hub."""
+    is_hub_id = not path.suffix and not path.is_absolute() and len(path.parts) == 2 and not path.exists()
+    return (path / "config.json").is_file() or path.suffix == ".gguf" or is_hub_id
+
+
+def _print_report(report: VerifyReport, max_kl: float, min_top1: float) -> None:
+    def same(is_same: bool) -> str:
+        return "same" if is_same else "differs"
+
+    columns = {"#": True, "KL (nats)": True, "first token": False, "answer": False, "exactness": False, "reused": True}
+    rows = [
+        (n, f"{r.kl:.4f}", same(r.top1), same(r.greedy), r.exactness, f"{r.kv_reuse_ratio:.0%}")
+        for n, r in enumerate(report.rows, start=1)
+    ]
+    totals = {
+        "mean KL": f"{report.mean_kl:.4f} nats (at most {max_kl:g})",
+        "same first token": f"{report.top1_agreement:.0%} (at least {min_top1:.0%})",
+        "same greedy answer": f"{report.greedy_agreement:.0%}",
+        "other ids than the whole text": f"{report.changed_tokens} of {report.prompt_tokens} tokens, "
+        f"at {report.changed_seams} of {report.seams} seams",
+        "result": "passed" if report.passed else "FAILED",
+    }
+    console().print(grid("Reuse against full prefill", columns, rows), facts("All prompts", totals))
+
+
+def _prove(model: str, options: Given, max_error: float | None, *, as_json: bool) -> bool:
+    """Load a model, prove reuse on it again, print the proof; say whether it passed."""
+    with progress(f"loading {model} ..."):
+        from kvrag.model.load import load
+        from kvrag.model.proof import prove
+        from kvrag.model.source import ModelSource
+
+        loaded = load(ModelSource(model, **options, prove="off"))
+    about = {
+        "model": model,
+        "architecture": loaded.lm.model.config.get_text_config().model_type,
+        "dtype": str(loaded.lm.dtype).removeprefix("torch."),
+        "device": str(loaded.lm.device),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("kvrag", "torch", "transformers")),
+    }
+    try:
+        reusable = loaded.reusable
+    except UnsupportedModelError as error:
+        _print_proof({**about, "result": f"REFUSED: {error}"}, None, as_json, is_passed=False)
+        return False
+    with progress("proving that reuse is exact on this model ..."):
+        proof = prove(reusable)
+    is_passed = proof.passed and (max_error is None or proof.max_error <= max_error)
+    about |= {
+        "prompt": f"{proof.tokens} random tokens",
+        "cost": f"{proof.seconds:.2f} s",
+        "a planted mistake would differ by": f"{proof.fault:.2g} in logits",
+    }
+    if not proof.is_conclusive:
+        about["caution"] = "roundings hide a planted mistake in this dtype; prove the model in float32 as well"
+    about |= {f"note {number}": note for number, note in enumerate(proof.notes, start=1)}
+    limit = "" if max_error is None else f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
+    about["result"] = ("passed" if is_passed else "FAILED") + limit
+    _print_proof(about, proof, as_json, is_passed=is_passed)
+    return is_passed
+
+
+def _print_proof(about: dict[str, str], proof: Proof | None, as_json: bool, *, is_passed: bool) -> None:
+    if as_json:
+        shown: dict[str, Any] = {} if proof is None else {"proof": proof.to_dict()}
+        print_json({**about, "passed": is_passed, **shown})
+        return
+    if proof is not None:
+        columns = {
+            "promise": False,
+            "claim": False,
+            "unit": False,
+            "largest difference": True,
+            "allowed": True,
+            "": False,
+        }
+        rows = [
+            (c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", "ok" if c.passed else "FAILED")
+            for c in proof.checks
+        ]
+        console().print(grid("Reuse on this model against transformers' own forward", columns, rows))
+    console().print(facts("The proof", about))

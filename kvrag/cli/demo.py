@@ -1,110 +1,31 @@
-"""``kvrag demo``: real documents and a real small model, every answer made twice."""
+"""``kvrag demo``: run the demo of a checkout."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import shutil
-from functools import partial
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrag.cli.options import Device, Dtype, Namespace, Ratio, Strategy, repair_of
-from kvrag.cli.output import console, progress
-from kvrag.demo.documents import Question, read_documents, read_questions, spread
-from kvrag.demo.parts import example_corpus, packaged_embeddings, packaged_model
-from kvrag.errors import ConfigError, require
+from kvrag.errors import InputError
 
-if TYPE_CHECKING:
-    from kvrag.demo.pipeline import DemoConfig, Pipeline
-
-FRAMEWORKS = {
-    "langchain": ("kvrag.demo.langchain", "LangChainPipeline", "langchain_core", "langchain"),
-    "llama-index": ("kvrag.demo.llama_index", "LlamaIndexPipeline", "llama_index.core", "llama-index"),
-    "none": ("kvrag.demo.direct", "DirectPipeline", "faiss", "demo"),
-}
-"""Name → module and class of the pipeline, the package that it needs, and the extra that brings it."""
-
-GENERAL_QUESTIONS = (
-    "What are these documents about?",
-    "Which names are mentioned, and what do they stand for?",
-    "Which numbers are given, and what do they mean?",
-    "What should a reader remember?",
-)
-"""For a corpus that comes without questions."""
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of the command: its options, ``--help`` too, are the demo's own."""
 
 
-def demo(
-    framework: Annotated[str, typer.Option(help="langchain, llama-index, or none (the engine alone).")] = "langchain",
-    corpus: Annotated[Path | None, typer.Option(help="Folder of texts; default: the examples of the checkout.")] = None,
-    question: Annotated[list[str] | None, typer.Option(help="Ask this instead; may be repeated.")] = None,
-    questions: Annotated[int, typer.Option(min=1, help="How many of the corpus's questions to ask.")] = 8,
-    top_k: Annotated[int, typer.Option(min=1, help="Chunks per question.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")] = 300,
-    kv_dir: Annotated[Path, typer.Option("--kv-dir", help="Where KV is kept between runs.")] = Path(".kvrag-demo"),
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound of answer tokens.")] = 24,
-    repeats: Annotated[int, typer.Option(min=1, help="Time each prompt so often; the best counts.")] = 2,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the KV of earlier runs first.")] = False,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Hub id, directory or .gguf; default: SmolLM2-135M of its package."),
-    ] = None,
-    namespace: Namespace = "default",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    ratio: Ratio = None,
-    strategy: Strategy = None,
-) -> None:
+def demo(context: typer.Context) -> None:
     """Answer questions about real documents twice, by full prefill and with reuse from disk, and compare time and answers."""
-    _check_packages(framework)
-    folder = corpus or example_corpus()
-    documents = read_documents([folder])
-    source, embeddings = model or str(packaged_model()), str(packaged_embeddings())
-    if fresh:
-        _forget(kv_dir)
-    with progress("importing torch and transformers ..."):
-        from kvrag.demo.pipeline import DemoConfig
-        from kvrag.demo.report import print_report
-        from kvrag.demo.run import Sizes, quiet, run_demo
-
-        quiet()
-        options = {"namespace": namespace, "dtype": dtype, "device": device, "repair": repair_of(strategy, ratio)}
-        config = DemoConfig(source, embeddings, kv_dir, top_k, options)
-    asked, sizes, out = _questions(folder, question, questions), Sizes(chunk_tokens, max_new_tokens, repeats), console()
-    make = partial(_pipeline, framework, config)
-    print_report(run_demo(make, documents, asked, kv_dir=kv_dir, sizes=sizes, console=out), out)
-
-
-def _questions(corpus: Path, given: list[str] | None, count: int) -> list[Question]:
-    """Take the questions given, else the corpus's own, else general ones."""
-    if given:
-        return [Question(text) for text in given]
-    return spread(read_questions(corpus), count) or [Question(text) for text in GENERAL_QUESTIONS[:count]]
-
-
-def _pipeline(framework: str, config: DemoConfig) -> Pipeline:
-    module, name, _, _ = FRAMEWORKS[framework]
-    made: Pipeline = getattr(importlib.import_module(module), name)(config)
-    return made
-
-
-def _check_packages(framework: str) -> None:
-    """See that a framework's packages are there before anything takes time."""
-    if framework not in FRAMEWORKS:
-        raise ConfigError(f"framework is {framework!r}; it must be one of {', '.join(FRAMEWORKS)}")
-    _, _, package, extra = FRAMEWORKS[framework]
-    require(package, extra=extra, purpose=f"kvrag demo --framework {framework}")
-    for needed in ("faiss", "sentence_transformers"):
-        if importlib.util.find_spec(needed) is None:
-            require(needed, extra="demo", purpose="the demo's retrieval")
-
-
-def _forget(kv_dir: Path) -> None:
-    """Delete the demo's store, and nothing that is none."""
-    if not kv_dir.exists():
-        return
-    if not (kv_dir / "format.json").is_file():
-        raise ConfigError(f"--fresh would delete {str(kv_dir)!r}, which is no KV store; choose another --kv-dir")
-    shutil.rmtree(kv_dir)
+    for base in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (base / "examples" / "demo" / "main.py").is_file():
+            break
+    else:
+        raise InputError(
+            "the demo was not found: it is in examples/demo of kvrag's source code, not in the installed package; run kvrag demo in a "
+            "checkout"
+        )
+    sys.path.insert(0, str(base / "examples"))
+    try:
+        importlib.import_module("demo.main").command.main(context.args, prog_name="kvrag demo", standalone_mode=False)
+    finally:
+        sys.path.remove(str(base / "examples"))

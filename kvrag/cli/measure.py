@@ -1,4 +1,4 @@
-"""Measure what an estimate needs: plain prefill of the same ids, and the bandwidth of a directory."""
+"""Measurements for an estimate: plain prefill of the same ids, and the bandwidth of a directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from kvrag.errors import StoreError
 
@@ -30,17 +30,7 @@ class FullPrefill:
 def full_prefill(
     model: PreTrainedModel, prompt_ids: Sequence[int], *, max_new_tokens: int = 1, eos_ids: frozenset[int] = frozenset()
 ) -> FullPrefill:
-    """Prefill a prompt and decode greedily with the model's own attention and cache, nothing of kvrag between.
-
-    Parameters
-    ----------
-    model
-        A causal LM.
-    prompt_ids
-        The prompt.
-    max_new_tokens, eos_ids
-        Where the answer ends.
-    """
+    """Prefill a prompt and decode greedily with the model's own attention and cache, without kvrag."""
     import torch
 
     start = time.perf_counter()
@@ -58,17 +48,7 @@ def full_prefill(
 
 
 def prefill_tokens_per_s(model: PreTrainedModel, *, num_tokens: int = 1024, repeats: int = 2) -> float:
-    """Return the model's prefill speed at one length: the best of some runs after a warm-up.
-
-    Parameters
-    ----------
-    model
-        A causal LM.
-    num_tokens
-        Prompt length; cut to the model's context window.
-    repeats
-        Timed runs.
-    """
+    """Return the speed of prefilling ``num_tokens`` (or the context window): the best of ``repeats`` runs after a warm-up."""
     text = model.config.get_text_config()
     length = min(num_tokens, int(text.max_position_embeddings) - 1)
     ids = [index % int(text.vocab_size) for index in range(1, length + 1)]
@@ -76,50 +56,31 @@ def prefill_tokens_per_s(model: PreTrainedModel, *, num_tokens: int = 1024, repe
     return length / (min(runs[1:]) / 1e3)
 
 
-def disk_bandwidth(directory: Path, *, num_bytes: int = 128 * 2**20) -> tuple[float, float]:
-    """Write a file and read it back past the page cache, where the system allows that.
-
-    Parameters
-    ----------
-    directory
-        Where; made if absent. The file is removed.
-    num_bytes
-        Its size.
-
-    Returns
-    -------
-    write, read : float
-        Bytes per second.
+def read_bandwidth(directory: Path, *, num_bytes: int = 128 * 2**20) -> float:
+    """Write a file and read it back past the page cache, where the system allows that; return bytes read per second.
 
     Raises
     ------
     StoreError
-        If the directory can't be written to.
+        If the directory, which is made if absent, can't be written to.
     """
+    block, count = os.urandom(_BLOCK), max(1, num_bytes // _BLOCK)  # not zeros: some file systems don't store those
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            return _write_and_read(file, max(1, num_bytes // _BLOCK))
+            for _ in range(count):
+                file.write(block)
+            os.fsync(file.fileno())
+            forget_cached(file.fileno())
+            file.seek(0)
+            begin = time.perf_counter()
+            while file.read(_BLOCK):
+                pass
+            return count * _BLOCK / (time.perf_counter() - begin)
     except OSError as error:
         raise StoreError(
             f"the directory {str(directory)!r} can't be written to: {error.strerror or error}; choose another --kv-dir"
         ) from error
-
-
-def _write_and_read(file: IO[bytes], num_blocks: int) -> tuple[float, float]:
-    block = os.urandom(_BLOCK)  # not zeros: some file systems don't store those
-    start = time.perf_counter()
-    for _ in range(num_blocks):
-        file.write(block)
-    os.fsync(file.fileno())
-    written = time.perf_counter()
-    forget_cached(file.fileno())
-    file.seek(0)
-    begin = time.perf_counter()
-    while file.read(_BLOCK):
-        pass
-    end = time.perf_counter()
-    return num_blocks * _BLOCK / (written - start), num_blocks * _BLOCK / (end - begin)
 
 
 def forget_cached(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Query time for one engine: plan a prompt, prefill it by reuse, decode the answer, and account for how it was made."""
+"""Query time of one engine: plan a prompt, prefill it by reuse, decode the answer, and account for how it was made."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from kvrag.blend.prefill import Clock, Prefilled, prefill, prefill_plain
+from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.sampling import Sampler, TextStream, decode_tokens, eos_token_ids
@@ -21,14 +23,21 @@ from kvrag.generate.streams import Emit
 from kvrag.model.load import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
+from kvrag.prompt.explain import explain_plan
+from kvrag.prompt.lookup import Lookup
 from kvrag.prompt.plan import Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.store import Naming, TieredStore
-from kvrag.threads import Deadline
-from kvrag.types import GenerationResult, Missed, MissedChunk, Mode, TextEntry
+from kvrag.threads import Deadline, ForkLock, Turns
+from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
+
+MAX_RUNNING = 8
+"""Requests of this process that hold the KV of their prompts at one time; what comes beyond them is planned, and waits for its turn."""
+
+TURNS = Turns(MAX_RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,44 +70,42 @@ class Answering:
     store_config: StoreConfig
     write_back: WriteBack | None = None
     names: Naming = field(default_factory=Naming)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: ForkLock = field(default_factory=ForkLock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
         with self._lock:
-            spans, cursor = self._spans.get(namespace, (SpanIndex(self.names.digest), 0))
-            nothing: tuple[list[TextEntry], int] = ([], cursor)
-            read = deadline.ask(
-                lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's index"
-            )
-            spans.add(map(self.names.unmask, read[0]))
-            cursor = read[1]
+            spans, cursor = self._spans.setdefault(namespace, (SpanIndex(self.names.digest), 0))
+        nothing: tuple[list[TextEntry], int] = ([], cursor)
+        new, cursor = deadline.ask(
+            lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's catalog"
+        )
+        if new:
+            spans.add([self.names.unmask(entry) for entry in new])
+        with self._lock:  # a request that read less does no harm: texts that are known are skipped
             self._spans[namespace] = (spans, cursor)
-            return spans
+        return spans
 
     def plan(self, request: Request, deadline: Deadline | None = None) -> Plan:
         """Plan a prompt; warn once when chunks that it will use were encoded behind another prefix than it has.
 
         ``deadline`` is the time that the store has for this prompt; default: ``load_timeout_s``.
         """
-        deadline = Deadline(self.store_config.load_timeout_s) if deadline is None else deadline
+        config, loaded = self.store_config, self.loaded
+        deadline = deadline or Deadline(config.load_timeout_s)
         plan = plan_prompt(
             request.prompt,
-            self.loaded.encoder,
+            loaded.encoder,
             scanner=self.scanner(request.namespace, deadline),
-            store=self.store,
-            model=self.loaded.fingerprint,
-            namespace=request.namespace,
+            lookup=Lookup(self.store, loaded.fingerprint, request.namespace, deadline, config.kv_dtype),
             prefixes=request.prefixes,
-            min_chunk_tokens=self.store_config.min_chunk_tokens,
-            deadline=deadline,
-            kv_dtype=self.store_config.kv_dtype,
-            read_dtype=self.store_config.read_dtype,
+            min_chunk_tokens=config.min_chunk_tokens,
+            read_dtype=config.read_dtype,
         )
-        if isinstance(self.loaded.lm, PlainLM):
-            return plan.without_reuse(self.loaded.lm.refusal)
+        if isinstance(loaded.lm, PlainLM):
+            return plan.without_reuse(loaded.lm.refusal)
         if plan.has_mismatch and request.mode in ("auto", "stitch") and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -109,8 +116,22 @@ class Answering:
             )
         return plan
 
-    def prefilled(self, request: Request, *, max_new_tokens: int) -> tuple[Prefilled, Clock]:
-        """Plan and prefill; when memory runs out, once more without reuse.
+    def explain(self, request: Request) -> Explanation:
+        """Describe what a prompt would find and how it would be prefilled, without loading anything."""
+        plan = self.plan(request)
+        plan = self._checked(plan, request.mode, len(plan.token_ids) + 1)
+        return explain_plan(plan, *outcome_of(plan, request.mode, request.repair, self.loaded.lm))
+
+    def _checked(self, plan: Plan, mode: Mode, total: int) -> Plan:
+        """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any."""
+        refusal = None if mode == "full" else refusal_of(self.loaded.lm, total)
+        return plan if refusal is None else plan.without_reuse(refusal)
+
+    @contextmanager
+    def prefilled(
+        self, request: Request, *, max_new_tokens: int, cancel: threading.Event | None = None
+    ) -> Iterator[tuple[Prefilled, Clock]]:
+        """Plan a prompt, wait for its turn, and prefill; when memory runs out, once more without reuse.
 
         Parameters
         ----------
@@ -118,27 +139,31 @@ class Answering:
             The prompt and how to treat it.
         max_new_tokens
             Room for the answer.
+        cancel
+            Ends the wait.
 
         Raises
         ------
         ContextLengthError, OutOfMemoryError, InputError
             As :meth:`kvrag.engine.KVRagEngine.generate`.
+        CancelledError
+            If ``cancel`` is set before the turn comes.
         """
         clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
-        lm = self.loaded.lm
-        total, window = len(plan.token_ids) + max_new_tokens, lm.context_window
+        lm, window = self.loaded.lm, self.loaded.lm.context_window
+        total = len(plan.token_ids) + max_new_tokens
         if total > window:
             raise ContextLengthError(
                 f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
                 f"context window of {window}; retrieve fewer chunks or lower max_new_tokens"
             )
+        missed = _missed(request, plan, erasures) if self.write_back else None
+        plan = self._checked(plan, request.mode, total)
 
         def attempt(mode: Mode) -> Prefilled:
-            if isinstance(lm, PlainLM):
-                return prefill_plain(lm, plan, max_new_tokens=max_new_tokens, clock=clock)
             return prefill(
                 lm,
                 self.store,
@@ -150,12 +175,13 @@ class Answering:
                 clock=clock,
             )
 
-        mode: Mode = "full" if isinstance(lm, PlainLM) else request.mode
-        done = _retry_without_reuse(attempt, mode, self._release)
-        return replace(done, missed=_missed(request, plan, erasures) if self.write_back else None), clock
+        with TURNS.turn(cancel):
+            mode: Mode = "full" if plan.refusal else request.mode
+            done = _retry_without_reuse(attempt, mode, self._release)
+            yield replace(done, missed=missed) if missed else done, clock
 
     def _release(self) -> bool:
-        """Give up the memory of the store's uppermost tier, where another one is below it; whether that is any."""
+        """Free the memory of the store's uppermost tier, where another one is below it; return whether that is any."""
         return self.store.release() > 0
 
     def answer(
@@ -174,33 +200,40 @@ class Answering:
         cancel
             Ends decoding before its next forward.
         """
-        done, clock = self.prefilled(request, max_new_tokens=config.max_new_tokens)
-        encoder = self.loaded.encoder
-        defaults = self.loaded.lm.model.generation_config
+        with self.prefilled(request, max_new_tokens=config.max_new_tokens, cancel=cancel) as (done, clock):
+            result = self._decode(done, clock, config, start, emit, cancel)
+        if self.write_back and done.missed:
+            self.write_back.offer(done.missed)
+        return result
+
+    def _decode(
+        self,
+        done: Prefilled,
+        clock: Clock,
+        config: SamplingConfig,
+        start: float,
+        emit: Emit,
+        cancel: threading.Event,
+    ) -> GenerationResult:
+        encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
         eos_ids = eos_token_ids(defaults, encoder.tokenizer)
-        sampler = Sampler(
-            config, done.token_ids, repetition_penalty=getattr(defaults, "repetition_penalty", None) or 1.0
-        )
+        penalty = getattr(defaults, "repetition_penalty", None) or 1.0
+        sampler = Sampler(config, done.token_ids, repetition_penalty=penalty)
         text = TextStream(encoder.decode, config.stop)
         ids: list[int] = []
         parts: list[str] = []
-        first = time.perf_counter()
 
         def show(delta: str) -> None:
             if delta:
                 parts.append(delta)
                 emit(delta)
 
+        most, first = config.max_new_tokens, 0.0
         with clock.stage("decode"):
             for token in decode_tokens(
-                done.extend,
-                done.logits,
-                sampler,
-                max_new_tokens=config.max_new_tokens,
-                eos_ids=eos_ids,
-                cancel=cancel,
+                done.extend, done.logits, sampler, max_new_tokens=most, eos_ids=eos_ids, cancel=cancel
             ):
-                first = first if ids else time.perf_counter()
+                first = first or time.perf_counter()
                 ids.append(token)
                 show(text.push(token))
                 if text.is_stopped:
@@ -208,13 +241,11 @@ class Answering:
             show(text.finish())
         end = time.perf_counter()
         has_ended = text.is_stopped or ids[-1] in eos_ids
-        if self.write_back and done.missed:
-            self.write_back.offer(done.missed)
         return GenerationResult(
             **accounting(done, clock),
             text="".join(parts),
             token_ids=ids,
-            finish_reason="stop" if has_ended else "length" if len(ids) == config.max_new_tokens else "cancelled",
+            finish_reason="stop" if has_ended else "length" if len(ids) == most else "cancelled",
             ttft_ms=(first - start) * 1e3,
             total_ms=(end - start) * 1e3,
             tokens_per_s=(len(ids) - 1) / (end - first) if len(ids) > 1 else 0.0,
@@ -229,7 +260,7 @@ def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
         return None
     head = plan.pieces[
         0
-    ].piece.text  # may hold a question where it is no known prefix: then nothing is encoded behind it
+    ].piece.text  # where it is no known prefix, it may hold a question: nothing is encoded behind that
     prefix = head if head in request.prefixes else request.prefixes[0]
     return Missed(chunks, prefix, request.namespace, erasures)
 
@@ -280,3 +311,34 @@ def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
         "holes": done.holes,
         "kv_dtype": done.kv_dtype,
     }
+
+
+class EngineStats:
+    """How answers were made since an engine was opened: totals over requests, thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = ForkLock()
+        self._totals: Counter[str] = Counter()
+
+    def count(self, result: Accounting) -> None:
+        """Add one request."""
+        with self._lock:
+            self._totals.update(
+                {
+                    "requests": 1,
+                    f"requests_{result.exactness}": 1,
+                    "prompt_tokens": result.prompt_tokens,
+                    "cached_tokens": result.cached_tokens,
+                    "repaired_tokens": result.repaired_tokens,
+                    "computed_tokens": result.computed_tokens,
+                    "loaded_bytes": result.loaded_bytes,
+                    "fallbacks": int(result.fallback_reason is not None),
+                }
+            )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the totals and the overall reuse ratio."""
+        with self._lock:
+            totals = dict(self._totals)
+        prompt = totals.get("prompt_tokens", 0)
+        return {**totals, "kv_reuse_ratio": totals.get("cached_tokens", 0) / prompt if prompt else 0.0}

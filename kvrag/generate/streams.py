@@ -1,7 +1,7 @@
-"""Hand text from a worker thread to the caller: synchronously or in an event loop, with cancellation and exceptions intact.
+"""Hand text from a request's thread to the caller, synchronously or in an event loop, with cancellation and exceptions intact.
 
-One thread per request owns every lock and the inference mode; nothing is held while the caller has the turn. Leaving a stream early
-(``break``, ``close``, a cancelled task, garbage collection) sets the cancel event, and decoding stops before its next forward.
+One thread per request takes every lock and the inference mode; nothing is held while the caller has the turn. Leaving a stream early
+(``break``, ``close``, Ctrl-C, a cancelled task, garbage collection) sets the cancel event, and decoding stops before its next forward.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from kvrag.threads import POOL
 from kvrag.types import GenerationResult
 
 Emit = Callable[[str], None]
 Produce = Callable[[Emit, threading.Event], GenerationResult]
 """Work of one request: emits text, looks at the cancel event, returns the result."""
 
-
-def _run(produce: Produce, put: Callable[[Any], None], cancel: threading.Event) -> None:
-    try:
-        put(produce(put, cancel))
-    except StopIteration as error:  # raised in an iterator, it would pass for the stream's end
-        put(RuntimeError(f"a StopIteration escaped from generation: {error}"))
-    except BaseException as error:  # whatever it is, it belongs to the caller
-        put(error)
+Item = str | Future[GenerationResult]
+"""Text, or at the end the future that is done."""
 
 
-def _start(produce: Produce, put: Callable[[Any], None], cancel: threading.Event) -> None:
-    threading.Thread(target=_run, args=(produce, put, cancel), name="kvrag-generate", daemon=True).start()
+def _start(produce: Produce, put: Callable[[Item], None], cancel: threading.Event) -> None:
+    """Run a request; its thread must not hold the stream, as dropping that cancels."""
+    POOL.submit(lambda: produce(put, cancel), cancel=cancel).add_done_callback(put)
 
 
 class _Base:
@@ -44,7 +41,10 @@ class _Base:
     def result(self) -> GenerationResult:
         """The finished :class:`~kvrag.types.GenerationResult`; available once the stream has ended."""
         if self._result is None:
-            raise RuntimeError("the stream has not ended; read it to its end first")
+            state = (
+                "was cancelled before its first token" if self._is_over else "has not ended; read it to its end first"
+            )
+            raise RuntimeError(f"the stream {state}")
         return self._result
 
     def cancel(self) -> None:
@@ -54,15 +54,19 @@ class _Base:
     def __del__(self) -> None:
         self._cancel.set()
 
-    def _take(self, item: Any) -> str:
-        """Return text, or end the stream by raising."""
+    def _take(self, item: Item) -> str | None:
+        """Return text, or ``None`` at the end; raises what the request raised."""
         if isinstance(item, str):
             return item
         self._is_over = True
-        if isinstance(item, GenerationResult):
-            self._result = item
-            raise StopIteration
-        raise item
+        try:
+            self._result = item.result()
+        except StopIteration as error:  # raised in an iterator, it would pass for the stream's end
+            raise RuntimeError(f"a StopIteration escaped from generation: {error}") from error
+        except CancelledError:
+            if not self._cancel.is_set():
+                raise
+        return None
 
 
 class TokenStream(_Base, Iterator[str]):
@@ -70,13 +74,27 @@ class TokenStream(_Base, Iterator[str]):
 
     def __init__(self, produce: Produce) -> None:
         super().__init__()
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         _start(produce, self._queue.put, self._cancel)
 
     def __next__(self) -> str:
         if self._is_over:
             raise StopIteration
-        return self._take(self._queue.get())
+        try:
+            text = self._take(self._queue.get())
+        except BaseException:  # Ctrl-C: whoever keeps the traceback keeps the stream
+            self._cancel.set()
+            raise
+        if text is None:
+            raise StopIteration
+        return text
+
+    def read(self) -> GenerationResult:
+        """Read the stream to its end and return the result; an exception, such as Ctrl-C, stops decoding."""
+        with self:
+            for _ in self:
+                pass
+        return self.result
 
     def close(self) -> None:
         """Stop early."""
@@ -101,13 +119,13 @@ class AsyncTokenStream(_Base, AsyncIterator[str]):
     def _begin(self) -> asyncio.Queue[Any]:
         loop, arrived, cancel = asyncio.get_running_loop(), asyncio.Queue[Any](), self._cancel
 
-        def put(item: Any) -> None:
+        def put(item: Item) -> None:
             try:
                 loop.call_soon_threadsafe(arrived.put_nowait, item)
             except RuntimeError:  # the loop is closed: nobody waits for this answer
                 cancel.set()
 
-        _start(self._produce, put, cancel)  # the thread must not hold the stream: dropping it cancels
+        _start(self._produce, put, cancel)
         return arrived
 
     async def __anext__(self) -> str:
@@ -116,14 +134,13 @@ class AsyncTokenStream(_Base, AsyncIterator[str]):
         if self._queue is None:
             self._queue = self._begin()
         try:
-            item = await self._queue.get()
-        except asyncio.CancelledError:
+            text = self._take(await self._queue.get())
+        except BaseException:  # a cancelled task, as a rule
             self._cancel.set()
             raise
-        try:
-            return self._take(item)
-        except StopIteration:
-            raise StopAsyncIteration from None
+        if text is None:
+            raise StopAsyncIteration
+        return text
 
     async def aclose(self) -> None:
         """Stop early."""

@@ -1,7 +1,7 @@
-"""Adapters of the ``peft`` package, as they stand in a model now: which are at work, and what they are.
+"""Adapters of the ``peft`` package as they are in a model now: which are active, and their content.
 
-An adapter is known by its tensors and scalings, never by its name: two names for one adapter share their KV, and a name that now
-means another adapter does not. ``peft`` itself is never imported here: a model that holds its layers has imported it.
+An adapter is identified by its tensors and scalings, never by its name: two names of one adapter share their KV, and a name that is
+given to another adapter does not. ``peft`` is never imported here: where a model has its layers, it has been imported.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.fingerprint import canonical, digest
-from kvrag.identity.tensors import tensor_bytes
+from kvrag.identity.weights import tensor_bytes
 
 PROVEN = ("ADALORA", "BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "TRAINABLE_TOKENS", "VERA")
-"""Values of ``peft_type`` whose layers do the same to a row whatever the rows around it, each run by ``tests/test_adapters.py``."""
+"""Values of ``peft_type`` whose layers treat each row independently of the others, each covered by ``tests/test_adapters.py``."""
 
 BASE_CHILDREN = ("base_layer", "original_module", "token_adapter")
 """Names under which an adapter's layer keeps the module that it wraps."""
 
 _STATE = ("training", "merged_adapters", "kwargs")
-"""Attributes of an adapter's layer that say nothing about one adapter, or are looked at by themselves."""
+"""Attributes of an adapter's layer that are not settings of one adapter."""
 
 PLAIN = (bool, int, float, str, tuple, list, type(None))
-"""Types of settings whose repr says what they are; that of other objects may hold an address."""
+"""Types of settings whose repr is their value; that of other objects may contain an address."""
 
 
 def unwrap(model: Any) -> Any:
@@ -45,7 +45,7 @@ def unwrap(model: Any) -> Any:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise :class:`UnsupportedModelError` unless every adapter of a model is of a kind that reuse is proven for."""
+    """Raise :class:`UnsupportedModelError` unless reuse is proven for the kind of every adapter of a model."""
     configs = getattr(model, "peft_config", None) or {}
     for name, config in configs.items() if isinstance(configs, Mapping) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -53,32 +53,23 @@ def check_adapters(model: Any) -> None:
             kind = "activated LoRA (alora_invocation_tokens)"
         if kind not in PROVEN:
             raise UnsupportedModelError(
-                f"the adapter {name!r} is of type {kind}, which kvrag has not proven exact; use one of {', '.join(PROVEN)}, or merge it "
-                "into the weights first (merge_and_unload)"
+                f"the adapter {name!r} is of type {kind}, for which reuse is not proven exact; use one of {', '.join(PROVEN)}, or merge "
+                "it into the weights first (merge_and_unload)"
             )
 
 
-_is_layer_type: dict[type, bool] = {}
-"""Answers for each class of module seen: a model has thousands of modules of a few classes."""
-
-
-def is_adapter_layer(module: torch.nn.Module) -> bool:
-    """Whether a module is a layer of peft that wraps one of the model's."""
-    peft, kind = sys.modules.get("peft"), type(module)
+def layer_types() -> tuple[type, ...]:
+    """Classes of peft's layers that wrap one of the model's; empty as long as peft is not imported."""
+    peft: Any = sys.modules.get("peft")
     if peft is None:
-        return False
-    if kind not in _is_layer_type:
-        layers = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
-        _is_layer_type[kind] = issubclass(kind, layers)
-    return _is_layer_type[kind]
+        return ()
+    return (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
 
 
 def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the adapters' layers by the names that the modules they wrap have without them."""
-    if "peft" in sys.modules:
-        for name, module in model.named_modules():
-            if is_adapter_layer(module):
-                yield plain_name(name), module
+    """Yield the names and modules of the adapters' layers."""
+    if types := layer_types():
+        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, types))
 
 
 def plain_name(name: str) -> str:
@@ -87,10 +78,10 @@ def plain_name(name: str) -> str:
 
 
 def state_of(layer: Any) -> tuple[tuple[str, ...], str]:
-    """Return the adapters that a layer adds in its next forward, in their order, and a note on what it does besides.
+    """Return the adapters that a layer will apply in its next forward, in order, and ``"unmerges"`` if it will also unmerge.
 
-    What is merged is part of the base weights and adds nothing. A layer that is disabled while merged takes the merged weights out
-    again in its next forward: until then the weights are not those that it will compute with, which the note tells apart.
+    A merged adapter is part of the base weights and adds nothing. A layer that is disabled while merged unmerges in its next forward,
+    so its weights are not those that it will compute with.
     """
     if layer.merged_adapters:
         return (), "unmerges" if layer.disable_adapters else ""
@@ -98,9 +89,9 @@ def state_of(layer: Any) -> tuple[tuple[str, ...], str]:
 
 
 def adapters_digest(model: torch.nn.Module) -> str:
-    """Digest of the adapters at work: layer by layer, their tensors, scalings and settings; empty if none is.
+    """Digest of the active adapters' tensors, scalings and settings, layer by layer; empty if none is active.
 
-    Names of adapters don't take part, their order does.
+    The order of the adapters counts, their names don't.
     """
     fields: dict[str, bytes] = {}
     for name, layer in adapter_layers(model):
@@ -108,7 +99,9 @@ def adapters_digest(model: torch.nn.Module) -> str:
         parts = [content for adapter in names if (content := _content(layer, adapter))]
         if parts or note:
             entry = {str(index): part for index, part in enumerate(parts)}
-            fields[name] = canonical({**entry, "type": type(layer).__name__.encode(), "note": note.encode()})
+            fields[plain_name(name)] = canonical(
+                {**entry, "type": type(layer).__name__.encode(), "note": note.encode()}
+            )
     return digest("adapters", fields) if fields else ""
 
 
@@ -127,20 +120,14 @@ def _content(layer: Any, adapter: str) -> bytes:
     fields: dict[str, bytes] = {}
     for name, value in settings_of(layer, adapter):
         if isinstance(value, torch.nn.Module):
-            for inner, tensor in value.state_dict().items():
-                fields[f"{name}.{inner}"] = tensor_bytes(tensor)
+            fields |= {f"{name}.{inner}": tensor_bytes(tensor) for inner, tensor in value.state_dict().items()}
         elif isinstance(value, torch.Tensor):
             fields[name] = tensor_bytes(value)
-        else:
-            fields[name] = _spelling(value)
-    if fields:
-        shared = {name: value for name, value in vars(layer).items() if isinstance(value, (bool, int, float, str))}
-        for name, value in shared.items():
-            if not name.startswith("_") and name not in _STATE:
-                fields[f"layer.{name}"] = repr(value).encode()
-    return canonical(fields) if fields else b""
-
-
-def _spelling(value: Any) -> bytes:
-    """Plain values by their repr; objects by their type, because their repr may hold an address."""
-    return (repr(value) if isinstance(value, PLAIN) else type(value).__qualname__).encode()
+        else:  # other objects by their type, because their repr may contain an address
+            fields[name] = (repr(value) if isinstance(value, PLAIN) else type(value).__qualname__).encode()
+    if not fields:
+        return b""
+    for name, value in vars(layer).items():
+        if isinstance(value, (bool, int, float, str)) and not name.startswith("_") and name not in _STATE:
+            fields[f"layer.{name}"] = repr(value).encode()
+    return canonical(fields)

@@ -1,4 +1,4 @@
-"""What a loaded model is, field by field, for its fingerprint: config, RoPE, attention, quantisation, tokenizer."""
+"""Texts that describe a loaded model for its fingerprint: config, RoPE, attention, quantisation, tokenizer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,43 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _VOLATILE = frozenset(
-    {
-        *("_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype", "use_cache"),
-        *("output_attentions", "output_hidden_states", "return_dict", "quantization_config"),
-    }
+    [
+        "_name_or_path",
+        "_attn_implementation",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "quantization_config",
+    ]
 )
-"""Config entries that don't change KV, or are a field of their own."""
+"""Config entries that don't change KV or are fields of their own."""
+
+_ROPE = [
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rotary_dim",
+    "no_rope_layers",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+]
+"""Config entries about RoPE, under their current and older names."""
 
 _NO_EFFECT = frozenset({"training", "layer_idx", "attention_dropout", "dropout"})
-"""Attributes of attention layers that don't change what they compute in a forward of ours."""
+"""Attributes of attention layers that don't change their output at inference."""
 
 
 def config_text(config: Any) -> str:
@@ -27,31 +50,14 @@ def config_text(config: Any) -> str:
     return _json(_settled(config.to_dict()))
 
 
-def _settled(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _settled(inner) for name, inner in value.items() if name not in _VOLATILE}
-    return [_settled(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
 def rope_text(config: Any) -> str:
-    """RoPE parameters as JSON, under today's name and the older ones, with what older configs keep beside them."""
+    """RoPE parameters as JSON."""
     text = config.get_text_config()
-    names = (
-        *(
-            "rope_parameters",
-            "rope_scaling",
-            "rope_theta",
-            "rope_local_base_freq",
-            "partial_rotary_factor",
-            "rotary_pct",
-        ),
-        *("rotary_dim", "no_rope_layers", "original_max_position_embeddings", "max_position_embeddings"),
-    )
-    return _json({name: getattr(text, name) for name in names if getattr(text, name, None) is not None})
+    return _json({name: value for name in _ROPE if (value := getattr(text, name, None)) is not None})
 
 
 def attention_text(model: torch.nn.Module) -> str:
-    """Class and plain settings of each attention layer as they stand in the model: windows, scales, soft caps, kinds."""
+    """Class and plain settings of each attention layer as they are in the model: windows, scales, soft caps, kinds."""
     layers = []
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Attention"):
@@ -73,19 +79,19 @@ def quantisation_text(config: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 (hex) of everything about a tokenizer that makes ids from text.
+    """SHA-256 (hex) of everything in a tokenizer that decides the ids of a text.
 
-    The chat template is left out: it makes text, and what it renders is in the prefix's ids.
+    The chat template is not part of it: its output is text, whose ids are in the prefix.
     """
     special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "add_bos_token")}
-    parts: dict[str, Any] = {"class": type(tokenizer).__name__, "special": special}
+    parts: dict[str, Any] = {"special": special}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    if backend is not None:  # the whole tokenizer, whatever Python class wraps it
         state = json.loads(backend.to_str())
-        # Set by each call of the tokenizer, and so by whoever used it last.
+        # Each call of the tokenizer sets these two.
         parts["backend"] = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
-        del parts["class"]  # the backend is the tokenizer, whatever the class around it
     else:
+        parts["class"] = type(tokenizer).__name__
         parts["vocabulary"] = tokenizer.get_vocab()
         parts["added"] = {str(index): repr(token) for index, token in tokenizer.added_tokens_decoder.items()}
         parts["files"] = _vocabulary_files(tokenizer)
@@ -93,7 +99,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _vocabulary_files(tokenizer: Any) -> list[str]:
-    """Digests of the files that a slow tokenizer saves: merges and sentence models are nowhere else in a common form."""
+    """Digests of the files that a slow tokenizer saves, the only common form of its merges and sentence models."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             tokenizer.save_vocabulary(folder)
@@ -102,10 +108,16 @@ def _vocabulary_files(tokenizer: Any) -> list[str]:
         return sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(folder).iterdir())
 
 
+def _settled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _settled(inner) for name, inner in value.items() if name not in _VOLATILE}
+    return [_settled(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_spelling)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
 
 
-def _spelling(value: Any) -> Any:
-    """Spell what JSON has no form for: sets in order, the rest by name."""
+def _plain(value: Any) -> Any:
+    """JSON form of what JSON has none for: sets sorted, anything else as a string."""
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)

@@ -1,8 +1,8 @@
-"""Addresses: everything that changes KV goes into one key.
+"""Keys: everything that changes KV is part of one digest.
 
-Identity of a chunk = model fingerprint, namespace, prefix, context, token ids, kv_dtype. The canonical form is part of the format: a sequence of
-``tag, length, bytes`` (so no field can imitate another), hashed with SHA-256 under a domain tag that carries the format version.
-A digest that is stored says which hash it is (``sha256:...``); a key, which is also a file's name, is the bare 64 hex digits.
+A chunk's identity is the model's fingerprint, namespace, prefix, context, token ids and ``kv_dtype``. The canonical form is part of the
+format: a sequence of ``tag, length, bytes`` (so that no field can imitate another), hashed with SHA-256 under a domain tag that holds the
+format version. Stored digests name their hash (``sha256:...``); a key, which is also a file name, is the bare 64 hex digits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvrag.types import ChunkIdentity, ChunkKey
 
 FORMAT_VERSION = 4
-"""Version of the stored bytes and of the key; a change of either is a new number."""
+"""Version of the stored bytes and of the keys; a change of either needs a new number."""
 
 
 def canonical(fields: Mapping[str, bytes]) -> bytes:
@@ -42,20 +42,20 @@ def digest(domain: str, fields: Mapping[str, bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Everything about a loaded model that changes the KV of given token ids, and what makes those ids.
+    """Everything about a loaded model and its tokenizer that changes the KV of a text.
 
     Parameters
     ----------
     weights
-        Where they come from (a hub commit, the content of the files) or their own content: :mod:`kvrag.identity.weights`.
+        A hub commit or the content of the files or tensors: :mod:`kvrag.identity.weights`.
     config
-        The model's config as JSON, without entries that change nothing.
+        The model's config as JSON, without entries that don't change KV.
     tokenizer
-        Digest of vocabulary, merges, added and special tokens, and normaliser.
+        Digest of vocabulary, merges, added and special tokens, and normalizer.
     rope
         RoPE parameters as JSON.
     regime
-        Which of several sets of RoPE angles stored keys belong to, for models that change them with the prompt's length; else empty.
+        For models whose RoPE angles depend on the prompt's length: the lengths that stored keys hold for; else empty.
     attention
         Class and settings of each attention layer: window, soft cap, scale, kind.
     dtype
@@ -63,9 +63,9 @@ class ModelIdentity:
     quantisation
         Method and parameters as JSON; empty for plain weights.
     adapters
-        Digest of the tensors and scalings of the adapters at work; empty without any.
+        Digest of the tensors and scalings of the active adapters; empty without any.
     extra_keys
-        What the user wants told apart beyond this.
+        The user's own names and values; KV is shared only where they are equal.
     """
 
     weights: str
@@ -82,21 +82,9 @@ class ModelIdentity:
     @property
     def fingerprint(self) -> str:
         """One digest of all fields, ``sha256:...``: the ``model`` of every :class:`~kvrag.types.ChunkIdentity`."""
-        return digest(
-            "model",
-            {
-                "weights": self.weights.encode(),
-                "config": self.config.encode(),
-                "tokenizer": self.tokenizer.encode(),
-                "rope": self.rope.encode(),
-                "regime": self.regime.encode(),
-                "attention": self.attention.encode(),
-                "dtype": self.dtype.encode(),
-                "quantisation": self.quantisation.encode(),
-                "adapters": self.adapters.encode(),
-                "extra_keys": canonical({name: value.encode() for name, value in self.extra_keys.items()}),
-            },
-        )
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        extra_keys = canonical({name: value.encode() for name, value in fields.pop("extra_keys").items()})
+        return digest("model", {"extra_keys": extra_keys, **{name: text.encode() for name, text in fields.items()}})
 
 
 def ids_bytes(token_ids: Sequence[int]) -> bytes:
@@ -110,7 +98,7 @@ def ids_digest(token_ids: Sequence[int]) -> str:
 
 
 def namespace_digest(namespace: str) -> str:
-    """Digest of a namespace's name: names themselves are not written into blobs."""
+    """Digest of a namespace's name; the name itself is not stored."""
     return digest("namespace", {"name": namespace.encode()})
 
 
@@ -120,7 +108,7 @@ def text_digest(text: str) -> str:
 
 
 def content_key(identity: ChunkIdentity) -> str:
-    """Address of a chunk regardless of the prefix and the context that it was encoded behind."""
+    """Key of a chunk regardless of the prefix and the context that it was encoded behind."""
     fields = {
         "model": identity.model.encode(),
         "namespace": identity.namespace.encode(),
@@ -131,7 +119,7 @@ def content_key(identity: ChunkIdentity) -> str:
 
 
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:
-    """Address of a chunk behind its prefix and context."""
+    """Key of a chunk behind its prefix and context."""
     fields = {
         "content": content_key(identity).encode(),
         "prefix": identity.prefix.encode(),

@@ -1,7 +1,7 @@
-"""The identity of a model in use, which follows what is done to it: adapters switched or merged, weights changed in place.
+"""The identity of a model in use. It follows adapters that are switched or merged and weights that are changed in place.
 
-Hashing weights takes seconds and requests take less, so each request asks a cheap question first: are these the tensors of last time,
-unchanged as far as torch counts changes, with the same values at a few places? Only if not is anything hashed again.
+Hashing weights takes seconds and requests take less, so each request first makes a cheap check: are these the tensors of last time, unchanged
+by torch's count of in-place changes, and with the same values at a few places? Only if not is anything hashed again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,24 +19,31 @@ import torch
 from kvrag.identity.adapters import (
     BASE_CHILDREN,
     PLAIN,
+    adapter_layers,
     adapters_digest,
     check_adapters,
-    is_adapter_layer,
+    layer_types,
     plain_name,
     settings_of,
     state_of,
 )
 from kvrag.identity.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
 from kvrag.identity.fingerprint import ModelIdentity
-from kvrag.identity.tensors import content_digest, is_packed, leaves, sample, version
+from kvrag.identity.weights import content_digest, leaves, raw
 
 logger = logging.getLogger(__name__)
+
+SAMPLES = 16
+"""Values per tensor that :func:`sample` reads."""
+
+_NUM_REMEMBERED = 8
+"""States of a model whose digests are remembered, so that switching between adapters hashes each of them once."""
 
 
 def describe(
     model: Any, tokenizer: Any, weights: str, *, regime: str = "", extra_keys: Mapping[str, str] | None = None
 ) -> ModelIdentity:
-    """Look at a loaded model and its tokenizer.
+    """Identify a loaded model and its tokenizer.
 
     Parameters
     ----------
@@ -62,28 +69,28 @@ def describe(
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest of a model's weights and buffers in memory, without its adapters, ``tensors:...``.
+    """Digest of a model's weights and buffers in memory, ``tensors:...``; the same with and without adapters attached.
 
-    A model has the same one with adapters attached as without: what they wrap counts under the name that it has without them.
+    Weights that an adapter wraps count under the names that they have without it.
     """
     start = time.perf_counter()
-    tensors: dict[str, torch.Tensor] = {}
-    skipped = tuple(f"{name}." for name in _adapter_parts(model))
-    moving = _moving_buffers(model)
-    for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items():
-        if isinstance(tensor, torch.Tensor) and not f"{name}.".startswith(skipped) and name not in moving:
-            tensors[plain_name(name)] = tensor
-    found = "tensors:" + content_digest(tensors.items())
+    added, moving = tuple(f"{name}." for name in _added_by_adapters(model)), _moving_buffers(model)
+    found = "tensors:" + content_digest(
+        {
+            plain_name(name): tensor
+            for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items()
+            if isinstance(tensor, torch.Tensor) and name not in moving and not f"{name}.".startswith(added)
+        }
+    )
     logger.info("hashed the model's weights in memory in %.2f s", time.perf_counter() - start)
     return found
 
 
-def _adapter_parts(model: torch.nn.Module) -> Iterator[str]:
+def _added_by_adapters(model: torch.nn.Module) -> Iterator[str]:
     """Yield the names of the modules and tensors that adapters added."""
-    for name, module in model.named_modules():
-        if is_adapter_layer(module):
-            own = (*module._modules, *module._parameters, *module._buffers)
-            yield from (f"{name}.{child}" for child in own if child not in BASE_CHILDREN)
+    for name, module in adapter_layers(model):
+        own = (*module._modules, *module._parameters, *module._buffers)
+        yield from (f"{name}.{child}" for child in own if child not in BASE_CHILDREN)
 
 
 def _moving_buffers(model: torch.nn.Module) -> set[str]:
@@ -91,32 +98,10 @@ def _moving_buffers(model: torch.nn.Module) -> set[str]:
     found = set()
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", "default")
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if kind in ("dynamic", "longrope"):
-                own = [b for b in module._buffers if b.endswith("inv_freq") and "original" not in b]
-                found |= {f"{name}.{buffer}" for buffer in own}
+        if {"dynamic", "longrope"}.intersection(kinds.values() if isinstance(kinds, dict) else (kinds,)):
+            own = [buffer for buffer in module._buffers if buffer.endswith("inv_freq") and "original" not in buffer]
+            found |= {f"{name}.{buffer}" for buffer in own}
     return found
-
-
-_Look = tuple[list[torch.Tensor], tuple[object, ...], bytes]
-"""Tensors, notes on what is done with them, and a sample of their values."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """What the tensors of a model looked like: the objects, and the counts and values that change with them."""
-
-    tensors: tuple[weakref.ref[torch.Tensor], ...]
-    notes: tuple[object, ...]
-    values: bytes
-
-    def same_as(self, tensors: list[torch.Tensor], notes: tuple[object, ...], values: bytes) -> bool:
-        """Whether the tensors are these very objects, and unchanged."""
-        return (
-            len(tensors) == len(self.tensors)
-            and all(ref() is tensor for ref, tensor in zip(self.tensors, tensors, strict=True))
-            and (self.notes, self.values) == (notes, values)
-        )
 
 
 class LiveIdentity:
@@ -124,11 +109,10 @@ class LiveIdentity:
 
     Parameters
     ----------
-    identity
-        What the model was when it was loaded. Its ``weights`` hold for as long as no weight is changed; from then on it is the content
-        of the weights.
     model
         The model.
+    identity
+        The identity that it was loaded with. Its ``weights`` hold until a weight is changed; from then on the weights' content counts.
     """
 
     def __init__(self, model: Any, identity: ModelIdentity) -> None:
@@ -136,9 +120,8 @@ class LiveIdentity:
         self._lock = threading.Lock()
         self._moving = _moving_buffers(model)
         self._identity, self._fingerprint = identity, identity.fingerprint
-        base, adapters = self._look()
-        self._weights = [(_marks(*base), identity.weights)]
-        self._adapters = [(_marks(*adapters), identity.adapters)]
+        weights, adapters = self._look()
+        self._weights, self._adapters = _Digests(weights, identity.weights), _Digests(adapters, identity.adapters)
 
     @property
     def fingerprint(self) -> str:
@@ -150,86 +133,116 @@ class LiveIdentity:
             If an adapter was added of a kind that reuse is not proven for.
         """
         with self._lock, torch.no_grad():
-            base, adapters = self._look()
-            weights, content = _recall(self._weights, base), _recall(self._adapters, adapters)
-            if weights is None or content is None:
+            base, added = self._look()
+            weights, adapters = self._weights.get(base), self._adapters.get(added)
+            if weights is None or adapters is None:
                 check_adapters(self._model)
-            if weights is None:
-                weights = _remember(self._weights, base, weights_digest(self._model))
-            if content is None:
-                content = _remember(self._adapters, adapters, adapters_digest(self._model))
-            if (weights, content) != (self._identity.weights, self._identity.adapters):
-                self._identity = replace(self._identity, weights=weights, adapters=content)
+                weights = weights or self._weights.add(base, weights_digest(self._model))
+                adapters = self._adapters.add(added, adapters_digest(self._model)) if adapters is None else adapters
+            if (weights, adapters) != (self._identity.weights, self._identity.adapters):
+                self._identity = replace(self._identity, weights=weights, adapters=adapters)
                 self._fingerprint = self._identity.fingerprint
-                logger.info("the model's weights or adapters changed; its fingerprint is %s now", self._fingerprint)
+                logger.info("the model's weights or adapters changed; its fingerprint is now %s", self._fingerprint)
             return self._fingerprint
 
     def with_extra_keys(self, extra_keys: Mapping[str, str]) -> LiveIdentity:
         """Return the identity of the same model with other extra keys."""
         with torch.no_grad():
-            _ = self.fingerprint  # bring it up to date
+            _ = self.fingerprint  # updates the identity
             return LiveIdentity(self._model, replace(self._identity, extra_keys=dict(extra_keys)))
 
     def _look(self) -> tuple[_Look, _Look]:
-        """Return tensors, notes and sampled values of the weights, and of the adapters."""
-        weights, adapters = _Seen(), _Seen()
-        stack: list[tuple[str, torch.nn.Module, _Seen]] = [("", self._model, weights)]
+        """Return the present state of the weights and of the adapters.
+
+        One loop without calls of its own: it runs over all modules in every request.
+        """
+        types, moving = layer_types(), self._moving
+        weights, adapters = _Look(), _Look()
+        stack: list[tuple[str, torch.nn.Module, _Look]] = [("", self._model, weights)]
         while stack:
             name, module, side = stack.pop()
             inside = side
-            if is_adapter_layer(module):
+            if isinstance(module, types):
                 inside = adapters
                 adapters.notes.append(_note(module))
             for own in (module._parameters, module._buffers):
-                if own:
-                    tensors = own.items() if self._moving else ((None, tensor) for tensor in own.values())
-                    inside.tensors += [t for key, t in tensors if t is not None and f"{name}.{key}" not in self._moving]
+                for key, tensor in own.items() if own else ():
+                    if tensor is not None and not (moving and f"{name}.{key}" in moving):
+                        inside.tensors.append(tensor)
             for key, child in module._modules.items():
                 if child is not None:
-                    place = f"{name}.{key}" if self._moving and name else key
+                    place = f"{name}.{key}" if moving and name else key
                     stack.append((place, child, side if key in BASE_CHILDREN else inside))
-        return weights.look(), adapters.look()
+        weights.count()
+        adapters.count()
+        return weights, adapters
 
 
-class _Seen:
-    """Tensors of one side, weights or adapters, and notes on what is done with them."""
+class _Look:
+    """The state of some tensors: the objects, counts and values that change with them, and notes about their use."""
+
+    __slots__ = ("notes", "tensors", "values")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.notes: list[object] = []
+        self.values = b""
 
-    def look(self) -> _Look:
-        """Return the tensors, what is noted and counted, and a sample of their values."""
+    def count(self) -> None:
+        """Note the counts of in-place changes, the addresses, and a sample of the values. Changes through ``.data`` are not counted."""
         plain: list[torch.Tensor] = []
         for tensor in self.tensors:
-            plain += [leaf for _, leaf in leaves(tensor)] if is_packed(tensor) else [tensor]
-        counts = [(version(leaf), leaf.data_ptr()) for leaf in plain]
-        return self.tensors, (*self.notes, *counts), sample(plain)
+            plain += [leaf for _, leaf in leaves(tensor)] if hasattr(tensor, "__tensor_flatten__") else (tensor,)
+        for leaf in plain:
+            self.notes.append((0 if leaf.is_inference() else leaf._version, leaf.data_ptr()))
+        self.values = sample(plain)
 
 
-_NUM_REMEMBERED = 8
-"""States of a model whose digests are kept, so that switching adapters to and fro hashes each of them once."""
+class _Digests:
+    """Digests of the latest states of some tensors, and of the first, in which the model was loaded."""
 
+    def __init__(self, look: _Look, digest: str) -> None:
+        self._known: list[tuple[list[weakref.ref[torch.Tensor]], _Look, str]] = []
+        self.add(look, digest)
 
-def _recall(known: list[tuple[_Marks, str]], seen: _Look) -> str | None:
-    return next((digest for marks, digest in reversed(known) if marks.same_as(*seen)), None)
+    def get(self, look: _Look) -> str | None:
+        """Return the digest of a state whose tensors are the same objects, unchanged."""
+        for refs, known, digest in reversed(self._known):
+            if len(refs) == len(look.tensors) and (known.notes, known.values) == (look.notes, look.values):
+                for ref, tensor in zip(refs, look.tensors, strict=True):
+                    if ref() is not tensor:
+                        break
+                else:
+                    return digest
+        return None
 
-
-def _remember(known: list[tuple[_Marks, str]], seen: _Look, digest: str) -> str:
-    """Keep a digest in place of the oldest but the first, which is the model as it was loaded."""
-    while len(known) >= _NUM_REMEMBERED:
-        del known[1]
-    known.append((_marks(*seen), digest))
-    return digest
-
-
-def _marks(tensors: list[torch.Tensor], notes: tuple[object, ...], values: bytes) -> _Marks:
-    return _Marks(tuple(weakref.ref(tensor) for tensor in tensors), notes, values)
+    def add(self, look: _Look, digest: str) -> str:
+        """Remember a digest in place of the oldest but the first."""
+        while len(self._known) >= _NUM_REMEMBERED:
+            del self._known[1]
+        self._known.append(([weakref.ref(tensor) for tensor in look.tensors], look, digest))
+        look.tensors = []  # a state does not keep its tensors alive
+        return digest
 
 
 def _note(layer: Any) -> object:
-    """Note what a layer does with its adapters, tensors left out."""
+    """What a layer does with its adapters, tensors left out."""
     names, note = state_of(layer)
     found = ((key, value) for name in names for key, value in settings_of(layer, name) if isinstance(value, PLAIN))
     plain = [(key, repr(value) if isinstance(value, list) else value) for key, value in found]
     return names, note, tuple(layer.merged_adapters), plain
+
+
+def sample(tensors: list[torch.Tensor]) -> bytes:
+    """Read a few values of each plain tensor, spread evenly: enough to notice that a tensor was replaced or recomputed as a whole.
+
+    One copy to the host for each dtype and device, so that it takes a millisecond where a digest takes seconds.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if size := tensor.numel():
+            count, flat = min(SAMPLES, size), tensor.detach()
+            flat = flat if flat.is_contiguous() else flat.contiguous()
+            group = groups.setdefault((tensor.device, tensor.dtype), [])
+            group.append(flat.as_strided((count,), (size // count,)))
+    return b"".join([bytes(raw(torch.cat(group))) for group in groups.values()])

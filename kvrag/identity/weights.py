@@ -1,7 +1,7 @@
-"""Where a model's weights come from: a hub commit, or the content of the files, hashed once and remembered.
+"""Digests of weights: by hub commit, by the content of the files (hashed once and remembered), or by the tensors in memory.
 
-The files' content counts, not their names or their directory: a copy of a model under another path is the same model. The same weights
-saved anew, in shards of another size or in another container, are other files, and so another model: their KV is computed again.
+The content of the files counts, not their names or directory: a copy of a model elsewhere is the same model. The same weights in shards of
+another size or in another container are other files, so their KV is computed again.
 """
 
 from __future__ import annotations
@@ -14,68 +14,65 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvrag.identity.fingerprint import digest
 
 logger = logging.getLogger(__name__)
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", "*.py")
-"""What is hashed of a model's directory: the weights, how shards go together, and code that the model may bring with it."""
+"""Files of a model's directory that are hashed: the weights, how shards fit together, and code that comes with the model."""
 
 NEUTRAL = frozenset(
-    {
-        *(
-            "attn_implementation",
-            "cache_dir",
-            "config",
-            "device_map",
-            "force_download",
-            "local_files_only",
-            "low_cpu_mem_usage",
-        ),
-        *(
-            "max_memory",
-            "offload_buffers",
-            "offload_folder",
-            "proxies",
-            "quantization_config",
-            "token",
-            "trust_remote_code",
-        ),
-    }
+    [
+        "attn_implementation",
+        "cache_dir",
+        "config",
+        "device_map",
+        "force_download",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "offload_buffers",
+        "offload_folder",
+        "proxies",
+        "quantization_config",
+        "token",
+        "trust_remote_code",
+    ]
 )
-"""Options of ``from_pretrained`` that don't choose weights, or that the loaded model's config tells."""
+"""Options of ``from_pretrained`` that don't choose weights, or whose effect is in the loaded model's config."""
 
 CACHE_VARIABLE = "KVRAG_CACHE_DIR"
 """Environment variable with the directory of what kvrag remembers for this user."""
 
-_CACHE_FILE = "file-digests.json"
-_MAX_ENTRIES = 1000
 _LARGE = 2**20
-"""Smaller files are hashed each time: looking them up would take as long."""
+"""Digests of smaller files are not remembered: reading them takes no longer than looking them up."""
+_MAX_REMEMBERED = 1000
 _RACE_NS = 2_000_000_000
 """A file changed this recently may change again within one tick of the file system's clock."""
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]) -> str | None:
-    """Say where the weights come from, or ``None`` if that is not known well enough and their content has to be hashed.
+    """Return a digest of where the weights come from; ``None`` if that does not determine them and they have to be hashed.
 
     Parameters
     ----------
     path
-        Local file or directory, or the hub's name of the model.
+        Local file or directory, or the model's name on the hub.
     commit
-        Commit that the hub's files are from, if any.
+        The hub commit of the files, if any.
     options
-        Options of ``from_pretrained``: some choose other weights from the same place.
+        Options of ``from_pretrained``; some choose other weights from the same place.
     """
-    chosen = _plain({name: value for name, value in options.items() if name not in NEUTRAL})
-    if chosen is None:
+    try:
+        chosen = json.dumps({k: v for k, v in options.items() if k not in NEUTRAL and v is not None}, sort_keys=True)
+    except (TypeError, ValueError):  # an option that is an object
         return None
     if os.path.isdir(path):
         folder = Path(path) / str(options.get("subfolder") or "")
@@ -85,38 +82,53 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
         origin = files_digest([Path(path)])
     else:
         origin = f"commit:{commit}" if commit else None
-    if origin is None:
-        return None
-    return digest("weights", {"origin": origin.encode(), "options": chosen.encode()})
-
-
-def _plain(options: Mapping[str, Any]) -> str | None:
-    """Spell options as JSON; ``None`` if one has no such form."""
-    try:
-        return json.dumps({name: value for name, value in options.items() if value is not None}, sort_keys=True)
-    except (TypeError, ValueError):
-        return None
+    return digest("weights", {"origin": origin.encode(), "options": chosen.encode()}) if origin else None
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """Digest of the contents of files, whatever their names and order."""
-    start, size = time.perf_counter(), 0
-    remembered = _Remembered()
-    contents = []
-    for file in files:
-        size += file.stat().st_size
-        contents.append(remembered.digest(file))
-    remembered.save()
-    seconds = time.perf_counter() - start
-    if remembered.hashed_bytes >= _LARGE:
-        logger.info("hashed %.1f of %.1f MB of weights in %.2f s", remembered.hashed_bytes / 1e6, size / 1e6, seconds)
-    return "files:" + hashlib.sha256("".join(sorted(contents)).encode()).hexdigest()
+    """Digest of the contents of files, regardless of their names and order."""
+    start, files = time.perf_counter(), list(files)
+    found = [_file_digest(file) for file in files]
+    hashed, size = sum(n for _, n in found), sum(file.stat().st_size for file in files)
+    if hashed >= _LARGE:
+        seconds = time.perf_counter() - start
+        logger.info("hashed %.1f of %.1f MB of weights in %.2f s", hashed / 1e6, size / 1e6, seconds)
+    return "files:" + hashlib.sha256("".join(sorted(content for content, _ in found)).encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> tuple[str, int]:
+    """SHA-256 (hex) of a file's content, and how many bytes were read for it.
+
+    A remembered digest is filed under path, size, times and inode of the file that was read, so it holds for no other state of the file.
+    """
+    stamp = _stamp(file)
+    folder = cache_dir() / "file-digests"
+    kept = folder / hashlib.sha256(json.dumps([os.path.realpath(file), *stamp]).encode()).hexdigest()
+    if stamp[0] >= _LARGE:
+        with contextlib.suppress(OSError, ValueError):
+            if re.fullmatch(r"[0-9a-f]{64}", known := kept.read_text("ascii")):
+                return known, 0
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    is_settled = time.time_ns() - max(stamp[1], stamp[2]) > _RACE_NS
+    if stamp[0] >= _LARGE and is_settled and _stamp(file) == stamp and keep(kept, found):
+        with contextlib.suppress(OSError):  # another process may prune too
+            oldest_last = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True)
+            for old in oldest_last[_MAX_REMEMBERED:]:
+                old.unlink()
+    return found, stamp[0]
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Size, times and place of a file; unlike the time of its content, the time of its inode can't be set back."""
+    status = file.stat()
+    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
 def cache_dir() -> Path:
     """Directory of what kvrag remembers for this user: ``$KVRAG_CACHE_DIR``, or ``kvrag`` in the user's cache directory.
 
-    A user without a home, as in some containers, has one of this process alone.
+    For a user without a home directory, as in some containers, it is a temporary directory of this process.
     """
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
@@ -126,80 +138,77 @@ def cache_dir() -> Path:
     try:
         return Path.home() / ".cache" / "kvrag"
     except RuntimeError:
-        return Path(_own_folder().name)
+        return Path(_private_folder().name)
 
 
 @cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="kvrag-")  # nobody else's: what is remembered is believed
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kvrag-")  # private, because what is remembered is trusted
 
 
-class _Remembered:
-    """Digests of large files by real path, believed only while size, times and inode are those of the file that was read.
-
-    The file that holds them may be lost, damaged or unwritable at any time; then they are computed again.
-    """
-
-    def __init__(self) -> None:
-        self._new: dict[str, list[Any]] = {}
-        self._old: dict[str, Any] | None = None
-        self.hashed_bytes = 0
-
-    def digest(self, file: Path) -> str:
-        """SHA-256 (hex) of a file's content."""
-        before = _stamp(file)
-        if before[0] >= _LARGE:
-            if self._old is None:
-                self._old = _read()
-            match self._old.get(os.path.realpath(file)):
-                case [list(stamp), str(known)] if stamp == before and _DIGEST.fullmatch(known):
-                    return known
-        with file.open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
-        self.hashed_bytes += before[0]
-        is_settled = time.time_ns() - max(before[1], before[2]) > _RACE_NS
-        if before[0] >= _LARGE and is_settled and _stamp(file) == before:
-            self._new[os.path.realpath(file)] = [before, found]
-        return found
-
-    def save(self) -> None:
-        """Remember what is new, whole or not at all; what other processes remembered meanwhile stays."""
-        if not self._new:
-            return
-        entries = {**_read(), **self._new}
-        kept = dict(list(entries.items())[-_MAX_ENTRIES:])
-        try:
-            _write(json.dumps({"version": 1, "files": kept}))
-        except OSError as error:
-            logger.debug("digests of weights can't be remembered: %s", error)
-
-
-def _stamp(file: Path) -> list[int]:
-    """Size, times and place of a file; the time of its inode's last change can't be set back, as that of its content can."""
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
-
-
-def _read() -> dict[str, Any]:
+def keep(file: Path, text: str) -> bool:
+    """Write a file below :func:`cache_dir` whole or not at all, readable by its owner only; return whether it could be written."""
     try:
-        match json.loads((cache_dir() / _CACHE_FILE).read_text()):
-            case {"version": 1, "files": dict(files)}:
-                return files
-    except (OSError, ValueError, RecursionError):
-        pass  # absent or damaged
-    return {}
+        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
+            try:
+                part.write(text)
+                part.flush()
+                os.replace(part.name, file)
+            except OSError:
+                os.unlink(part.name)
+                raise
+    except OSError as error:
+        logger.debug("%s could not be written: %s", file, error)
+        return False
+    return True
 
 
-def _write(text: str) -> None:
-    """Replace the file in one step; only its owner may read or write it."""
-    folder = cache_dir()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=folder, prefix=_CACHE_FILE)
+# -- tensors -----------------------------------------------------------------------------------------------------------------
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of several, as quantised weights do."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors that a tensor consists of, with their names: packed ones hold values, scales, zero points."""
+    if not is_packed(tensor):
+        yield "", tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        for inner, leaf in leaves(getattr(tensor, name)):
+            yield f"{name}.{inner}", leaf
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """Bytes of a plain tensor; copied to the host if they are elsewhere."""
     try:
-        with os.fdopen(fd, "w") as stream:
-            stream.write(text)
-        os.replace(name, folder / _CACHE_FILE)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        return tensor.view(torch.uint8).numpy().data.cast("B")  # half the time of the general way below
+    except (RuntimeError, TypeError):
+        pass  # on a device, not contiguous, without dimensions or values
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """SHA-256 of a tensor's type, shape and values, the same wherever it is and however it is laid out."""
+    total = hashlib.sha256(f"{type(tensor).__name__ if is_packed(tensor) else ''}{tuple(tensor.shape)}".encode())
+    for name, leaf in leaves(tensor):
+        total.update(f"\0{name}{leaf.dtype}{tuple(leaf.shape)}".encode())
+        total.update(raw(leaf))
+    return total.digest()
+
+
+def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) of named tensors in any order; a tensor with several names is read once."""
+    seen: dict[object, bytes] = {}
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        place: object = name
+        if not is_packed(tensor) and tensor.numel():
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        content = seen[place] = seen.get(place) or tensor_bytes(tensor)
+        total.update(len(name).to_bytes(4, "little") + name.encode() + content)
+    return total.hexdigest()

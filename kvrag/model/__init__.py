@@ -14,8 +14,8 @@ lm        forwards over chosen rows, rotations, capture
 ```
 """
 
+from kvrag.model.forward import StopForward
 from kvrag.model.lm import CausalLM
 from kvrag.model.support import check_supported
-from kvrag.model.switch import StopForward
 
 __all__ = ["CausalLM", "StopForward", "check_supported"]

@@ -1,30 +1,40 @@
 """The attention op in torch: few query rows at scattered positions, all keys, an exact limit per row.
 
-Row ``i`` sees key ``j`` iff ``lo[i] <= j <= hi[i]``, ``lo`` by the layer's :class:`Reach`. That is not what ``is_causal`` means when
-there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused
-causal call where the rows are a whole prompt, blocks of rows with the keys cut at the block's limit, and explicit probabilities where the
-model needs them (soft cap, sinks) or the caller wants them (the probe). Where :mod:`kvrag_kernels` has a CUDA kernel, that computes
-all but whole prompts and single rows.
+Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. That is not what ``is_causal`` means when there are fewer rows than
+keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused causal call where the
+rows are a whole prompt, blocks of rows with the keys cut at the block's limits, and explicit probabilities where the model needs them
+(soft cap, sinks) or the caller wants them (the probe). Where :mod:`kvrag_kernels` has a CUDA kernel, that computes all but whole
+prompts and single rows.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from kvrag.model.rows import EVERYTHING, Block, Reach, RowPlan
+from kvrag.model.rows import EVERYTHING, Block, Limits, Reach
+
+
+class Mass(NamedTuple):
+    """Collects attention mass: probability per key, summed over heads and the last ``rows`` rows, in ``total``, float32 ``(num_keys,)``."""
+
+    total: torch.Tensor
+    rows: int
 
 
 def ragged_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: RowPlan,
+    limits: Limits,
     *,
     scale: float,
     reach: Reach = EVERYTHING,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    mass: Mass | None = None,
 ) -> torch.Tensor:
     """Attend with an exact limit per row.
 
@@ -34,8 +44,8 @@ def ragged_attention(
         ``(B, H, R, D)``.
     keys, values
         ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)``; ``H`` is a multiple of ``H_kv``.
-    plan
-        The rows' limits.
+    limits
+        Which keys the rows see.
     scale
         Factor of the scores.
     reach
@@ -44,29 +54,30 @@ def ragged_attention(
         Scores become ``softcap · tanh(scores / softcap)`` (Gemma 2).
     sinks
         One learned extra score per head, ``(H,)`` (GPT-OSS).
+    mass
+        Where to add the attention of the last rows, if anywhere.
 
     Returns
     -------
     torch.Tensor
         ``(B, H, R, D_v)`` in the dtype of ``query``.
     """
-    if plan.packing is not None:
-        return _by_kernel(query, keys, values, plan, scale, reach, softcap, sinks)
     needs_scores = softcap is not None or sinks is not None
-    if plan.mass is None and not needs_scores and plan.is_plain_causal(reach):
+    if limits.is_whole and mass is None and not needs_scores and reach.is_whole(limits.num_keys):
         is_grouped = query.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=is_grouped)
-    if _has_kernel(query, values):
-        return _by_kernel(query, keys, values, plan, scale, reach, softcap, sinks)
+    if limits.prefix or _has_kernel(query, values):
+        return _by_kernel(query, keys, values, limits, scale, reach, softcap, sinks, mass)
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
-    collected_from = query.shape[2] - plan.mass_rows
-    for block in plan.blocks(reach, query.shape[1] // keys.shape[1], query.dtype):
+    weighed_from = query.shape[2] if mass is None else query.shape[2] - mass.rows
+    kind = (reach, query.shape[1] // keys.shape[1], query.dtype)
+    for block in limits.kept.get(kind) or limits.blocks(*kind):
         q, k, v = query[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
-        if needs_scores or (plan.mass is not None and block.rows.stop > collected_from):
+        if needs_scores or block.rows.stop > weighed_from:
             probabilities = _probabilities(q, k, block, scale, softcap, sinks)
             out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(*q.shape[:3], v.shape[-1])
-            if plan.mass is not None:
-                plan.mass[block.keys] += _collect(probabilities, q.shape, max(0, collected_from - block.rows.start))
+            if mass is not None and block.rows.stop > weighed_from:
+                mass.total[block.keys] += _collect(probabilities, q.shape, max(0, weighed_from - block.rows.start))
         else:
             out[:, :, block.rows] = _fused(q, k, v, block.mask, scale)
     return out
@@ -88,11 +99,12 @@ def _by_kernel(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    plan: RowPlan,
+    limits: Limits,
     scale: float,
     reach: Reach,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    mass: Mass | None,
 ) -> torch.Tensor:
     """Attend in one launch for all rows, and collect mass in a second one, without probabilities in memory.
 
@@ -100,17 +112,17 @@ def _by_kernel(
     """
     import kvrag_kernels
 
-    hi, lo, tiles = plan.for_kernel(query, keys, reach)
+    hi, lo, tiles = limits.for_kernel(query, keys, reach)
     cap = softcap or 0.0
     out, lse = kvrag_kernels.ragged_attention(
-        query, keys, values, hi, lo, plan.prefix, scale=scale, softcap=cap, sinks=sinks, plan=tiles
+        query, keys, values, hi, lo, limits.prefix, scale=scale, softcap=cap, sinks=sinks, plan=tiles
     )
-    if plan.mass is not None:
-        last = slice(query.shape[2] - min(plan.mass_rows, query.shape[2]), None)
+    if mass is not None:
+        last = slice(query.shape[2] - min(mass.rows, query.shape[2]), None)
         first = None if lo is None else lo[last]
         q, s = query[:, :, last], lse[:, :, last]
-        mass = kvrag_kernels.probe_mass(q, keys, s, hi[last], first, scale=scale, softcap=cap, sinks=sinks)
-        plan.mass += mass.sum(dim=0)[: plan.num_keys]
+        found = kvrag_kernels.probe_mass(q, keys, s, hi[last], first, scale=scale, softcap=cap, sinks=sinks)
+        mass.total.add_(found.sum(dim=0)[: limits.num_keys])
     return out
 
 

@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 import kvrag_kernels
 from kvrag.errors import InputError, UnsupportedModelError
+from kvrag.model.forward import MaskFunction, lock_of, refuse_unknown
 from kvrag.model.key_sources import attention_modules
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
-from kvrag.model.switch import MaskFunction, lock_of, refuse_unknown
 
 NAME = "kvrag_rows"
 """Name of the implementation for transformers: neither "flash" nor "/", to which it gives a meaning of its own."""
@@ -66,7 +66,7 @@ class _Forward:
                     "a padded batch meets chunked attention, whose chunks move with the padding; pass prompts one at a time"
                 )
             self._check(reach)
-            hi, lo = self.rows, reach.lo(self.rows)
+            hi, lo = self.rows, reach.lo(self.rows, self.rows)
             if self.bounds is not None:
                 hi, lo = torch.minimum(hi, self.bounds[1]), torch.maximum(lo, self.bounds[0])
             hi, lo = ((x - self.offset).int() for x in (hi, lo))
@@ -76,7 +76,7 @@ class _Forward:
     def _check(self, reach: Reach) -> None:
         rows = self.rows[self.sample][:, None]
         keys = torch.arange(self.seen.shape[2], device=rows.device) + self.offset
-        expected = (keys <= rows) & (keys >= reach.lo(rows))
+        expected = (keys <= rows) & (keys >= reach.lo(rows, rows))
         if not bool((self.seen == expected).all()):
             raise InputError(
                 "the model's mask is not causal attention with this layer's window: packed sequences and masks of other kinds are not "

@@ -6,6 +6,7 @@ and the layout of that output. All plausible pairs are candidates; :mod:`.probe`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,10 +39,12 @@ class KeySource:
     def attach(
         self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]
     ) -> torch.utils.hooks.RemovableHandle:
-        """Note the keys of every forward of this attention module in ``captured``."""
+        """Note the keys of every forward of this attention module in this thread in ``captured``."""
+        owner = threading.get_ident()
 
         def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
-            captured[layer] = self.layout(output)
+            if threading.get_ident() == owner:
+                captured[layer] = self.layout(output)
 
         return attention.get_submodule(self.name).register_forward_hook(keep)
 

@@ -1,15 +1,11 @@
-"""The stitched buffer, seen by transformers as a KV cache: rows are written in place, all keys are returned."""
+"""Keys and values on the model's device: an arena of slots, and the buffers of requests as views of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
-
-from kvrag.model.rope import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,119 +17,74 @@ class LayerShape:
     value_dim: int
 
 
-BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``(layer, all keys, all values, fresh keys, fresh values)``, tensors ``(1, H_kv, ·, D)``: may change the buffers in place."""
+class KVBuffer:
+    """The KV of one request (or of a batch of chunks), row index = position: consecutive slots of an arena.
+
+    Parameters
+    ----------
+    layers
+        Keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)`` of each layer.
+    start
+        Slot of the arena at which it begins.
+    token_ids
+        Int64 ``(capacity,)`` on the host for a model that may have to compute its rows again, else ``None``; kept by its forwards.
+    """
+
+    def __init__(
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int = 0, token_ids: torch.Tensor | None = None
+    ) -> None:
+        self.layers, self.start, self.token_ids = layers, start, token_ids
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows: prompt plus room for the answer."""
+        return int(self.layers[0][0].shape[2])
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Return the keys of a layer, ``(B, H_kv, capacity, D)``, rotated."""
+        return self.layers[layer][0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Return the values of a layer, ``(B, H_kv, capacity, D_v)``."""
+        return self.layers[layer][1]
 
 
-class _BufferLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer: preallocated ``(B, H_kv, capacity, D)``; ``update`` scatters rows instead of appending copies."""
-
-    is_sliding = False
-    is_croppable = False
-
-    def __init__(self, owner: KVBuffer, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self._owner, self._index = owner, index
-        self.keys, self.values = keys, values
-        self.dtype, self.device = keys.dtype, keys.device
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the buffer is allocated before the forward."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the fresh rows and return every row up to the forward's last."""
-        owner = self._owner
-        keys, values = self.keys[:, :, : owner.visible], self.values[:, :, : owner.visible]
-        if owner.before_write is not None:
-            owner.before_write(self._index, keys, values, key_states, value_states)
-        keys[:, :, owner.rows] = key_states
-        values[:, :, owner.rows] = value_states
-        return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the visible length and offset 0: a row's index is its position."""
-        return self._owner.visible, 0
-
-    def get_seq_length(self) -> int | torch.Tensor:
-        """Return the number of valid rows; or, for a model that tells positions by it, how many stand before the fresh rows."""
-        return self._owner.offset
-
-    def get_max_length(self) -> int:
-        """Return the capacity."""
-        return int(self.keys.shape[2])
-
-    get_max_cache_shape = get_max_length
-
-
-class KVBuffer(Cache):  # type: ignore[misc]
-    """Preallocated KV of one prompt (or of a batch of chunks), row index = position.
+class KVArena(KVBuffer):
+    """Preallocated KV in slots, which requests share; each request's buffer is a :meth:`view`.
 
     Parameters
     ----------
     shapes
         One shape per layer.
-    capacity
-        Rows: prompt plus room for the answer.
-    batch
-        Batch size ``B``; 1 for a prompt.
-    tells_offsets
-        Whether a layer takes the positions of its fresh rows from the cache's length (Llama 4 scales queries by them): then the length
-        that it is told is such that counting on from it gives the rows' own positions, scattered or not.
+    slots
+        Number of slots.
     dtype, device
-        Of the tensors. Rows are uninitialised until written; no row is visible to attention before it is written.
-
-    Attributes
-    ----------
-    length
-        Rows that hold valid KV.
-    rows, visible
-        Rows that the next forward computes, and the rows that it can see (set by the forward).
-    token_ids
-        Int64 ``(capacity,)`` on the host for a model that may have to compute its rows anew, else ``None``; kept by its forwards.
-    before_write
-        Called in each layer of the next forward before its fresh rows are written, or ``None``.
+        Of the tensors. Slots are uninitialised until written; no slot is visible to attention before it is written.
+    batch
+        Batch size ``B``; 1 for prompts.
+    keeps_ids
+        Whether views keep their token ids.
     """
 
     def __init__(
         self,
         shapes: Sequence[LayerShape],
-        capacity: int,
+        slots: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
         batch: int = 1,
-        tells_offsets: bool = False,
+        keeps_ids: bool = False,
     ) -> None:
-        self._tells_offsets = tells_offsets
-        self.token_ids: torch.Tensor | None = None
-        self.length = 0
-        self.visible = 0
-        self.rows: Rows = slice(0, 0)
-        self.before_write: BeforeWrite | None = None
-        self.capacity = capacity
-        layers = []
-        for index, shape in enumerate(shapes):
-            keys = torch.empty((batch, shape.num_heads, capacity, shape.key_dim), dtype=dtype, device=device)
-            values = torch.empty((batch, shape.num_heads, capacity, shape.value_dim), dtype=dtype, device=device)
-            layers.append(_BufferLayer(self, index, keys, values))
-        super().__init__(layers=layers)
+        def empty(heads: int, dim: int) -> torch.Tensor:
+            return torch.empty((batch, heads, slots, dim), dtype=dtype, device=device)
 
-    @property
-    def offset(self) -> int | torch.Tensor:
-        """What the layers are told of the cache's length."""
-        if not self._tells_offsets:
-            return self.length
-        if isinstance(self.rows, slice):
-            return int(self.rows.start)
-        return self.rows - torch.arange(len(self.rows), device=self.rows.device)
+        super().__init__([(empty(s.num_heads, s.key_dim), empty(s.num_heads, s.value_dim)) for s in shapes])
+        self._keeps_ids = keeps_ids
 
-    def keys(self, layer: int) -> torch.Tensor:
-        """Return the keys of a layer, ``(B, H_kv, capacity, D)``, rotated."""
-        return cast(torch.Tensor, self.layers[layer].keys)
-
-    def values(self, layer: int) -> torch.Tensor:
-        """Return the values of a layer, ``(B, H_kv, capacity, D_v)``."""
-        return cast(torch.Tensor, self.layers[layer].values)
+    def view(self, start: int, capacity: int) -> KVBuffer:
+        """Return the buffer of a request in slots ``start`` to ``start + capacity - 1``."""
+        rows = slice(start, start + capacity)
+        layers = [(keys[:, :, rows], values[:, :, rows]) for keys, values in self.layers]
+        token_ids = torch.zeros(capacity, dtype=torch.int64) if self._keeps_ids else None
+        return KVBuffer(layers, start, token_ids)

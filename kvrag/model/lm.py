@@ -10,14 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
+from kvrag.model.attention import Mass
+from kvrag.model.forward import BeforeWrite, Forward, StopForward, lock_of, running, switched
 from kvrag.model.key_sources import attention_modules, decoder_of
-from kvrag.model.kv import KVBuffer, LayerShape
-from kvrag.model.packing import Packing
-from kvrag.model.rope import Rotations, Rows
+from kvrag.model.kv import KVArena, KVBuffer, LayerShape
+from kvrag.model.plain import Extend
+from kvrag.model.rope import Rotations
 from kvrag.model.rotary import Turning
-from kvrag.model.rows import RowPlan
+from kvrag.model.rows import Rows
 from kvrag.model.support import check_placement, check_supported, context_window, regime_limit
-from kvrag.model.switch import ATTENTION, DENSE, Call, StopForward, lock_of, switched
 from kvrag.model.traits import LayerTraits, accepted, observe, probe_positions, prove
 
 
@@ -42,13 +43,12 @@ class CausalLM:
         self.config = model.config
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._lock = lock_of(model)
         self._base = decoder_of(model)
         self._attentions = attention_modules(model)
         self.traits: list[LayerTraits] = []
         self._turnings: list[Turning] = []
         self._kinds: list[int] = []
-        self._capturing: dict[int, torch.Tensor] | None = None
+        self._captured: dict[int, torch.Tensor] | None = None
         self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._prove_capture()
 
@@ -90,145 +90,149 @@ class CausalLM:
         """Bytes of KV per token over all layers, in the model's dtype."""
         return sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes) * self.dtype.itemsize
 
+    def arena(self, slots: int, *, batch: int = 1) -> KVArena:
+        """Allocate KV in slots, for one request or several; see :class:`~kvrag.model.kv.KVArena`."""
+        keeps_ids = self.reuse_window < self.context_window and batch == 1
+        return KVArena(self.shapes, slots, dtype=self.dtype, device=self.device, batch=batch, keeps_ids=keeps_ids)
+
     def buffer(self, capacity: int, *, batch: int = 1) -> KVBuffer:
-        """Allocate a KV buffer for this model; see :class:`~kvrag.model.kv.KVBuffer`."""
-        tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
-        buffer = KVBuffer(
-            self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, tells_offsets=tells_offsets
-        )
-        if self.reuse_window < self.context_window and batch == 1:
-            buffer.token_ids = torch.zeros(capacity, dtype=torch.int64)
-        return buffer
+        """Allocate the KV of one request, or of a batch of chunks."""
+        return self.arena(capacity, batch=batch).view(0, capacity)
 
     def rotary(self, num_positions: int) -> Rotations:
         """Return the rotations of positions 0 to ``num_positions - 1`` in every layer, float32."""
         positions = torch.arange(num_positions, device=self.device)
         return Rotations([turning.at(positions) for turning in self._turnings], self._kinds)
 
+    @property
+    def can_share_forwards(self) -> bool:
+        """Whether rows of several requests may be computed in one forward.
+
+        Not where a model takes positions from anything but ``position_ids`` (ALiBi, Llama 4), or changes its angles with the length
+        of the prompt (longrope): those run one request at a time.
+        """
+        return self._can_pack and self.reuse_window == self.context_window
+
+    def can_pack(self, num_positions: int) -> bool:
+        """Whether chunks that end before this position can share one prefix in a forward: no layer's reach cuts them."""
+        return self._can_pack and all(trait.reach.is_whole(num_positions) for trait in self.traits)
+
     @torch.inference_mode()
     def forward(
         self,
         token_ids: torch.Tensor,
         rows: Rows,
-        buffer: KVBuffer,
+        kv: KVBuffer,
         *,
         logits: int = 1,
         mass_rows: int = 0,
         mass_layers: range | None = None,
+        before_write: BeforeWrite | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute rows of a prompt against everything before them in the buffer, and write their KV into it.
+        """Compute rows against everything that they see in a buffer, and write their KV into it.
 
         Parameters
         ----------
         token_ids
             Ids of these rows, ``(R,)`` or ``(B, R)``, int64.
         rows
-            Their positions, ascending: a slice where they are contiguous, else an int64 tensor ``(R,)``.
-        buffer
-            Row index = position. Every row up to the last of ``rows`` must be valid or among ``rows``.
+            What to compute; see :class:`~kvrag.model.rows.Rows`.
+        kv
+            The request's buffer, or the arena for rows of several requests. Every slot that a row sees must be written before, or be
+            among ``rows``.
         logits
             How many last rows need logits; 0 skips the language model's head.
         mass_rows
             How many last rows' attention to collect; 0 for none.
         mass_layers
             Layers whose attention to collect; ``None``: all. The rest is not computed where it isn't needed for anything else.
+        before_write
+            Called in each layer before its fresh rows are written; may change the buffer in place.
 
         Returns
         -------
         logits : torch.Tensor
             ``(B, logits, vocab)`` in the model's dtype; empty where none are asked for.
         mass : torch.Tensor or None
-            Float32 ``(visible,)``: attention probability per key, summed over these layers, heads and the last ``mass_rows`` rows.
+            Float32 ``(rows.stop,)``: attention probability per key, summed over these layers, heads and the last ``mass_rows`` rows.
+
+        Raises
+        ------
+        ValueError
+            If the rows are of several requests or chunks, and this model can't compute them together.
         """
+        if rows.first is not None and not self._can_pack:
+            raise ValueError("this model computes one request at a time; see CausalLM.can_share_forwards")
         ids = token_ids if token_ids.dim() == 2 else token_ids[None]
-        if buffer.token_ids is not None:
-            ids, rows = self._outgrow(ids, rows, buffer, buffer.token_ids)
-        hi = torch.arange(rows.start, rows.stop, device=self.device) if isinstance(rows, slice) else rows
-        buffer.rows, buffer.visible = rows, int(hi[-1]) + 1
-        plan = RowPlan(hi, buffer.visible)
-        if mass_rows:
-            plan.mass, plan.mass_rows = torch.zeros(buffer.visible, device=self.device), mass_rows
-        with self._lock:
-            out = self._run(ids.to(self.device), hi, buffer, plan, logits, mass_layers or range(self.num_layers))
-            if self._capturing is not None:
-                self._capture_cached(buffer, rows, self._capturing)
-        buffer.length = max(buffer.length, buffer.visible)
-        return out, plan.mass
+        if kv.token_ids is not None:
+            ids, rows = self._outgrow(ids, rows, kv.token_ids)
+        mass = Mass(torch.zeros(rows.stop, device=self.device), mass_rows) if mass_rows else None
+        layers = mass_layers or range(self.num_layers)
+        weighed = [id(self._attentions[layer]) for layer in layers] if mass is not None else []
+        forward = Forward(
+            rows,
+            kv,
+            self.device,
+            reach=self._reach,
+            weighed=frozenset(weighed),
+            mass=mass,
+            final=self._final if logits or not weighed else weighed[-1],
+            outputs=logits,
+            before_write=before_write,
+            tells_offsets=self._tells_offsets,
+            is_dense=self._is_dense,
+        )
+        with lock_of(self.model):
+            out = self._run(ids.to(self.device), forward, logits)
+            if self._captured is not None:
+                self._capture_cached(kv, rows, self._captured)
+        return out, None if mass is None else mass.total
 
-    def can_pack(self, num_positions: int) -> bool:
-        """Whether runs that end before this position can share a forward: no window cuts them, and only ``position_ids`` tell positions."""
-        is_told_otherwise = self._is_dense or getattr(self.config, "attn_temperature_tuning", False)
-        is_told = "position_ids" in self._accepted[False] and not is_told_otherwise
-        return is_told and all(trait.reach.is_whole(num_positions) for trait in self.traits)
+    def extension(self, kv: KVBuffer, length: int) -> Extend:
+        """Return what computes the rows that follow the first ``length`` of a buffer, with logits for each."""
 
-    @torch.inference_mode()
-    def forward_packed(self, token_ids: torch.Tensor, packing: Packing, buffer: KVBuffer) -> None:
-        """Compute several runs of rows behind one prefix in one forward; see :meth:`can_pack`.
+        def extend(ids: torch.Tensor) -> torch.Tensor:
+            nonlocal length
+            logits, _ = self.forward(ids, Rows.span(length, length + len(ids)), kv, logits=len(ids))
+            length += len(ids)
+            return logits[0]
 
-        Parameters
-        ----------
-        token_ids
-            Ids of all runs, one after the other, int64 ``(R,)``.
-        packing
-            Their limits and positions.
-        buffer
-            The prefix's rows, and room for ``R`` more, which are written.
-        """
-        rows = slice(packing.prefix, packing.prefix + len(token_ids))
-        hi = torch.arange(rows.start, rows.stop, device=self.device)
-        buffer.rows, buffer.visible = rows, rows.stop
-        with self._lock:
-            plan = RowPlan(hi, rows.stop, packing=packing)
-            self._run(token_ids[None].to(self.device), packing.positions, buffer, plan, 0, range(0))
-            if self._capturing is not None:
-                self._capture_cached(buffer, rows, self._capturing, packing.positions)
-        buffer.length = rows.stop
+        return extend
 
-    def _outgrow(
-        self, ids: torch.Tensor, rows: Rows, buffer: KVBuffer, known: torch.Tensor
-    ) -> tuple[torch.Tensor, Rows]:
-        """Where an answer outgrows the angles that its prompt has (longrope), compute all rows anew, as transformers does."""
-        known[rows if isinstance(rows, slice) else rows.cpu()] = ids[0].cpu()
-        is_crossing = isinstance(rows, slice) and 0 < buffer.length <= self.reuse_window < rows.stop
-        return (known[None, : rows.stop], slice(0, rows.stop)) if is_crossing else (ids, rows)  # type: ignore[union-attr]
+    def _outgrow(self, ids: torch.Tensor, rows: Rows, known: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+        """Where an answer outgrows the angles that its prompt has (longrope), compute all rows again, as transformers does."""
+        is_contiguous = isinstance(rows.slots, slice)
+        known[rows.slots if is_contiguous else rows.slots.cpu()] = ids[0].cpu()  # type: ignore[union-attr]
+        is_crossing = is_contiguous and 0 < rows.slots.start <= self.reuse_window < rows.stop  # type: ignore[union-attr]
+        return (known[None, : rows.stop], Rows.span(0, rows.stop)) if is_crossing else (ids, rows)
 
-    def _run(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        buffer: KVBuffer,
-        plan: RowPlan,
-        logits: int,
-        mass_layers: range,
-    ) -> torch.Tensor:
-        options: dict[str, Any] = {"position_ids": positions[None].expand(ids.shape[0], -1), "logits_to_keep": logits}
+    def _run(self, ids: torch.Tensor, forward: Forward, logits: int) -> torch.Tensor:
+        positions = forward.positions[None].expand(ids.shape[0], -1)
+        options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": logits}
         if self._is_dense:  # ALiBi is made from the mask of padding
-            options["attention_mask"] = positions.new_ones((ids.shape[0], plan.num_keys))
+            options["attention_mask"] = positions.new_ones((ids.shape[0], forward.limits.num_keys))
         names = self._accepted[bool(logits)]
         options = {name: value for name, value in options.items() if name in names}
         run = self.model if logits else self._base
-        name = DENSE if self._is_dense else ATTENTION
-        weighed = [self._attentions[layer] for layer in mass_layers] if plan.mass is not None else []
-        final = self._final if logits or not weighed else id(weighed[-1])
-        call = Call(plan, self._reach, frozenset(map(id, weighed)), final, logits)
-        with switched(self.model, name, call), self._weighed(plan, weighed), suppress(StopForward):
-            out = run(input_ids=ids, past_key_values=buffer, use_cache=True, **options)
+        with switched(self.model, forward), self._weighing(forward), suppress(StopForward):
+            out = run(input_ids=ids, past_key_values=forward, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
         return torch.empty(0)
 
     @contextmanager
-    def _weighed(self, plan: RowPlan, attentions: list[torch.nn.Module]) -> Iterator[None]:
+    def _weighing(self, forward: Forward) -> Iterator[None]:
         """Collect the mass of attention that can't be replaced from the weights that it returns."""
-        if plan.mass is None or not self._is_dense:
+        mass = forward.mass
+        if mass is None or not self._is_dense:
             yield
             return
 
         def collect(_: torch.nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            assert plan.mass is not None
-            plan.mass += output[1][:, :, -plan.mass_rows :].float().sum(dim=(0, 1, 2))
+            if running() is forward:
+                mass.total.add_(output[1][:, :, -mass.rows :].float().sum(dim=(0, 1, 2)))
 
-        handles = [attention.register_forward_hook(collect) for attention in attentions]
+        handles = [a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed]
         try:
             yield
         finally:
@@ -237,47 +241,47 @@ class CausalLM:
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Collect position-free keys of every forward inside: layer → ``(B, R, H_kv, D)``.
+        """Collect position-free keys of every forward of this thread inside: layer → ``(B, R, H_kv, D)``.
 
-        The model is this thread's alone until the end: the hooks would see the forwards of others too.
+        kvrag's other threads wait until the end; forwards of anyone else's threads are left alone.
         """
-        with self._lock:
+        with lock_of(self.model):
             captured: dict[int, torch.Tensor] = {}
             handles = [
                 trait.source.attach(self._attentions[layer], layer, captured)
                 for layer, trait in enumerate(self.traits)
                 if trait.source is not None
             ]
-            self._capturing = captured
+            self._captured = captured
             try:
                 yield captured
             finally:
-                self._capturing = None
+                self._captured = None
                 for handle in handles:
                     handle.remove()
 
-    def _capture_cached(
-        self, buffer: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor], positions: Rows | None = None
-    ) -> None:
-        """Turn back the fresh keys of the layers whose position-free keys no submodule gives; a row's index is its position by default."""
+    def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
+        """Turn back the fresh keys of the layers whose position-free keys no submodule gives."""
         layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
-        rotations = self.rotary(buffer.visible) if layers else None
+        rotations = self.rotary(rows.stop) if layers else None
         for layer in layers:
             assert rotations is not None
-            keys = buffer.keys(layer)[:, :, rows]
-            free = rotations[layer].unrotate(keys.flatten(0, 1), rows if positions is None else positions)
+            keys = kv.keys(layer)[:, :, rows.slots]
+            free = rotations[layer].unrotate(keys.flatten(0, 1), rows.own_positions)
             captured[layer] = free.reshape(keys.shape).transpose(1, 2)
 
     @torch.inference_mode()
     def _prove_capture(self) -> None:
         """Run a few tokens through the model and prove that captured keys, rotated, are the keys it attends to."""
         positions = torch.tensor(probe_positions(self.context_window), device=self.device)
-        with self._lock:
+        with lock_of(self.model):
             observed = observe(self.model, self._attentions, positions)
             self.traits = prove(self.model, self._attentions, observed, positions)
         self._is_dense = not observed.masks
         self._final = next(reversed(observed.masks), None)
         self._reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
+        self._tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
+        self._can_pack = "position_ids" in self._accepted[False] and not (self._is_dense or self._tells_offsets)
         for trait in self.traits:
             if trait.turning not in self._turnings:
                 self._turnings.append(trait.turning)

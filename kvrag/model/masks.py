@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from kvrag.model.forward import MaskFunction
 from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.model.support import UNLIMITED, context_window
-from kvrag.model.switch import MaskFunction
 
 
 def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:
@@ -32,5 +32,6 @@ def _visible(mask: MaskFunction, row: int, num_keys: int, device: torch.device) 
 def _agrees(mask: MaskFunction, reach: Reach, row: int, device: torch.device) -> bool:
     num_keys = row + 8  # a few keys of the future, none of which may be seen
     keys = torch.arange(num_keys, device=device)
-    expected = (keys <= row) & (keys >= reach.first(row))
+    at = torch.tensor([row], device=device)
+    expected = (keys <= row) & (keys >= reach.lo(at, at))
     return bool((_visible(mask, row, num_keys, device) == expected).all())

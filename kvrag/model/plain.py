@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvrag.errors import ModelError
-from kvrag.model.switch import lock_of
+from kvrag.model.forward import evaluating, lock_of
 
 Extend = Callable[[torch.Tensor], torch.Tensor]
 """``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
@@ -42,7 +42,6 @@ class PlainLM:
         self.config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._lock = lock_of(model)
 
     @property
     def context_window(self) -> int:
@@ -93,22 +92,15 @@ class _Run:
     def forward(self) -> torch.Tensor:
         """Compute the rows that have not been computed; returns the last one's logits ``(vocab,)``."""
         model = self._lm.model
-        with self._lm._lock:
-            was_training = model.training
-            if was_training:
-                model.eval()
-            try:
-                is_step = self._kwargs.get("use_cache") and not self._is_first
-                inputs = model.prepare_inputs_for_generation(
-                    self._ids,
-                    next_sequence_length=1 if is_step else None,
-                    is_first_iteration=self._is_first,
-                    **self._kwargs,
-                )
-                out = model(**inputs, return_dict=True)
-            finally:
-                if was_training:
-                    model.train()
+        with lock_of(model), evaluating(model):
+            is_step = self._kwargs.get("use_cache") and not self._is_first
+            inputs = model.prepare_inputs_for_generation(
+                self._ids,
+                next_sequence_length=1 if is_step else None,
+                is_first_iteration=self._is_first,
+                **self._kwargs,
+            )
+            out = model(**inputs, return_dict=True)
         self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
         self._is_first = False
         return cast(torch.Tensor, out.logits[0, -1].clone())  # a view would keep the logits of every row

@@ -1,89 +1,60 @@
 """Prove, for one loaded model, that reuse is exact where kvrag says so: its weights, its dtype, its device, this version of transformers.
 
-A few dozen random tokens go through the stages as a prompt would, and through transformers' own forward with its own attention. What
-the two must agree on is what the tests promise for tiny models (docs/promises.md); here it is measured on the model that will answer.
+A few dozen random tokens are encoded as chunks, moved and repaired as a prompt would be, and run through transformers' own forward with
+its own attention. What the two must agree on is what the tests promise for tiny models (docs/promises.md).
 
-**Limits.** A check may differ by 1e-3; float32 stays far below. Where it differs by more, what rounding does to this model is measured
-between transformers and itself: the prompt in one piece against two, and against embeddings that are moved by one unit in the last place,
-which shows how this model amplifies a rounding whatever attention it uses. Twice as much is then allowed. A mistake is seen if it moves
-the result by more: how much a planted one does (a chunk's keys one row off) is measured, too, and reported. A mixture of experts may
-send a row to another expert for a rounding (in float32, too, if rarely); such a chance does not repeat, a mistake does, so a proof that
+**Limits.** A check may differ by 1e-3; float32 stays far below. Where it differs by more, the rounding of this model is measured between
+transformers and itself: the prompt in one piece against two, and against embeddings that are moved by one unit in the last place. Twice
+as much is then allowed. The effect of a planted mistake (a chunk's keys one row off) is measured, too: a limit above it proves little.
+A mixture of experts may send a row to another expert for a rounding; such a chance does not repeat, a mistake does, so a proof that
 fails is tried with other tokens, twice.
 
-**Which attention.** The model's own, as it was loaded. Some don't mean the same by all of them (SDPA drops Gemma 2's soft cap, and is the
-default with transformers 5.17): where the own one differs, the eager one, the modelling file's, decides, and a note says so.
+**Which attention.** The model's own, as it was loaded. Some models don't mean the same by all of them (SDPA drops Gemma 2's soft cap, and
+is the default with transformers 5.17): where the own one differs, the eager one, the modelling file's, decides, and a note says so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from transformers import DynamicCache
 
-from kvrag.blend.layout import Layout, rows_of
-from kvrag.model import CausalLM
-from kvrag.model.trial import (
-    Noise,
-    Run,
-    Sample,
-    draw_sample,
-    evaluating,
-    gap,
-    kv_distance,
-    measure_noise,
-    precompute_sample,
-    run_blend,
-    run_full,
-    run_own,
-    taken_by,
-)
-from kvrag.types import ChunkKV
+from kvrag.model.forward import EAGER, evaluating, lock_of, switched
+from kvrag.model.lm import CausalLM
+from kvrag.model.rows import Rows
+from kvrag.model.traits import accepted
 
-LOGITS_LIMIT = 1e-3
-"""Promised agreement of logits in float32."""
+LIMIT = 1e-3  # promised agreement in float32: of logits, and of keys and values relative to the largest of their layer
+CAUSAL_LIMIT = 1e-5  # agreement of keys and values that must not depend on what differs
+NOISE_FACTOR = 2.0  # how many times as much as transformers from itself a check may differ
+CROSSABLE_WINDOW = 512  # sliding windows up to this are crossed by the proof's prompt; longer ones would cost too much
+COMPARED_ROWS = 32  # last rows whose logits are compared; the rows before them are compared by their keys and values
+ATTEMPTS = 3  # draws of tokens: what fails with every one of them is no chance
+FAR = 1500  # how far keys are moved, in rows, where the context window allows
 
-KV_LIMIT = 1e-3
-"""Agreement of keys and values, relative to the largest of their layer."""
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, ``(H_kv, N, D)``."""
 
-CAUSAL_LIMIT = 1e-5
-"""Agreement of keys and values that must not depend on what differs, relative to the largest of their layer."""
 
-NOISE_FACTOR = 2.0
-"""How many times as much as transformers from itself a check may differ."""
+class Measured(NamedTuple):
+    """Logits (float32, on the host) and KV of a run; or how far apart two runs are, absolute and relative to the layer's largest."""
 
-CROSSABLE_WINDOW = 512
-"""Sliding windows up to this are crossed by the proof's prompt; longer ones would cost more than a proof should."""
-
-EAGER = "eager"
-"""Transformers' reference attention: the code of the modelling file itself."""
-
-ATTEMPTS = 3
-"""Draws of tokens: what fails with every one of them is no chance."""
-
-FAR = 1500
-"""How far keys are moved, in rows, where the context window allows."""
+    logits: Any
+    kv: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """One thing that was compared.
 
-    Parameters
-    ----------
-    promise
-        Number of the promise, or what it rests on.
-    claim
-        What must hold.
-    error
-        Largest difference found.
-    limit
-        Largest difference allowed.
-    unit
-        ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
+    ``promise`` is the number of the promise, or what it rests on; ``claim`` must hold; ``error`` is the largest difference found and
+    ``limit`` the largest allowed; ``unit`` is ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
     """
 
     promise: str
@@ -92,13 +63,10 @@ class Check:
     limit: float
     unit: str
 
-    def allowing(self, noise: Noise) -> Check:
-        """Return the same check with room for rounding; keys that are only turned have theirs already."""
-        if self.promise == "4":
-            return self
-        return replace(
-            self, limit=max(self.limit, NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv))
-        )
+    def allowing(self, noise: Measured) -> Check:
+        """Return the same check with room for rounding; keys that are only rotated have theirs already."""
+        rounding = 0.0 if self.promise == "4" else NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
+        return replace(self, limit=max(self.limit, rounding))
 
     @property
     def passed(self) -> bool:
@@ -110,18 +78,8 @@ class Check:
 class Proof:
     """What was compared for one model, and what it cost.
 
-    Parameters
-    ----------
-    checks
-        The comparisons.
-    notes
-        What the proof can't say, in sentences.
-    tokens
-        Length of its prompt.
-    fault
-        Difference of logits that a planted mistake makes, for comparison with the limits.
-    seconds
-        Wall time.
+    ``checks`` are the comparisons, ``notes`` say in sentences what the proof can't, ``tokens`` is the length of its prompt, ``fault`` the
+    difference of logits that a planted mistake makes, ``seconds`` the wall time.
     """
 
     checks: tuple[Check, ...]
@@ -148,10 +106,10 @@ class Proof:
     @property
     def failure(self) -> str | None:
         """The first check that failed, as a sentence; ``None`` where all passed."""
-        failed = next((check for check in self.checks if not check.passed), None)
-        if failed is None:
-            return None
-        return f"the proof on this model failed: {failed.claim} (largest difference {failed.error:.2g}, allowed {failed.limit:.2g})"
+        for c in self.checks:
+            if not c.passed:
+                return f"the proof on this model failed: {c.claim} (largest difference {c.error:.2g}, allowed {c.limit:.2g})"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -159,135 +117,199 @@ class Proof:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Proof:
-        """Read what :meth:`to_dict` gave.
-
-        Raises
-        ------
-        TypeError, KeyError, ValueError
-            If it is something else.
-        """
-        checks = tuple(
-            Check(str(c["promise"]), str(c["claim"]), float(c["error"]), float(c["limit"]), str(c["unit"]))
-            for c in values["checks"]
-        )
-        notes = tuple(str(note) for note in values["notes"])
-        return cls(checks, notes, int(values["tokens"]), float(values["fault"]), float(values["seconds"]))
+        """Read what :meth:`to_dict` gave; raises ``ValueError`` for anything else."""
+        return TypeAdapter(cls).validate_python(values)
 
 
 def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
-    """Prove that reuse is exact for a loaded model, by a dozen small forwards.
-
-    Parameters
-    ----------
-    lm
-        The model.
-    seed
-        Seed of the tokens.
-
-    Returns
-    -------
-    Proof
-        See there; ask for ``.passed``.
-    """
+    """Prove that reuse is exact for a loaded model, by a dozen small forwards over tokens drawn by ``seed``."""
     start = time.perf_counter()
     for attempt in range(ATTEMPTS):
-        proof = _prove_once(lm, seed + attempt)
+        proof = _Trial(lm, seed + attempt).prove()
         if proof.passed and proof.is_conclusive:
             break
     own = str(lm.model.config._attn_implementation)
     if own != EAGER and any(check.promise == "0" and not check.passed for check in proof.checks):
-        by_definition = _prove_once(lm, seed, EAGER)
+        by_definition = _Trial(lm, seed, EAGER).prove()
         if by_definition.passed:
             note = f"transformers' {own!r} attention differs from its {EAGER!r} one, which defines this model; kvrag follows the latter"
             proof = replace(by_definition, notes=(*by_definition.notes, note))
     return replace(proof, seconds=time.perf_counter() - start)
 
 
-@torch.inference_mode()
-def _prove_once(lm: CausalLM, seed: int, attention: str | None = None) -> Proof:
-    """Prove with one draw of tokens, against transformers' attention of this name (``None``: the model's own)."""
-    windows = windows_of(lm)
-    sample = draw_sample(lm, seed, max((w for w in windows if w <= CROSSABLE_WINDOW), default=0))
-    notes = [
-        f"the sliding window of {w} was not crossed: the proof's prompt has {len(sample.ids)} tokens"
-        for w in windows
-        if w >= len(sample.ids)
-    ]
-    own = run_own(lm, sample.ids, attention=attention)
-    stored = precompute_sample(lm, sample)
-    every = run_blend(lm, sample.ids, sample.layout, stored, rows_of(sample.layout.stale))
-    full = run_full(lm, sample.ids)
-    first, fault = _first_chunk(lm, sample, stored, own)
-    checks: tuple[Check, ...] = (
-        Check("0", "a full prefill gives transformers' own logits", gap(full.logits, own.logits), LOGITS_LIMIT, "logits"),
-        Check("0", "a full prefill gives transformers' own keys and values", kv_distance(full.kv, own.kv), KV_LIMIT, "KV"),
-        Check("1", "repairing every row gives the full prefill's logits", gap(every.logits, own.logits[-1:]), LOGITS_LIMIT, "logits"),
-        Check("1", "repairing every row gives the full prefill's keys and values", kv_distance(every.kv, own.kv), KV_LIMIT, "KV"),
-        Check("2", "a chunk behind its own prefix needs no repair", first, LOGITS_LIMIT, "logits"),
-        Check("3", "no row sees a later token", _future(lm, sample, stored, seed), CAUSAL_LIMIT, "KV"),
-        Check("4", "keys turned to a far position are the model's own", *_moved(lm, sample.ids), "KV"),
-    )  # fmt: skip
-    if not all(check.passed for check in checks):
-        noise = measure_noise(lm, sample.ids, own, attention)
-        checks = tuple(check.allowing(noise) for check in checks)
-    return Proof(checks, tuple(notes), len(sample.ids), fault, 0.0)
+class _Trial:
+    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix; ``attention`` is transformers' (``None``: own)."""
+
+    def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
+        self._lm, self._attention, self._seed = lm, attention, seed
+        sizes = {size for trait in lm.traits for size in (trait.reach.window, trait.reach.chunk) if size is not None}
+        self._windows = sorted(sizes)
+        lengths = [3, max(12, max((w for w in self._windows if w <= CROSSABLE_WINDOW), default=0) + 8), 3, 10, 4]
+        while sum(lengths) > lm.context_window - 1 and max(lengths) > 2:
+            lengths = [max(2, length // 2) for length in lengths]
+        drawn = _draw(lm, sum(lengths) + 1, seed)
+        self._ids, self._other = drawn[:-1], int(drawn[-1])
+        spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
+        self._prefix, self._first, self._glue, self._moved, self._suffix = spans
+
+    @torch.inference_mode()
+    def prove(self) -> Proof:
+        """Run the checks."""
+        ids, moved = self._ids, torch.arange(self._moved.start, self._moved.stop)
+        notes = [
+            f"the sliding window of {w} was not crossed: the proof's prompt has {len(ids)} tokens"
+            for w in self._windows
+            if w >= len(ids)
+        ]
+        own = self._run_own()
+        stored = encode(self._lm, [ids[self._prefix], ids[self._first], ids[self._moved]])
+        every, full = self._blend(ids, stored, moved), self._blend(ids, [], torch.empty(0, dtype=torch.int64))
+        first, fault = self._first_chunk(stored, own)
+        checks: tuple[Check, ...] = (
+            Check("0", "a full prefill gives transformers' own logits", gap(full.logits, own.logits), LIMIT, "logits"),
+            Check("0", "a full prefill gives transformers' own keys and values", kv_gap(full.kv, own.kv), LIMIT, "KV"),
+            Check("1", "repairing every row gives the full prefill's logits", gap(every.logits[-1:], own.logits[-1:]), LIMIT, "logits"),
+            Check("1", "repairing every row gives the full prefill's keys and values", kv_gap(every.kv, own.kv), LIMIT, "KV"),
+            Check("2", "a chunk behind its own prefix needs no repair", first, LIMIT, "logits"),
+            Check("3", "no row sees a later token", self._future(stored, moved), CAUSAL_LIMIT, "KV"),
+            Check("4", "keys rotated to a far position are the model's own", *self._far_keys(), "KV"),
+        )  # fmt: skip
+        if not all(check.passed for check in checks):
+            noise = self._noise(own)
+            checks = tuple(check.allowing(noise) for check in checks)
+        return Proof(checks, tuple(notes), len(ids), fault, 0.0)
+
+    def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
+        """Run the prompt through transformers alone, in one piece or more; ``moved``: from embeddings moved by a rounding each."""
+        model, cache, batch = self._lm.model, DynamicCache(), self._ids.to(self._lm.device)[None]
+        name = "inputs_embeds" if moved else "input_ids"
+        with lock_of(model), evaluating(model) if self._attention is None else switched(model, self._attention):
+            keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
+            given = self._moved_embeddings(batch) if moved else batch
+            parts = [
+                model(**{name: part}, past_key_values=cache, use_cache=True, **keep).logits[0]
+                for part in given.tensor_split(pieces, dim=1)
+            ]
+        logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
+        return Measured(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
+
+    def _moved_embeddings(self, ids: torch.Tensor) -> torch.Tensor:
+        """Move every embedding by one unit in the last place, up or down: a rounding that the model then amplifies."""
+        found: torch.Tensor = self._lm.model.get_input_embeddings()(ids)
+        signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(self._seed)) * 2 - 1
+        return (found.float() * (1 + torch.finfo(found.dtype).eps * signs.to(found.device))).to(found.dtype)
+
+    def _noise(self, own: Measured) -> Measured:
+        """Measure how far transformers is from itself."""
+        others = [self._run_own(pieces=2)]
+        if "inputs_embeds" in accepted(self._lm.model):
+            others.append(self._run_own(moved=True))
+        return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
+
+    def _blend(
+        self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, *, plant: bool = False
+    ) -> Measured:
+        """Stitch what is stored and compute the selected and all other rows; ``plant`` puts the first chunk's keys one row off."""
+        kv, rotary = self._lm.buffer(len(ids)), self._lm.rotary(len(ids))
+        is_computed = torch.ones(len(ids), dtype=torch.bool)
+        for span, layers in zip((self._prefix, self._first, self._moved), stored, strict=False):
+            if span.stop > len(ids):
+                continue
+            is_computed[span] = False
+            for layer, (keys, values) in enumerate(layers):
+                rotated = rotary[layer].rotate(keys, span)
+                kv.keys(layer)[0, :, span] = rotated.roll(1, dims=1) if plant and span == self._first else rotated
+                kv.values(layer)[0, :, span] = values
+        is_computed[selected] = True
+        rows = is_computed.nonzero()[:, 0].to(self._lm.device)
+        compute = Rows.span(0, len(ids)) if not stored else Rows.at(rows)
+        logits, _ = self._lm.forward(ids[rows.cpu()], compute, kv, logits=min(len(rows), COMPARED_ROWS))
+        return Measured(logits[0].float().cpu(), [(keys[0], values[0]) for keys, values in kv.layers])
+
+    def _first_chunk(self, stored: list[Pairs], own: Measured) -> tuple[float, float]:
+        """Compare prefix, first chunk and glue, unrepaired, with transformers; and the same with a planted mistake."""
+        head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
+        # From the end: the prompt's head is causal, what follows doesn't matter.
+        reference = own.logits[len(head) - 1 - len(self._ids)]
+        sound, faulty = (self._blend(head, stored, nothing, plant=plant).logits[-1] for plant in (False, True))
+        return gap(sound, reference), gap(faulty, reference)
+
+    def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
+        """Repair half of the moved chunk's rows twice, the second time with another token in the last of them; compare what stands before."""
+        order = torch.randperm(len(moved), generator=torch.Generator().manual_seed(self._seed))
+        selected = moved[order[: (len(moved) + 1) // 2]].sort().values
+        changed, last = self._ids.clone(), int(selected[-1])
+        changed[last] = self._other
+        one, two = (self._blend(ids, stored, selected).kv for ids in (self._ids, changed))
+        return kv_gap(two, one, slice(0, last))
+
+    def _far_keys(self) -> tuple[float, float]:
+        """Run some tokens far from the beginning through transformers, and compare its cache with captured keys, rotated there.
+
+        Keys of the first layer depend on the token alone, so they are captured at the beginning; those of the others in the same run.
+        Returns the largest error, relative to the largest key of the layer, and a limit of a few roundings of the dtype.
+        """
+        lm, limit = self._lm, 8 * torch.finfo(self._lm.dtype).eps + 1e-6
+        tokens = self._ids[:8].to(lm.device)
+        start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
+        positions = torch.arange(start, start + len(tokens), device=lm.device)
+        if "position_ids" not in accepted(lm.model):  # a model that takes no positions rotates no keys
+            return 0.0, limit
+        cache = DynamicCache()
+        with lm.capture() as captured:
+            lm.forward(tokens, Rows.span(0, len(tokens)), lm.buffer(len(tokens)), logits=0)
+            first = captured[0]
+            captured.clear()
+            with evaluating(lm.model):
+                lm.model(input_ids=tokens[None], past_key_values=cache, use_cache=True, position_ids=positions[None])
+        rotary, worst = lm.rotary(start + len(tokens)), 0.0
+        for layer, keys in {**captured, 0: first}.items():
+            rotated, cached = rotary[layer].rotate(keys[0].transpose(0, 1), positions), cache.layers[layer].keys[0]
+            worst = max(worst, float((rotated - cached).abs().max() / cached.abs().max()))
+        return worst, limit
 
 
-def windows_of(lm: CausalLM) -> list[int]:
-    """Return the sliding windows (and attention chunks) of a model's layers, ascending; empty where every row sees all before it."""
-    sizes = {size for trait in lm.traits for size in (trait.reach.window, trait.reach.chunk)}
-    return sorted(size for size in sizes if size is not None)
-
-
-def _first_chunk(lm: CausalLM, sample: Sample, stored: Sequence[ChunkKV], own: Run) -> tuple[float, float]:
-    """Compare prefix, first chunk and glue, unrepaired, with transformers; and the same with a planted mistake."""
-    layout = Layout(sample.layout.segments[:3])
-    ids, nothing = sample.ids[: layout.num_tokens], torch.empty(0, dtype=torch.int64)
-    row = (
-        layout.num_tokens - 1 - len(sample.ids)
-    )  # from the end: the prompt's head is causal, what follows doesn't matter
-    reference = own.logits[row][None]
-    sound, faulty = (run_blend(lm, ids, layout, stored, nothing, plant=plant) for plant in (False, True))
-    return gap(sound.logits, reference), gap(faulty.logits, reference)
-
-
-def _future(lm: CausalLM, sample: Sample, stored: Sequence[ChunkKV], seed: int) -> float:
-    """Repair half of the moved chunk's rows twice, the second time with another token in the last of them; compare what stands before."""
-    rows = rows_of(sample.layout.stale)
-    picked = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[: (len(rows) + 1) // 2]]
-    selected = picked.sort().values
-    changed = sample.ids.clone()
-    last = int(selected[-1])
-    changed[last] = sample.other
-    one, two = (run_blend(lm, ids, sample.layout, stored, selected) for ids in (sample.ids, changed))
-    return kv_distance(two.kv, one.kv, slice(0, last))
-
-
-def _moved(lm: CausalLM, ids: torch.Tensor) -> tuple[float, float]:
-    """Run some tokens far from the beginning through transformers, and compare the keys in its cache with captured keys, turned there.
-
-    Keys of the first layer depend on the token alone, so they are captured at the beginning; those of the others in the same run.
-
-    Returns
-    -------
-    error, limit : float
-        Relative to the largest key of the layer; the limit is a few roundings of the dtype.
-    """
-    tokens, limit = ids[:8].to(lm.device), 8 * torch.finfo(lm.dtype).eps + 1e-6
-    start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
-    positions = torch.arange(start, start + len(tokens), device=lm.device)
-    far = taken_by(lm.model, {"position_ids": positions[None]})
-    if not far:  # a model that takes no positions turns no keys
-        return 0.0, limit
-    cache = DynamicCache()
+def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
+    """Encode a prefix and, in one padded batch behind it, chunks: position-free keys and values of each, layer by layer."""
+    prefix, *chunks = parts
+    longest, start = max(map(len, chunks)), len(prefix)
+    ids = torch.stack([torch.cat([prefix, c, c.new_zeros(longest - len(c))]) for c in chunks])
+    kv = lm.buffer(start + longest, batch=len(chunks))
     with lm.capture() as captured:
-        lm.forward(tokens, slice(0, len(tokens)), lm.buffer(len(tokens)), logits=0)
-        first = captured[0]
-        captured.clear()
-        with evaluating(lm) as model:
-            model(input_ids=tokens[None], past_key_values=cache, use_cache=True, **far)
-    rotary, worst = lm.rotary(start + len(tokens)), 0.0
-    for layer, keys in {**captured, 0: first}.items():
-        turned, cached = rotary[layer].rotate(keys[0].transpose(0, 1), positions), cache.layers[layer].keys[0]
-        worst = max(worst, float((turned - cached).abs().max() / cached.abs().max()))
-    return worst, limit
+        lm.forward(ids, Rows.span(0, start + longest), kv, logits=0)
+    spans = [(0, slice(0, start)), *((i, slice(start, start + len(chunk))) for i, chunk in enumerate(chunks))]
+    return [
+        [(captured[n][i, rows].transpose(0, 1), values[i, :, rows]) for n, (_, values) in enumerate(kv.layers)]
+        for i, rows in spans
+    ]
+
+
+def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
+    """Draw ids that mean nothing special: no end of a text, no place for an image, which a model may refuse without one."""
+
+    def special(values: Any) -> Iterator[int]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from special(value)
+            elif str(name).endswith(("_token_id", "_token_index")):
+                yield from [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+    allowed = torch.ones(lm.vocab_size)
+    allowed[[i for i in special(lm.model.config.to_dict()) if 0 <= i < lm.vocab_size]] = 0
+    return torch.multinomial(allowed, count, replacement=True, generator=torch.Generator().manual_seed(seed))
+
+
+def gap(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest difference of logits."""
+    return float((logits - reference).abs().max())
+
+
+def kv_gap(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float:
+    """Largest difference of keys or values in some rows, relative to the largest magnitude of their layer."""
+    worst = 0.0
+    for pair, expected in zip(kv, reference, strict=True):
+        for tensor, target in zip(pair, expected, strict=True):
+            scale = float(target.abs().max()) or 1.0
+            found = float((tensor[:, rows].float() - target[:, rows].float()).abs().max()) / scale
+            worst = max(worst, found) if found == found else float("nan")
+    return worst

@@ -15,8 +15,8 @@ import torch
 ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(keys (1, H, T, W), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
 
-Rows = slice | torch.Tensor
-"""Rows of a prompt: a slice, or an int64 index tensor."""
+Index = slice | torch.Tensor
+"""Positions of a prompt: a slice, or an int64 index tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +58,20 @@ class RotaryTable:
         if self.width < 0:
             object.__setattr__(self, "width", self.cos.shape[-1])
 
-    def rotate(self, keys: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def rotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
         """Turn position-free keys ``(H, T, D)`` to the positions ``rows`` as the model does; float32 inside, cast back once."""
         return self._turn(keys, self.cos[rows], self.sin[rows])
 
-    def unrotate(self, keys: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def unrotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
         """Invert :meth:`rotate`: the position-free keys of ``(H, T, D)``, for models that give only turned ones."""
         square = self.magnitude * self.magnitude
         return self._turn(keys, self.cos[rows] / square, -self.sin[rows] / square)
 
-    def unit_rotate(self, vectors: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def unit_rotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
         """Turn ``(H, T, D)`` without the magnitude: for differences of keys, which carry it already."""
         return self._turn(vectors, self.unit_cos[rows], self.unit_sin[rows])
 
-    def unit_unrotate(self, vectors: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def unit_unrotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
         """Invert :meth:`unit_rotate`."""
         return self._turn(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
@@ -94,7 +94,7 @@ class RotaryTable:
         zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
         return self.apply(turning[None], zero[None], one[None])[0]
 
-    def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, partner: torch.Tensor, rows: Rows) -> None:
+    def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, partner: torch.Tensor, rows: Index) -> None:
         """Add one vector, turned to each of the rows, to ``target`` in place.
 
         The same as ``target += unit_rotate(vector.expand(...), rows)`` in two fused passes and without a copy of the target's size.

@@ -1,25 +1,27 @@
-"""Which keys each row of a forward sees: the limits of its rows, the reach of its layers, and blocks of rows that share keys."""
+"""The rows of a forward, and which keys each of them sees.
+
+``Rows`` says what a forward computes: the slot, the position and the first visible slot of each row. ``Limits`` is made from it once per
+forward: blocks of rows for torch, int32 limits for the kernels; all layers with the same reach share them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-
-from kvrag.model.packing import Packing
 
 BLOCK_ROWS = 64
 """Query rows per block: enough to fill a core, few enough that cutting keys at the block's last limit saves work."""
 
 MAX_CACHED_MASK = 2**24
-"""Mask elements of one forward that are kept for all its layers; larger ones are made anew in each layer."""
+"""Mask elements of one forward that are kept for all its layers; larger masks are made anew in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back a layer's rows see: ``lo[i]``, the first key of row ``i``.
+    """How far back the rows of a layer see.
 
     Parameters
     ----------
@@ -32,15 +34,10 @@ class Reach:
     window: int | None = None
     chunk: int | None = None
 
-    def lo(self, hi: torch.Tensor) -> torch.Tensor:
-        """Return the first key that rows at these positions see, int64, shaped as ``hi``."""
-        first = torch.zeros_like(hi) if self.window is None else (hi - self.window + 1).clamp_(min=0)
-        return first if self.chunk is None else torch.maximum(first, hi // self.chunk * self.chunk)
-
-    def first(self, row: int) -> int:
-        """Return :meth:`lo` of one row."""
-        by_window = 0 if self.window is None else max(0, row - self.window + 1)
-        return by_window if self.chunk is None else max(by_window, row // self.chunk * self.chunk)
+    def lo(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the first slot that rows in these slots, at these positions, see; int64, shaped as ``slots``."""
+        first = torch.zeros_like(slots) if self.window is None else (slots - self.window + 1).clamp_(min=0)
+        return first if self.chunk is None else torch.maximum(first, slots - positions % self.chunk)
 
     def is_whole(self, num_keys: int) -> bool:
         """Whether no row of a prompt of this length misses a key before it."""
@@ -52,7 +49,80 @@ EVERYTHING = Reach()
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Rows:
+    """The rows that one forward computes, of one request or of several.
+
+    A row sees the slots from ``first`` to its own, and the first ``prefix`` slots. A request stands in neighbouring slots, in order.
+
+    Parameters
+    ----------
+    slots
+        Where the keys and values of each row are written: a slice, or an int64 tensor ``(R,)``, ascending within each request.
+    stop
+        One past the last slot.
+    positions
+        Int64 tensor ``(R,)``: position of each row in its prompt; ``None``: its slot.
+    first
+        Int64 tensor ``(R,)``: first slot that each row sees; ``None``: slot 0, for all.
+    prefix
+        Number of first slots that every row sees besides.
+    """
+
+    slots: slice | torch.Tensor
+    stop: int
+    positions: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    prefix: int = 0
+
+    @classmethod
+    def span(cls, start: int, stop: int) -> Rows:
+        """Return neighbouring rows of one request: positions ``start`` to ``stop - 1``."""
+        return cls(slice(start, stop), stop)
+
+    @classmethod
+    def at(cls, positions: torch.Tensor) -> Rows:
+        """Return rows of one request at these positions, int64 ``(R,)``, ascending."""
+        return cls(positions, int(positions[-1]) + 1)
+
+    @classmethod
+    def packed(cls, prefix: int, lengths: Sequence[int], device: torch.device) -> Rows:
+        """Return chunks of these lengths one after the other, each behind the same prefix and blind to the others."""
+        sizes = torch.tensor(lengths, device=device)
+        starts = (prefix + sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        stop = prefix + sum(lengths)
+        positions = torch.arange(prefix, stop, device=device) - starts + prefix
+        return cls(slice(prefix, stop), stop, positions, starts, prefix)
+
+    @classmethod
+    def together(cls, requests: Sequence[tuple[Rows, int]], device: torch.device) -> Rows:
+        """Join the rows of several requests in one forward.
+
+        Parameters
+        ----------
+        requests
+            Rows of each request (of :meth:`span` or :meth:`at`), and the slot of the arena at which its KV begins.
+        device
+            Of the model.
+        """
+        positions = [rows.indices(device) for rows, _ in requests]
+        starts = torch.tensor([start for _, start in requests], device=device)
+        first = starts.repeat_interleave(torch.tensor([len(p) for p in positions], device=device))
+        at = torch.cat(positions)
+        return cls(first + at, max(start + rows.stop for rows, start in requests), at, first)
+
+    def indices(self, device: torch.device) -> torch.Tensor:
+        """Return the slots as an int64 tensor ``(R,)`` on a device."""
+        if isinstance(self.slots, slice):
+            return torch.arange(self.slots.start, self.slots.stop, device=device)
+        return self.slots.to(device)
+
+    @property
+    def own_positions(self) -> slice | torch.Tensor:
+        """Positions of the rows, as an index."""
+        return self.slots if self.positions is None else self.positions
+
+
+class Block(NamedTuple):
     """Rows ``rows`` of a forward see keys ``keys``, plus ``mask`` (``(G · len(rows), len(keys))``: 0 or -inf, ``None``: all).
 
     The heads of a group are packed as rows, group first, so that K and V are never repeated. Every row sees the keys before
@@ -74,88 +144,93 @@ class KernelLimits(NamedTuple):
 
 
 @dataclass(slots=True)
-class RowPlan:
-    """The limits of one forward, shared by all its layers.
+class Limits:
+    """Which keys the rows of one forward see, shared by all its layers.
 
     Parameters
     ----------
     hi
-        Int64 tensor ``(R,)``, ascending: index of the last key that each row sees.
+        Int64 tensor ``(R,)``: slot of each row, the last one that it sees.
     num_keys
-        Keys in the buffer that the rows attend to, ``max(hi) + 1``.
-    mass
-        Float32 tensor ``(num_keys,)`` that collects attention mass, or ``None``; see :meth:`collect`.
-    mass_rows
-        Number of last rows whose attention is collected.
-    packing
-        Of several runs in one forward, or ``None``. No layer's reach may cut a run or the prefix.
+        Slots that the rows may see, ``max(hi) + 1``.
+    positions, first, prefix
+        As in :class:`Rows`.
     """
 
     hi: torch.Tensor
     num_keys: int
-    mass: torch.Tensor | None = None
-    mass_rows: int = 0
-    packing: Packing | None = None
-    _blocks: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
-    _limits: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
-    _is_whole: bool = field(init=False)
+    positions: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    prefix: int = 0
+    is_whole: bool = field(init=False)
+    kept: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
+    for_kernels: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._is_whole = len(self.hi) == self.num_keys
+        self.is_whole = self.first is None and len(self.hi) == self.num_keys
 
-    @property
-    def prefix(self) -> int:
-        """First keys that every row sees whatever its limits say."""
-        return 0 if self.packing is None else self.packing.prefix
+    def lo(self, reach: Reach) -> torch.Tensor | None:
+        """Return the first slot that each row sees in a layer, int64 ``(R,)``; ``None``: slot 0.
 
-    def is_plain_causal(self, reach: Reach) -> bool:
-        """Whether the rows are the whole prompt and no window cuts it."""
-        return self._is_whole and reach.is_whole(self.num_keys)
+        Behind a shared prefix, a layer's reach must cut no chunk: see :meth:`kvrag.model.CausalLM.can_pack`.
+        """
+        if self.prefix or reach.is_whole(self.num_keys):
+            return self.first
+        lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
+        return lo if self.first is None else torch.maximum(lo, self.first)
 
     def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
         """Return the blocks for a layer with this reach and so many heads per key head; made once unless they are large."""
+        made = _cut(self.hi, self.lo(reach), groups, dtype)
+        if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
+            return made
         kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
-        if kind not in self._blocks:
-            if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
-                return _cut(self.hi, *kind)
-            self._blocks[kind] = list(_cut(self.hi, *kind))
-        return self._blocks[kind]
+        found = self.kept.get(kind) or list(made)
+        self.kept[kind] = self.kept[(reach, groups, dtype)] = found
+        return found
 
-    def last(self, count: int) -> RowPlan:
-        """Return the limits of the last ``count`` rows alone; mass is collected in the same tensor."""
-        return RowPlan(self.hi[-count:], self.num_keys, self.mass, self.mass_rows)
-
-    def without_mass(self) -> RowPlan:
-        """Return the same limits, for layers whose attention is not collected."""
-        return replace(self, mass=None, mass_rows=0)
+    def last(self, count: int) -> Limits:
+        """Return the limits of the last ``count`` rows alone."""
+        positions, first = (None if x is None else x[-count:] for x in (self.positions, self.first))
+        return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
-        """Return the limits for a layer with this reach and these shapes; made once for all layers like it, on their device."""
+        """Return the limits for a layer with this reach and these shapes; made once for all layers like it."""
         import kvrag_kernels
 
         limits = None if reach.is_whole(self.num_keys) else reach
         kind = (limits, query.shape, keys.shape[1:], query.dtype, query.device)
-        if kind not in self._limits:
-            rows = self.hi.to(query.device)
-            hi, lo = rows.int(), None if limits is None else limits.lo(rows).int()
-            lo = lo if self.packing is None else self.packing.lo.int()
-            self._limits[kind] = KernelLimits(hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo, self.prefix))
-        return self._limits[kind]
+        if kind not in self.for_kernels:
+            lo = self.lo(reach)
+            hi, lo = self.hi.to(query.device).int(), None if lo is None else lo.to(query.device).int()
+            tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo, self.prefix)
+            self.for_kernels[kind] = KernelLimits(hi, lo, tiles)
+        return self.for_kernels[kind]
 
 
-def _cut(hi: torch.Tensor, reach: Reach, groups: int, dtype: torch.dtype) -> Iterator[Block]:
-    limits, is_limited = hi.tolist(), reach != EVERYTHING
-    for start in range(0, len(limits), BLOCK_ROWS):
-        rows = slice(start, min(start + BLOCK_ROWS, len(limits)))
-        first = reach.first(limits[start])  # lo ascends with hi
-        keys = slice(first, limits[rows.stop - 1] + 1)
+def _cut(hi: torch.Tensor, lo: torch.Tensor | None, groups: int, dtype: torch.dtype) -> Iterator[Block]:
+    """Cut rows into blocks; one that goes back, or begins far behind the last one's end, is of another request and begins a block."""
+    last = hi.tolist()
+    first = [0] * len(last) if lo is None else lo.tolist()
+    for start, stop in _runs(first, last):
+        rows, keys = slice(start, stop), slice(first[start], last[stop - 1] + 1)
         # One row that sees all its keys needs no mask: every decode step.
-        if rows.stop - rows.start == 1:
-            yield Block(rows, keys, None, keys.stop - first)
+        if stop - start == 1:
+            yield Block(rows, keys, None, keys.stop - keys.start)
             continue
         j = torch.arange(keys.start, keys.stop, device=hi.device)
         hidden = j > hi[rows, None]
-        if is_limited:
-            hidden |= j < reach.lo(hi[rows, None])
+        if lo is not None and first[stop - 1] > keys.start:
+            hidden |= j < lo[rows, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hi.device).masked_fill_(hidden, float("-inf"))
-        yield Block(rows, keys, mask.repeat(groups, 1), 0 if is_limited else limits[start] + 1)
+        sure = last[start] + 1 if first[stop - 1] == keys.start else keys.start
+        yield Block(rows, keys, mask.repeat(groups, 1), sure - keys.start)
+
+
+def _runs(first: list[int], last: list[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for i in range(1, len(last) + 1):
+        is_other = i < len(last) and (first[i] > last[i - 1] or last[i] < last[i - 1])
+        if i == len(last) or is_other or i - start == BLOCK_ROWS:
+            yield start, i
+            start = i

@@ -84,12 +84,21 @@ def regime_limit(config: Any) -> int | None:
 
 
 def check_placement(model: PreTrainedModel) -> None:
-    """Raise :class:`UnsupportedModelError` unless all weights are on one device."""
-    devices = {str(tensor.device) for tensor in model.parameters()}
-    if len(devices) > 1 or "meta" in devices:
+    """Raise :class:`UnsupportedModelError` unless all of a model's weights are on one device: KV is kept in one buffer there.
+
+    Parameters
+    ----------
+    model
+        Loaded, with or without a ``device_map``.
+    """
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    if len(places) > 1 or "disk" in places or len(devices) > 1 or "meta" in devices or is_sharded:
+        where = ", ".join(sorted(places or devices))
         raise UnsupportedModelError(
-            f"the weights of {type(model).__name__} are spread over {', '.join(sorted(devices))}; kvrag keeps a prompt's KV on one device: "
-            "load the model to a single one (device_map={'': 0}, or no device_map)"
+            f"the weights of {type(model).__name__} are spread over several places ({where}), and kvrag keeps KV on one device; load the "
+            'whole model onto one with device="cuda" or device_map={"": 0}, in a smaller dtype or quantised if it does not fit'
         )
 
 

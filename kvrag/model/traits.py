@@ -17,13 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
+from kvrag.model.forward import Forward, Observed, running, switched
 from kvrag.model.key_sources import KeySource, decoder_of, key_sources
 from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.masks import read_mask
 from kvrag.model.rope import RotaryTable
 from kvrag.model.rotary import STILL, Turning, turnings
-from kvrag.model.rows import EVERYTHING, Reach, RowPlan
-from kvrag.model.switch import PROBE, Call, MaskFunction, switched
+from kvrag.model.rows import EVERYTHING, Reach, Rows
 
 STATES = (0, 0, 1, 0, 1, 1, 0, 1)
 """Which of the two hidden states each row of the probe has: neighbours differ, so a mix of neighbours shows."""
@@ -52,36 +52,30 @@ class LayerTraits:
 
 
 @dataclass(slots=True)
-class Observed:
+class Seen(Observed):
     """What one forward showed: keys and values by layer, submodule outputs by layer, the first layer's input, masks, weights."""
 
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
     first_input: list[torch.Tensor] = field(default_factory=list)
-    masks: dict[int, MaskFunction | None] = field(default_factory=dict)
     weights: dict[int, bool] = field(default_factory=dict)
 
 
-class _Recorder(KVBuffer):
-    """A cache that stores nothing and notes the keys and values handed to it."""
+class _Recorder(Forward):
+    """A forward whose cache stores nothing and notes the keys and values handed to it."""
 
-    def __init__(self, model: PreTrainedModel, observed: Observed) -> None:
-        super().__init__([], 0, dtype=torch.float32, device=torch.device("cpu"))
-        self._kv, self._name = observed.kv, type(model).__name__
+    def __init__(self, model: PreTrainedModel, seen: Seen, num_rows: int) -> None:
+        super().__init__(Rows.span(0, num_rows), KVBuffer([]), model.device)
+        self.observed = seen
+        self._name = type(model).__name__
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer_idx in self._kv:
+        if layer_idx in self.observed.kv:
             raise UnsupportedModelError(f"{self._name} writes the KV of layer {layer_idx} twice in one forward")
-        self._kv[layer_idx] = (key_states, value_states)
+        self.observed.kv[layer_idx] = (key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 def probe_positions(context: int) -> list[int]:
@@ -90,7 +84,7 @@ def probe_positions(context: int) -> list[int]:
     return sorted({0, 1, 2 + last // 7, 3 + last // 3, 4 + last // 2, last - 2, last - 1, last})
 
 
-def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Observed:
+def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
     """Run the probe's forward and note all that the proof needs; the caller holds the model's lock.
 
     Raises
@@ -112,25 +106,23 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
 
 
 @torch.inference_mode()
-def _observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Observed:
-    observed = Observed()
+def _observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
+    seen = Seen()
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
-    rows = torch.arange(len(positions), device=positions.device)
-    call = Call(RowPlan(rows, len(positions)))
+    recorder = _Recorder(model, seen, len(positions))
     with ExitStack() as stack:
         for layer, attention in enumerate(attentions):
-            stack.enter_context(_watched(attention, layer, states, observed))
-        stack.enter_context(switched(model, PROBE, call))
+            stack.enter_context(_watched(attention, layer, states, seen))
+        stack.enter_context(switched(model, recorder))
         inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
         decoder = decoder_of(model)
         decoder(
             input_ids=((states + 1) % int(model.config.vocab_size))[None],
-            past_key_values=_Recorder(model, observed),
+            past_key_values=recorder,
             use_cache=True,
             **{name: value for name, value in inputs.items() if name in accepted(decoder)},
         )
-    observed.masks = call.noted
-    return observed
+    return seen
 
 
 def accepted(module: torch.nn.Module) -> frozenset[str]:
@@ -139,12 +131,17 @@ def accepted(module: torch.nn.Module) -> frozenset[str]:
 
 
 @contextmanager
-def _watched(attention: torch.nn.Module, layer: int, states: torch.Tensor, observed: Observed) -> Iterator[None]:
+def _watched(attention: torch.nn.Module, layer: int, states: torch.Tensor, observed: Seen) -> Iterator[None]:
     """Give the attention its two hidden states, and note its submodules' outputs and whether it returns its weights."""
     outputs: dict[str, torch.Tensor] = {}
     observed.outputs.append(outputs)
 
-    def give(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def is_ours() -> bool:
+        return isinstance(running(), _Recorder)
+
+    def give(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if not is_ours():
+            return None
         hidden = args[0] if args else kwargs["hidden_states"]
         if layer == 0:
             observed.first_input.append(hidden)
@@ -153,14 +150,15 @@ def _watched(attention: torch.nn.Module, layer: int, states: torch.Tensor, obser
 
     def note(name: str) -> Callable[..., None]:
         def keep(_: torch.nn.Module, __: object, output: object) -> None:
-            if isinstance(output, torch.Tensor):
+            if isinstance(output, torch.Tensor) and is_ours():
                 outputs[name] = output
 
         return keep
 
     def weigh(_: torch.nn.Module, __: object, output: object) -> None:
-        second = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        observed.weights[layer] = isinstance(second, torch.Tensor) and second.dim() == 4
+        if is_ours():
+            second = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+            observed.weights[layer] = isinstance(second, torch.Tensor) and second.dim() == 4
 
     handles = [m.register_forward_hook(note(name)) for name, m in attention.named_modules() if name]
     handles.append(attention.register_forward_pre_hook(give, with_kwargs=True))
@@ -173,7 +171,7 @@ def _watched(attention: torch.nn.Module, layer: int, states: torch.Tensor, obser
 
 
 def prove(
-    model: PreTrainedModel, attentions: list[torch.nn.Module], observed: Observed, positions: torch.Tensor
+    model: PreTrainedModel, attentions: list[torch.nn.Module], observed: Seen, positions: torch.Tensor
 ) -> list[LayerTraits]:
     """Find out how each layer turns its keys and what its rows see.
 
@@ -282,7 +280,7 @@ def _source_of(
     return best
 
 
-def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, observed: Observed) -> Reach:
+def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, observed: Seen) -> Reach:
     if not observed.masks:  # attention that can't be replaced gets its own mask in every forward
         if not observed.weights.get(layer):
             raise UnsupportedModelError(

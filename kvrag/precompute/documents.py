@@ -1,24 +1,78 @@
-"""Which documents a call means that names ids, or a collection, or both; and which chunks.
+"""Texts, document ids and collections as callers pass them: checked before anything is computed or erased.
 
-A document of a collection is stored as ``collection/id``: collections are paths, and there is nothing else to them.
+A document of a collection is stored as ``collection/id``; a collection is nothing more than this path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvrag.errors import InputError
-from kvrag.store import Catalog, below_collection, members
+from kvrag.errors import ConfigError, InputError
+from kvrag.prompt.template import check_chunk_text
+from kvrag.store import Catalog
+from kvrag.store.base import below_collection, members
 from kvrag.types import ChunkKey
 
+Item = tuple[str | None, str]
+"""A document id, if there is one, and a text."""
 
-def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
-    """Return how documents of a collection are stored, those without one as they are.
+
+def pair_up(texts: Sequence[str], ids: Sequence[str | None] | None) -> list[Item]:
+    """Pair texts with their ids; raise :class:`InputError` if their numbers differ."""
+    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
+        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
+    if len(names) != len(texts):
+        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
+    return list(zip(names, texts, strict=True))
+
+
+def check_items(items: Iterable[Item], collection: str | None, batch_size: object = 1) -> list[Item]:
+    """Validate what is to be precomputed, and return ``(id in its collection, stripped text)``.
 
     Raises
     ------
     InputError
-        If ``collection`` is no name, or an id is none.
+        If a text is not a string or empty, one id has different texts, or a document of a collection has no id.
+    ConfigError
+        If the batch size is not a whole number of at least 1.
+    """
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+    found: list[Item] = []
+    seen: dict[str, str] = {}
+    for number, (name, text) in enumerate(items):
+        try:
+            body = check_chunk_text(text).strip()
+        except InputError as error:
+            raise InputError(f"chunk {number} (id {name!r}): {error}") from None
+        if name is not None:
+            if not isinstance(name, str):
+                raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
+            if seen.setdefault(name, body) != body:
+                raise InputError(f"the id {name!r} has two different texts; give each text its own id")
+        found.append((name, body))
+    if collection is None:
+        return found
+    names = in_collection((name for name, _ in found), collection)
+    return [(name, text) for name, (_, text) in zip(names, found, strict=True)]
+
+
+def check_namespace(namespace: object) -> str:
+    """Return the name of a namespace; raise :class:`ConfigError` if it is not one."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+    return namespace
+
+
+def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
+    """Return the stored ids of documents of a collection, or without one the ids themselves.
+
+    Raises
+    ------
+    InputError
+        If ``collection`` is not a name, or an id is not a string.
     """
     below = "" if collection is None else below_collection(collection)
     found = []
@@ -31,42 +85,37 @@ def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str
     return found
 
 
-def items_in(items: list[tuple[str | None, str]], collection: str | None) -> list[tuple[str | None, str]]:
-    """Put ``(id, text)`` pairs into a collection, if there is one; raises as :func:`in_collection`."""
-    if collection is None:
-        return items
-    ids = in_collection((name for name, _ in items), collection)
-    return [(name, text) for name, (_, text) in zip(ids, items, strict=True)]
-
-
-def named(index: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None) -> list[str]:
-    """Return the stored ids of documents, each once: those given, of a collection if there is one, or without any given all of it.
+def chosen_documents(catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None) -> list[str]:
+    """Return the stored ids of the documents that a call chose, each once.
 
     Parameters
     ----------
-    index
+    catalog
         The store's.
     namespace
         Digest of the namespace.
     ids
-        ``None``: none are given. An empty list means no document, and never a whole collection.
+        ``None``: the whole collection, if one is given. An empty list is no document, never a whole collection.
     collection
         Where the documents are.
 
     Raises
     ------
     InputError
-        If ``collection`` is no name, or an id is no string.
+        If ``collection`` is not a name, or an id is not a string.
     """
     if ids is None:
-        return [] if collection is None else members(index.documents(namespace), collection)
+        return [] if collection is None else members(catalog.documents(namespace), collection)
     return list(dict.fromkeys(in_collection([ids] if isinstance(ids, str) else ids, collection)))
 
 
-def keys_of(index: Catalog, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-    """Return the keys of all KV of some documents, and those of ``keys`` that are of the namespace."""
-    found = dict.fromkeys(key for doc_id in ids for key in index.document_keys(namespace, doc_id))
-    keys = [ChunkKey(keys)] if isinstance(keys, str) else keys
-    records = {key: index.get(key) for key in keys}
-    found.update(dict.fromkeys(key for key, record in records.items() if record and record.namespace == namespace))
-    return list(found)
+def chosen_keys(
+    catalog: Catalog, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey], *, model: str | None = None
+) -> list[ChunkKey]:
+    """Return the keys of all KV of some documents, and those of ``keys`` that belong to the namespace, and to the model if given."""
+    found = [key for doc_id in ids for key in catalog.document_keys(namespace, doc_id)]
+    for key in [ChunkKey(keys)] if isinstance(keys, str) else keys:
+        record = catalog.get(key)
+        if record is not None and record.namespace == namespace and model in (None, record.model):
+            found.append(key)
+    return list(dict.fromkeys(found))

@@ -9,7 +9,7 @@ import torch
 
 from kvrag.model import CausalLM
 from kvrag.model.kv import KVBuffer
-from kvrag.model.packing import Packing
+from kvrag.model.rows import Rows
 from kvrag.types import ChunkKV, LayerKV
 
 
@@ -35,7 +35,7 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer,
     if not prefix_ids:
         return buffer, None
     with model.capture() as captured:
-        model.forward(torch.tensor(prefix_ids), slice(0, len(prefix_ids)), buffer, logits=0)
+        model.forward(torch.tensor(prefix_ids), Rows.span(0, len(prefix_ids)), buffer, logits=0)
     layers = tuple(
         LayerKV(
             keys=captured[layer][0].transpose(0, 1).contiguous().cpu(),
@@ -91,7 +91,7 @@ def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     buffer = _behind(model, prefix, start + longest, len(chunks))
     padded = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in chunks])
     with model.capture() as captured:
-        model.forward(padded, slice(start, start + longest), buffer, logits=0)
+        model.forward(padded, Rows.span(start, start + longest), buffer, logits=0)
     return [_slice(model, buffer, captured, item, start, slice(0, len(ids))) for item, ids in enumerate(chunks)]
 
 
@@ -101,7 +101,7 @@ def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     buffer = _behind(model, prefix, start + sum(lengths), 1)
     with model.capture() as captured:
         token_ids = torch.tensor([token for ids in chunks for token in ids])
-        model.forward_packed(token_ids, Packing.of(start, lengths, model.device), buffer)
+        model.forward(token_ids, Rows.packed(start, lengths, model.device), buffer, logits=0)
     ends = list(accumulate(lengths))
     rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     return [_slice(model, buffer, captured, 0, start, own) for own in rows]

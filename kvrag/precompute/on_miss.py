@@ -1,51 +1,48 @@
-"""Write-back of misses: retrieved chunks that had no KV get it after the answer, by the path of index time.
+"""Write-back of misses: retrieved chunks that had no KV get it after the answer, in the way of index time.
 
-What is stored is computed anew behind the prefix, one chunk at a time, while no request of the engine runs. It is never the KV that the
-answer was made with, of which rows may have been repaired, and never live text: questions and other turns of users are not looked at.
+They are computed anew behind the prefix, one at a time, while no request of the engine runs. Stored KV never comes from the answer, whose
+rows may have been repaired, and never from live text: questions and other turns of users are not looked at.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import content_key
 from kvrag.model.load import LoadedModel
-from kvrag.precompute.run import precompute_texts
-from kvrag.store import Naming, Retention, StoreStats, TieredStore
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Missed, MissedChunk, TextEntry
+from kvrag.precompute.run import Guard, Precompute
+from kvrag.store import TieredStore
+from kvrag.threads import POOL
+from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-"""Chunks that may wait; more are left to the next prompt that holds them."""
+"""Chunks that may wait; more are left to the next prompt that contains them."""
 
 RETRY_S = 60.0
-"""Seconds for which nothing is taken after a store took nothing: a full or read-only disk would cost a forward per miss."""
-
-EXIT_S = 30.0
-"""Seconds that the end of the process waits for a forward that has begun."""
-
+"""Seconds without write-back after a failed one: with a full or read-only disk, each miss would cost a forward."""
 
 EVERYWHERE = "*"
-"""All namespaces; no digest is called so."""
+"""All namespaces; no digest is equal to it."""
 
 
-class _Stopped(Exception):
-    """The engine was closed, or documents were erased, since the chunks were seen."""
+class Stopped(Exception):
+    """The engine was closed, or documents were erased, since the chunks were missed."""
 
 
 class Erasures:
-    """Counts the erasures of each namespace, so that what was seen before one is not stored after it."""
+    """Counts the erasures of each namespace, so that what was missed before one is not stored after it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,9 +54,9 @@ class Erasures:
 
     @contextmanager
     def erasing(self, namespace: str) -> Iterator[None]:
-        """Count an erasure; what is being stored is finished first, for it to find, and nothing is stored before it is over.
+        """Count an erasure of a namespace (its digest, or :data:`EVERYWHERE`).
 
-        ``namespace`` is a digest, or :data:`EVERYWHERE`.
+        A write under way ends first, so that the erasure finds it; no other one begins before the erasure is over.
         """
         with self._lock:
             self._counts[namespace] += 1
@@ -67,10 +64,10 @@ class Erasures:
 
     @contextmanager
     def unless_any_since(self, namespace: str, count: int) -> Iterator[None]:
-        """Keep erasures from beginning; raise if there has been one."""
+        """Keep erasures from beginning; raise :class:`Stopped` if there has been one."""
         with self._lock:
             if self.count(namespace) != count:
-                raise _Stopped
+                raise Stopped
             yield
 
 
@@ -79,43 +76,33 @@ _erasures_lock = threading.Lock()
 
 
 def erasures_of(kv_dir: str | None) -> Erasures:
-    """Return the one counter of a directory for all engines of this process; one of its own for a store in memory."""
+    """Return the one counter of a directory for all engines of this process; a new one for a store in memory."""
     if kv_dir is None:
         return Erasures()
     with _erasures_lock:
         return _erasures.setdefault(os.path.realpath(kv_dir), Erasures())
 
 
-_open: weakref.WeakSet[WriteBack] = weakref.WeakSet()
-
-
 class WriteBack:
-    """Stores missed chunks in the background; the thread lives as long as there is something to do.
+    """Stores missed chunks in the background, in a thread that lives as long as there is something to do.
 
     Parameters
     ----------
     loaded, store, config
         Model, KV store and its limits.
     erasures
-        That of the store's directory.
-    names
-        How texts are called in the store.
+        The counter of the store's directory.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, store: TieredStore, config: StoreConfig, erasures: Erasures, names: Naming
-    ) -> None:
-        self.erasures = erasures
-        self._names = names
-        self._loaded, self._store, self._config = loaded, store, config
+    def __init__(self, loaded: LoadedModel, store: TieredStore, config: StoreConfig, erasures: Erasures) -> None:
+        self.loaded, self.store, self.config, self.erasures = loaded, store, config, erasures
+        self.closed = threading.Event()
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
+        self._work: Future[None] | None = None
         self._counts: Counter[str] = Counter()
         self._requests = 0
-        self.thread: threading.Thread | None = None
-        self._is_closed = False
         self._not_before = 0.0
-        _open.add(self)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -129,34 +116,37 @@ class WriteBack:
                 self._requests -= 1
                 self._changed.notify_all()
 
+    def wait_for_turn(self) -> None:
+        """Wait until no request runs; raise :class:`Stopped` if the engine was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed.is_set() or not self._requests)
+        if self.closed.is_set():
+            raise Stopped
+
     def offer(self, missed: Missed) -> None:
-        """Take what one prompt missed, and return at once."""
+        """Accept what one prompt missed, and return at once."""
         with self._changed:
             room = MAX_WAITING - sum(len(other.chunks) for other in self._waiting)
-            if self._is_closed or len(missed.chunks) > room or time.monotonic() < self._not_before:
+            if self.closed.is_set() or len(missed.chunks) > room or time.monotonic() < self._not_before:
                 self._counts["dropped"] += len(missed.chunks)
                 return
             self._waiting.append(missed)
-            if self.thread is None or not self.thread.is_alive():
-                thread = threading.Thread(target=self._work, name="kvrag-write-back", daemon=True)
+            if self._work is None:
                 try:
-                    thread.start()
+                    self._work = POOL.submit(self._store_all, cancel=self.closed)
                 except RuntimeError as error:  # too many threads, or the interpreter is about to exit
-                    logger.warning("what a prompt missed is not stored: %s", error)
-                    self._counts["dropped"] += len(missed.chunks)
-                    self._waiting.pop()
-                    return
-                self.thread = thread
+                    logger.warning("missed chunks are not stored: %s", error)
+                    self._counts["dropped"] += len(self._waiting.pop().chunks)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to store, and return whether that is so. Only for requests that are over."""
+        """Wait until nothing is left to store, and return whether that is so. Only after the requests are over."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.thread is None or not self.thread.is_alive(), timeout_s)
+            return self._changed.wait_for(lambda: self._work is None, timeout_s)
 
     def close(self) -> None:
-        """Drop what waits, and store nothing from now on; doesn't wait for a forward that has begun."""
+        """Drop what waits, and store nothing from now on; doesn't wait for a forward under way."""
         with self._changed:
-            self._is_closed = True
+            self.closed.set()
             self._changed.notify_all()
 
     def stats(self) -> dict[str, int]:
@@ -165,138 +155,83 @@ class WriteBack:
             names = ("stored", "skipped", "failed", "dropped")
             return {**{n: self._counts[n] for n in names}, "waiting": sum(len(m.chunks) for m in self._waiting)}
 
-    def _work(self) -> None:
+    def _store_all(self) -> None:
         while True:
             with self._changed:
-                if self._is_closed or not self._waiting:
+                if self.closed.is_set() or not self._waiting:
                     self._counts["dropped"] += sum(len(missed.chunks) for missed in self._waiting)
                     self._waiting.clear()
-                    self.thread = None
+                    self._work = None
                     self._changed.notify_all()
                     return
                 missed = self._waiting.popleft()
-            counts = self._store_missed(missed)
+            counts = self._store(missed)
             with self._changed:
                 self._counts.update(counts)
                 if counts["failed"] and not counts["stored"]:
                     self._not_before = time.monotonic() + RETRY_S
 
-    def _store_missed(self, missed: Missed) -> Counter[str]:
+    def _store(self, missed: Missed) -> Counter[str]:
         """Store what is still missing of one prompt, and count; no fault gets out."""
-        counts: Counter[str] = Counter()
-        guarded = _GuardedStore(self._store, missed, self)
+        guard, rest = _MissGuard(self, missed), "failed"
+        run = Precompute(
+            self.loaded, self.store, self.config, prefix=missed.prefix, namespace=missed.namespace, guard=guard
+        )
+        skipped = 0
         try:
-            self._wait_for_turn(missed)
-            wanted = [chunk.text for chunk in missed.chunks if self._is_wanted(chunk, missed.namespace, guarded)]
-            counts["skipped"] = len(missed.chunks) - len(wanted)
-            if wanted:
-                report = precompute_texts(
-                    self._loaded,
-                    guarded,
-                    [(None, text) for text in wanted],
-                    prefix=missed.prefix,
-                    namespace=missed.namespace,
-                    names=self._names,
-                    batch_size=1,
-                    min_chunk_tokens=self._config.min_chunk_tokens,
-                    kv_dtype=self._config.kv_dtype,
-                    show_progress=False,
-                    before_batch=lambda: self._wait_for_turn(missed),
-                )
-                counts.update(stored=report.stored, skipped=report.skipped, failed=len(report.failed))
-        except _Stopped:
-            counts.update(stored=guarded.stored)
-            counts["dropped"] = len(missed.chunks) - counts.total()
+            guard.before_forward()
+            wanted = [chunk.text for chunk in missed.chunks if guard.is_wanted(chunk)]
+            skipped = len(missed.chunks) - len(wanted)
+            run.run([(None, text) for text in wanted], batch_size=1)
+        except Stopped:
+            rest = "dropped"
         except Exception as error:  # nobody waits for this thread, and the answer has been given
-            logger.log(
-                logging.DEBUG if self._is_closed else logging.WARNING, "missed chunks were not stored: %s", error
-            )
-            counts.update(stored=guarded.stored)
-            counts["failed"] = len(missed.chunks) - counts.total()
+            level = logging.DEBUG if self.closed.is_set() else logging.WARNING
+            logger.log(level, "missed chunks were not stored: %s", error)
+        counts = Counter(stored=run.stored, skipped=skipped + run.skipped)
+        counts[rest] += len(missed.chunks) - counts.total()
         return counts
 
-    def _is_wanted(self, chunk: MissedChunk, namespace: str, guarded: _GuardedStore) -> bool:
-        """Whether a chunk has no KV behind any prefix, and is either given explicitly or registered now."""
-        ids = self._loaded.encoder.chunk_ids(chunk.text)
-        identity = ChunkIdentity(self._loaded.fingerprint, namespace, "", ids, self._config.kv_dtype)
-        if self._store.catalog.variants(content_key(identity)):
-            return False
-        digest = self._names.digest(chunk.text)
-        if guarded.knows(digest):
-            guarded.registered.add(digest)
-        return chunk.is_given or digest in guarded.registered
 
-    def _wait_for_turn(self, missed: Missed) -> None:
-        """Wait until no request runs; raise if there is no use any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self._requests)
-        with self.unless_over(missed):
-            return
+class _MissGuard(Guard):
+    """Ends a run when documents were erased or the engine was closed; waits while requests run."""
+
+    def __init__(self, owner: WriteBack, missed: Missed) -> None:
+        self._owner, self._missed = owner, missed
+        self._registered: set[str] = set()
+
+    def before_forward(self) -> None:
+        """Wait until no request runs; raise :class:`Stopped` if storing is no longer wanted."""
+        self._owner.wait_for_turn()
+        with self._storing():
+            pass
 
     @contextmanager
-    def unless_over(self, missed: Missed) -> Iterator[None]:
-        """Keep erasures from beginning; raise if there has been one since the chunks were seen, or the engine was closed."""
-        with self.erasures.unless_any_since(missed.namespace, missed.erasures):
-            if self._is_closed:
-                raise _Stopped
+    def _storing(self) -> Iterator[None]:
+        with self._owner.erasures.unless_any_since(self._missed.namespace, self._missed.erasures):
+            if self._owner.closed.is_set():
+                raise Stopped
             yield
 
-
-class _GuardedStore:
-    """What one precompute sees of a store: nothing enters it that was erased meanwhile, or after the engine was closed."""
-
-    def __init__(self, store: TieredStore, missed: Missed, owner: WriteBack) -> None:
-        self._store, self._missed, self._owner = store, missed, owner
-        self.registered: set[str] = set()
-        self.stored = 0
-
-    def knows(self, digest: str) -> bool:
-        """Whether a text is registered now, as far as the store can tell."""
-        return self._store.catalog.knows_text(self._missed.namespace, digest)
-
-    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys whose chunks are stored."""
-        return self._store.known(keys)
-
-    def retention(self, key: ChunkKey) -> Retention | None:
-        """Return what was said of a chunk's worth."""
-        return self._store.retention(key)
-
-    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
-        """Say anew what chunks are worth."""
-        return self._store.retain(keys, retention)
-
-    def stats(self) -> dict[str, StoreStats]:
-        """Return the statistics of each tier by name."""
-        return self._store.stats()
-
-    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add a reference, as the store does."""
-        with self._owner.unless_over(self._missed):
-            return self._store.link(identity, text=text, doc_id=doc_id)
-
-    def put(
-        self,
-        identity: ChunkIdentity,
-        kv: ChunkKV,
-        *,
-        text: TextEntry | None,
-        doc_id: str | None = None,
-        retention: Retention | None = None,
-    ) -> int:
-        """Store a chunk, as the store does, unless what it is part of was erased since it was looked at."""
-        with self._owner.unless_over(self._missed):
-            if text is not None and text.digest in self.registered and not self.knows(text.digest):
+    @contextmanager
+    def storing(self, entry: TextEntry | None) -> Iterator[None]:
+        """Keep erasures from beginning while a chunk is written; fail a text whose last document another process erased."""
+        with self._storing():
+            if entry is not None and entry.digest in self._registered and not self._is_registered(entry.digest):
                 raise StoreError("its last document was erased meanwhile")
-            written = self._store.put(identity, kv, text=text, doc_id=doc_id, retention=retention)
-        self.stored += text is not None
-        return written
+            yield
 
+    def is_wanted(self, chunk: MissedChunk) -> bool:
+        """Whether a chunk has no KV behind any prefix, and is either given explicitly or the text of a document now."""
+        owner, namespace = self._owner, self._missed.namespace
+        ids = owner.loaded.encoder.chunk_ids(chunk.text)
+        identity = ChunkIdentity(owner.loaded.fingerprint, namespace, "", ids, owner.config.kv_dtype)
+        if owner.store.catalog.variants(content_key(identity)):
+            return False
+        digest = owner.store.names.digest(chunk.text)
+        if self._is_registered(digest):
+            self._registered.add(digest)
+        return chunk.is_given or digest in self._registered
 
-@atexit.register
-def _close_all() -> None:
-    """Let forwards that have begun come to their end: the interpreter must not go away under them."""
-    for each in list(_open):
-        each.close()
-        if (thread := each.thread) is not None:
-            thread.join(EXIT_S)
+    def _is_registered(self, digest: str) -> bool:
+        return self._owner.store.catalog.knows_text(self._missed.namespace, digest)

@@ -1,8 +1,8 @@
-"""Whether a model bears KV that is rounded: reuse of rounded KV against the same reuse without rounding, once per model and type.
+"""Whether a model tolerates rounded KV: reuse of rounded KV against the same reuse without rounding, once per model and type.
 
 A short prompt of two passages goes through the stages twice, unrepaired, and what follows the passages is compared token by token with the
 limit of ``verify``. A type that moves the model further is refused before anything is stored or read. A verdict that passed is kept
-beside the proofs (:mod:`kvrag.model.acceptance`) and made again when model, device or versions change.
+beside the proofs (:mod:`kvrag.model.load`) and made again when model, device or versions change.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ from kvrag.blend.layout import Layout, place
 from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.errors import ConfigError, StoreError
+from kvrag.identity.weights import keep
 from kvrag.model import CausalLM
-from kvrag.model.acceptance import keep_json, kept_file
-from kvrag.model.load import LoadedModel
+from kvrag.model.load import LoadedModel, kept_file
+from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV, KVDtype
-from kvrag.verify import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 
 logger = logging.getLogger(__name__)
 
-GATE_VERSION = 2
+MAX_MEAN_KL = 0.1
+"""Default limit of ``verify`` and of this check: mean KL from the reference, in nats per token."""
+
+MIN_TOP1 = 0.8
+"""Default limit of ``verify`` and of this check: share of tokens with the same most likely token."""
+
+VERSION = 2
 """Version of the comparison; a change makes every kept verdict void."""
 
 AS_LIKELY = 0.5
-"""What part of the best token's probability another one has that may take its place."""
+"""A token counts as the best one if it has at least this part of the best one's probability."""
 
 MAX_TOKENS = (16, 64, 64, 32)
-"""Most tokens of the prompt's parts: a second or two for a small model on a CPU, whatever the tokenizer makes of the texts."""
+"""Most tokens of the prompt's parts: a second or two for a small model on a CPU."""
 
 PREFIX = "Read the passages and answer the question.\n\n"
 PASSAGES = (
@@ -59,17 +65,17 @@ QUESTION = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far rounding moved a model.
+    """The effect of rounding on a model.
 
     Parameters
     ----------
     mean_kl
         KL(without ‖ with rounding) in nats per token.
     top1
-        Share of the tokens whose most likely successor is the same, or was at least :data:`AS_LIKELY` times as likely as the best one: of
-        several that are about as likely, any rounding brings another to the top.
+        Share of tokens whose most likely successor is the same, or is at least :data:`AS_LIKELY` times as likely without rounding as the
+        best one: among equally likely tokens, any rounding changes the order.
     tokens
-        How many were compared.
+        Number of tokens compared.
     seconds
         Wall time.
     """
@@ -81,17 +87,17 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether it is within both limits of ``verify``; NaN is not."""
+        """Whether it is within both limits; NaN is not."""
         return self.mean_kl <= MAX_MEAN_KL and self.top1 >= MIN_TOP1
 
 
 class Gate:
-    """Lets a model through to a store that rounds, or says why not; remembers whom it let through.
+    """Admits models to a store that rounds; remembers the admitted ones.
 
     Parameters
     ----------
     kv_dtype
-        What KV is rounded to; with ``"auto"`` the gate is open.
+        What KV is rounded to; ``"auto"`` admits every model.
     """
 
     def __init__(self, kv_dtype: KVDtype) -> None:
@@ -100,12 +106,12 @@ class Gate:
         self._lock = threading.Lock()
 
     def admit(self, loaded: LoadedModel) -> None:
-        """Return if this model bears the rounding, now or in an earlier process; one whose KV is not reused has nothing to bear.
+        """Return if this model tolerates the rounding, as measured now or in an earlier process, or if its KV is not reused.
 
         Raises
         ------
         ConfigError
-            If it does not; names the type, what was measured, and the limits.
+            If it does not; names the type, the measurements and the limits.
         """
         if self._kv_dtype == "auto" or not isinstance(loaded.lm, CausalLM):
             return
@@ -116,31 +122,27 @@ class Gate:
                 self._admitted.add(fingerprint)
 
     def _check(self, loaded: LoadedModel, lm: CausalLM, fingerprint: str) -> None:
-        file = kept_file("verdict", lm, fingerprint, gate=str(GATE_VERSION), kv_dtype=self._kv_dtype)
+        kv_dtype = self._kv_dtype
+        file = kept_file("verdict", lm, fingerprint, gate=str(VERSION), kv_dtype=kv_dtype)
         if kept_verdict(file) is not None:
             return
         try:
-            verdict = judge(loaded, lm, self._kv_dtype)
+            verdict = judge(loaded, lm, kv_dtype)
         except StoreError as error:
-            raise ConfigError(f"this model's KV can't be kept as {self._kv_dtype}: {error}") from error
+            raise ConfigError(f"this model's KV can't be kept as {kv_dtype}: {error}") from error
         if not verdict.passed:
+            softer = "'auto'" if kv_dtype == "int8" else "'int8' or 'auto'"
             raise ConfigError(
-                f"this model does not bear KV rounded to {self._kv_dtype}: KL {verdict.mean_kl:.3g} nats per token from the same reuse "
-                f"without rounding (at most {MAX_MEAN_KL:g} is allowed), the same next token, or one about as likely, for "
-                f"{verdict.top1:.0%} (at least {MIN_TOP1:.0%} is needed); "
-                f"use {remedy(self._kv_dtype)}"
+                f"this model does not tolerate KV rounded to {kv_dtype}: KL {verdict.mean_kl:.3g} nats per token from the same reuse "
+                f"without rounding (at most {MAX_MEAN_KL:g} is allowed), the same or an equally likely next token for {verdict.top1:.0%} "
+                f"(at least {MIN_TOP1:.0%} is needed); use StoreConfig(kv_dtype={softer})"
             )
-        logger.info("KV rounded to %s moves this model by %.2g nats", self._kv_dtype, verdict.mean_kl)
-        keep_json(file, asdict(verdict))
-
-
-def remedy(kv_dtype: KVDtype) -> str:
-    """Name the types that lose less."""
-    return "StoreConfig(kv_dtype='int8') or 'auto'" if kv_dtype != "int8" else "StoreConfig(kv_dtype='auto')"
+        logger.info("KV rounded to %s moves this model by %.2g nats", kv_dtype, verdict.mean_kl)
+        keep(file, json.dumps(asdict(verdict)))
 
 
 def kept_verdict(file: Path) -> Verdict | None:
-    """Read a verdict that passed; anything else in its place, damaged or failed, is none."""
+    """Read a passed verdict; ``None`` for anything else, such as a damaged file or a failed verdict."""
     try:
         values = json.loads(file.read_text("utf-8"))
         verdict = Verdict(
@@ -151,23 +153,20 @@ def kept_verdict(file: Path) -> Verdict | None:
     return verdict if verdict.passed else None
 
 
+def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(reference ‖ other) in nats between next-token distributions given as logits ``(..., vocab)``."""
+    p, q = torch.log_softmax(reference.double(), -1), torch.log_softmax(other.double(), -1)
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
+
+
 @torch.inference_mode()
 def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
-    """Compare reuse of rounded KV with the same reuse without rounding.
-
-    Parameters
-    ----------
-    loaded
-        For its tokenizer.
-    lm
-        The model.
-    kv_dtype
-        What to round to.
+    """Compare reuse of KV rounded to ``kv_dtype`` with the same reuse without rounding; ``loaded`` has the tokenizer.
 
     Raises
     ------
     StoreError
-        If this model's KV can't be kept so.
+        If this model's KV can't be kept in this type.
     """
     start = time.perf_counter()
     prefix, *chunks, tail = draw_parts(loaded, lm)
@@ -183,12 +182,6 @@ def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
     return Verdict(mean_kl, _same_top(reference, rounded), len(tail), time.perf_counter() - start)
 
 
-def _same_top(reference: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Share of rows of logits ``(T, vocab)`` whose best token with rounding is the best without, or about as likely there."""
-    chosen = reference.gather(-1, rounded.argmax(-1, keepdim=True)).squeeze(-1)
-    return float((chosen - reference.amax(-1) >= math.log(AS_LIKELY)).double().mean())
-
-
 def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:
     """Return the token ids of prefix, two passages, and the question with its answer, cut to the model's window."""
     encoder = loaded.encoder
@@ -202,5 +195,11 @@ def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[in
     buffer = lm.buffer(layout.num_tokens)
     stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
     start = layout.num_tokens - len(tail)
-    logits, _ = lm.forward(torch.tensor(tail), slice(start, layout.num_tokens), buffer, logits=len(tail))
+    logits, _ = lm.forward(torch.tensor(tail), Rows.span(start, layout.num_tokens), buffer, logits=len(tail))
     return logits[0].float().cpu()
+
+
+def _same_top(reference: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Share of rows of logits ``(T, vocab)`` whose best token with rounding is the best without, or about as likely."""
+    chosen = reference.gather(-1, rounded.argmax(-1, keepdim=True)).squeeze(-1)
+    return float((chosen - reference.amax(-1) >= math.log(AS_LIKELY)).double().mean())

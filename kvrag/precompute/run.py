@@ -1,73 +1,38 @@
-"""Index time: texts → token ids → key → KV → store, in batches, skipping what is there, so that a killed run is simply run again."""
+"""Index time: texts → token ids → keys → KV → store, in batches. What is stored is skipped, so a run that was killed is simply run again."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-
-from typing import Protocol
 
 from tqdm.auto import tqdm
 
 from kvrag.blend.quantise import pack
+from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, ids_digest
 from kvrag.model.kv import KVBuffer
 from kvrag.model.load import LoadedModel
+from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.spans import text_entry
-from kvrag.store import Naming, Retention, StoreStats, TieredStore
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype, PrecomputeReport, TextEntry
+from kvrag.store import Retention, TieredStore
+from kvrag.threads import POOL
+from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
-
-
-class ChunkSink(Protocol):
-    """What a precompute needs of a :class:`~kvrag.store.TieredStore`."""
-
-    def put(
-        self,
-        identity: ChunkIdentity,
-        kv: ChunkKV,
-        *,
-        text: TextEntry | None,
-        doc_id: str | None = None,
-        retention: Retention | None = None,
-    ) -> int:
-        """Store a chunk."""
-
-    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add a reference to a chunk that is stored already; return whether it is."""
-
-    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys whose chunks are stored."""
-
-    def retention(self, key: ChunkKey) -> Retention | None:
-        """Return a chunk's retention."""
-
-    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
-        """Update the retention of stored chunks."""
-
-    def stats(self) -> dict[str, StoreStats]:
-        """Return the statistics of each tier by name."""
-
-
-def too_small(tiers: Mapping[str, StoreStats]) -> str:
-    """Say which tier was too small for chunks that were stored and evicted again, and what to do."""
-    if "disk" not in tiers:
-        return "memory is too small; raise StoreConfig.ram_bytes or ram_fraction, or pass kv_dir"
-    return "the disk's budget is too small; raise StoreConfig.disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
-
 
 PREFIX_PRIORITY = 85
 """Priority of a prefix's KV: it is small, and every prompt begins with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One distinct chunk to store, and the documents that refer to it."""
+class NewChunk:
+    """One distinct text to store, and the documents that refer to it."""
 
     doc_ids: tuple[str | None, ...]
     entry: TextEntry | None
@@ -75,255 +40,267 @@ class Job:
 
     @property
     def label(self) -> str:
-        """How reports call it."""
+        """Its name in reports."""
         return next((i for i in self.doc_ids if i is not None), self.entry.digest[:12] if self.entry else "prefix")
 
 
-def replaced_ids(
-    store: TieredStore, items: Sequence[tuple[str | None, str]], namespace: str, names: Naming
-) -> list[str]:
-    """Return the ids that name another text now than the store remembers: the KV of a text that is gone must not outlive it."""
+class Guard:
+    """May hold up or end a run, for one in the background; this one never does."""
+
+    def before_forward(self) -> None:
+        """Return when the next forward may run; whatever it raises ends the run."""
+
+    def storing(self, entry: TextEntry | None) -> AbstractContextManager[object]:
+        """Return the context to write a chunk in. A ``StoreError`` fails the chunk, anything else ends the run."""
+        return nullcontext()
+
+
+def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:
+    """Return the ids that have another text now than the store remembers: the KV of a removed text must not remain."""
     replaced = []
     for name, text in items:
         held = store.catalog.document_texts(namespace, name) if name is not None else []
-        entry = stored_entry(text, names) if held else None
+        entry = _stored_entry(text, store) if held else None
         if name is not None and held and held != [entry.digest if entry else None]:
             replaced.append(name)
     return replaced
 
 
-def precompute_texts(
-    loaded: LoadedModel,
-    store: ChunkSink,
-    items: Sequence[tuple[str | None, str]],
-    *,
-    prefix: str,
-    namespace: str,
-    names: Naming,
-    batch_size: int,
-    min_chunk_tokens: int,
-    show_progress: bool,
-    before_batch: Callable[[], None] | None = None,
-    kv_dtype: KVDtype = "auto",
-    retention: Retention | None = None,
-) -> PrecomputeReport:
-    """Store the KV of the prefix and of every text that has none yet.
+class Precompute:
+    """One run: stores the KV of a prefix, and of texts behind it, and counts.
 
     Parameters
     ----------
     loaded
         Model and tokenizer.
-    store
-        Where to.
-    items
-        ``(id or None, stripped text)``.
+    store, config
+        The store and its limits.
     prefix
         Text that the chunks are encoded behind.
     namespace
         Digest of the namespace.
-    names
-        How texts are called in the store.
-    batch_size
-        Chunks per forward; halved when memory runs out.
-    min_chunk_tokens
-        Shorter texts are skipped.
-    show_progress
-        Show a progress bar.
-    before_batch
-        Called before each forward; what it raises ends the run.
-    kv_dtype
-        How the KV is kept.
     retention
-        How much the chunks are worth keeping, those too that are stored already; ``None``: the default, and those keep theirs. The prefix,
-        which every prompt has, is worth :data:`PREFIX_PRIORITY` at least. Where it gives no cost, that is measured: each forward's time,
-        split among its chunks by their tokens.
+        Retention of the chunks, including those stored already; ``None``: the default, and stored ones keep theirs. The prefix gets at
+        least :data:`PREFIX_PRIORITY`. Without a cost, the cost is measured: each forward's time, divided among its chunks by their tokens.
+    guard
+        Asked before each forward and each write.
     """
-    start = time.perf_counter()
-    prefix_ids = loaded.encoder.live_ids(prefix, at_start=True)
-    model = loaded.fingerprint
-    jobs = _jobs(loaded, items, ChunkIdentity(model, namespace, ids_digest(prefix_ids), (), kv_dtype), names)
-    room = loaded.reusable.reuse_window - len(prefix_ids)
-    run = _Run(loaded, store, model, tuple(prefix_ids), namespace, kv_dtype, retention)
-    todo: list[Job] = []
-    for job in jobs:
-        length = len(job.identity.token_ids)
-        if length < min_chunk_tokens or job.entry is None:
-            logger.info("chunk %s has %d tokens and stays live text", job.label, length)
-            run.skipped += 1
-        elif length >= room:
-            run.fail(
-                job,
-                f"{length} tokens behind a prefix of {len(prefix_ids)} exceed the context window that reuse holds for",
-            )
-        elif run.link(job):
-            run.skipped += 1
-        else:
-            todo.append(job)
-    run.retain()
-    todo.sort(key=lambda job: len(job.identity.token_ids))  # neighbours of similar length pad least
-    with tqdm(total=len(jobs), initial=len(jobs) - len(todo), disable=not show_progress, unit="chunk") as bar:
-        for batch in _batches(todo, batch_size):
-            if before_batch is not None:
-                before_batch()
-            run.store_batch(batch)
-            bar.update(len(batch))
-    run.recount()
-    return PrecomputeReport(run.stored, run.skipped, run.failed, run.stored_bytes, time.perf_counter() - start)
-
-
-def stored_entry(text: str, names: Naming) -> TextEntry | None:
-    """Describe a chunk's text as the store keeps it; ``None`` where it is too short to be found."""
-    entry = text_entry(text)
-    return None if entry is None else names.mask(entry)
-
-
-def _jobs(
-    loaded: LoadedModel, items: Sequence[tuple[str | None, str]], common: ChunkIdentity, names: Naming
-) -> list[Job]:
-    """Merge equal texts: one job per text, with all ids that name it; ``common`` is what all identities share."""
-    named: dict[str, list[str | None]] = {}
-    for name, text in items:
-        named.setdefault(text, []).append(name)
-    return [
-        Job(
-            tuple(dict.fromkeys(ids)),
-            stored_entry(text, names),
-            replace(common, token_ids=loaded.encoder.chunk_ids(text)),
-        )
-        for text, ids in named.items()
-    ]
-
-
-def _batches(jobs: list[Job], size: int) -> Iterator[list[Job]]:
-    for start in range(0, len(jobs), size):
-        yield jobs[start : start + size]
-
-
-class _Run:
-    """State of one precompute: the prefix's buffer and the report in the making."""
 
     def __init__(
         self,
         loaded: LoadedModel,
-        store: ChunkSink,
-        model: str,
-        prefix_ids: tuple[int, ...],
+        store: TieredStore,
+        config: StoreConfig,
+        *,
+        prefix: str,
         namespace: str,
-        kv_dtype: KVDtype,
-        retention: Retention | None,
+        retention: Retention | None = None,
+        guard: Guard | None = None,
     ) -> None:
+        self._loaded, self._store, self._config, self._guard = loaded, store, config, guard or Guard()
         self._retention = retention
-        self._kv_dtype: KVDtype = kv_dtype
-        self._loaded, self._store, self._model = loaded, store, model
-        self._prefix_ids = prefix_ids
-        self._prefix: KVBuffer | None = None
-        self._prefix_identity = ChunkIdentity(model, namespace, ids_digest(()), prefix_ids, kv_dtype)
         self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
-        self._linked: list[ChunkKey] = []
+        ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
+        self._prefix_identity = ChunkIdentity(loaded.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
+        self._prefix: KVBuffer | None = None
+        self._write: Future[None] | None = None  # one batch is written while the next one is computed
+        self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
-        self._done: list[Job] = []
         self.failed: list[tuple[str, str]] = []
 
-    def fail(self, job: Job, reason: str) -> None:
-        """Note that a chunk has no KV now; at query time it is computed."""
-        logger.warning("chunk %s was not stored: %s", job.label, reason)
-        self.failed.append((job.label, reason))
+    def run(self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool = False) -> PrecomputeReport:
+        """Store the KV of the prefix and of every text that has none yet.
 
-    def link(self, job: Job) -> bool:
-        """Add references to a chunk that is stored already."""
-        is_there = all(self._store.link(job.identity, text=job.entry, doc_id=doc_id) for doc_id in job.doc_ids)
-        if is_there:
-            self._linked.append(chunk_key(job.identity))
-        return is_there
+        Parameters
+        ----------
+        items
+            ``(id or None, stripped text)``; equal texts are computed once.
+        batch_size
+            Chunks per forward; halved when memory runs out.
+        show_progress
+            Show a progress bar.
+        """
+        start = time.perf_counter()
+        chunks = self._distinct(items)
+        todo = self._missing(chunks)
+        with tqdm(total=len(chunks), initial=len(chunks) - len(todo), disable=not show_progress, unit="chunk") as bar:
+            try:
+                for first in range(0, len(todo), batch_size):
+                    batch = todo[first : first + batch_size]
+                    self._guard.before_forward()
+                    self._store_batch(batch)
+                    bar.update(len(batch))
+            finally:
+                self._finish_write()
+        self._recount()
+        return PrecomputeReport(self.stored, self.skipped, self.failed, self.stored_bytes, time.perf_counter() - start)
 
-    def retain(self) -> None:
-        """Give what was stored already the retention of this run, if it was told one; the prefix never gets less than it has.
+    def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
+        """Merge equal texts into one chunk with all ids that refer to it."""
+        named: dict[str, dict[str | None, None]] = {}
+        for name, text in items:
+            named.setdefault(text, {})[name] = None
+        behind = replace(self._prefix_identity, prefix=ids_digest(self._prefix_identity.token_ids))
+        return [
+            NewChunk(
+                tuple(ids),
+                _stored_entry(text, self._store),
+                replace(behind, token_ids=self._loaded.encoder.chunk_ids(text)),
+            )
+            for text, ids in named.items()
+        ]
 
-        A store that can't be changed now keeps what it was told before: that is no reason to compute nothing.
+    def _missing(self, chunks: list[NewChunk]) -> list[NewChunk]:
+        """Return the chunks to compute, shortest first: neighbours of similar length need little padding."""
+        prefix_tokens = len(self._prefix_identity.token_ids)
+        room = self._loaded.reusable.reuse_window - prefix_tokens
+        todo, linked = [], []
+        for chunk in chunks:
+            length = len(chunk.identity.token_ids)
+            if length < self._config.min_chunk_tokens or chunk.entry is None:
+                logger.info("chunk %s has %d tokens and remains live text", chunk.label, length)
+                self.skipped += 1
+            elif length >= room:
+                self._fail(
+                    chunk, f"{length} tokens behind a prefix of {prefix_tokens} exceed the context window of reuse"
+                )
+            elif self._link(chunk):
+                self.skipped += 1
+                linked.append(chunk)
+            else:
+                todo.append(chunk)
+        self._retain(linked)
+        return sorted(todo, key=lambda chunk: len(chunk.identity.token_ids))
+
+    def _link(self, chunk: NewChunk) -> bool:
+        """Add references to a chunk that is stored already; return whether it is."""
+        for doc_id in chunk.doc_ids:
+            with self._guard.storing(chunk.entry):
+                if not self._store.link(chunk.identity, text=chunk.entry, doc_id=doc_id):
+                    return False
+        return True
+
+    def _retain(self, linked: list[NewChunk]) -> None:
+        """Give stored chunks the retention of this run, if it has one; the prefix's priority is never lowered.
+
+        If the store can't be changed now, chunks keep their retention, and the run goes on.
         """
         if self._retention is None:
             return
         key = chunk_key(self._prefix_identity)
         try:
-            if self._linked:
-                self._store.retain(self._linked, self._retention)
+            if linked:
+                self._store.retain([chunk_key(chunk.identity) for chunk in linked], self._retention)
             held = self._store.retention(key) or Retention()
-            if (wanted := self._prefix_retention).priority > held.priority and self._store.known([key]):
-                self._store.retain([key], wanted)
+            if self._prefix_retention.priority > held.priority and self._store.known([key]):
+                self._store.retain([key], self._prefix_retention)
         except StoreError as error:
-            logger.warning("what is stored already keeps its priority: %s", error)
+            logger.warning("stored chunks keep their retention: %s", error)
 
-    def store_batch(self, jobs: list[Job]) -> None:
-        """Encode and store some chunks; what fails is reported, and the rest goes on."""
-        kvs, spent_ms, reason = self._encode(jobs)
-        if self._loaded.fingerprint != self._model:  # after the forward: its KV may be of another adapter than its key
-            for job in jobs:
-                self.fail(job, "the model's adapters or weights changed while it was computed; precompute again")
-            return
-        tokens = sum(len(job.identity.token_ids) for job in jobs)
-        for job, kv in zip(jobs, kvs, strict=False):
-            self._put(job, kv, cost_ms=spent_ms * len(job.identity.token_ids) / tokens)
-        if kvs:
-            return
-        if len(jobs) == 1:
-            self.fail(jobs[0], f"out of memory ({reason})")
-            return
-        half = len(jobs) // 2
-        self.store_batch(jobs[:half])
-        self.store_batch(jobs[half:])
+    def _store_batch(self, chunks: list[NewChunk]) -> None:
+        """Encode some chunks and begin to write them; failures are reported, and the run goes on."""
+        kvs, ms_per_token, reason = self._encode(chunks)
+        if (
+            self._loaded.fingerprint != self._prefix_identity.model
+        ):  # after the forward: its KV may be of another adapter
+            for chunk in chunks:
+                self._fail(chunk, "the model's adapters or weights changed while it was computed; precompute again")
+        elif kvs:
+            self._finish_write()
+            self._write = _begin(lambda: self._put_all(chunks, kvs, ms_per_token))
+        elif len(chunks) == 1:
+            self._fail(chunks[0], f"out of memory ({reason})")
+        else:
+            half = len(chunks) // 2
+            self._store_batch(chunks[:half])
+            self._store_batch(chunks[half:])
 
-    def _encode(self, jobs: list[Job]) -> tuple[list[ChunkKV], float, str]:
-        """Encode some chunks, in so many ms, or say that memory ran out; an exception that is kept would keep its tensors alive."""
+    def _finish_write(self) -> None:
+        """Wait for the batch that is being written; raises what ended it."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.result()
+
+    def _encode(self, chunks: list[NewChunk]) -> tuple[list[ChunkKV], float, str]:
+        """Return the KV of some chunks and the ms per token; or nothing, and why memory ran out.
+
+        The exception itself is not kept: it would keep its tensors alive.
+        """
         try:
             prefix = self._encode_prefix()
-            start = time.perf_counter()
-            kvs = encode_chunks(self._loaded.reusable, prefix, [job.identity.token_ids for job in jobs])
-            return kvs, _ms_since(start), ""  # they are on the host, so nothing is still being computed
+            start, token_ids = time.perf_counter(), [chunk.identity.token_ids for chunk in chunks]
+            kvs = encode_chunks(self._loaded.reusable, prefix, token_ids)
+            return kvs, _ms_since(start) / sum(map(len, token_ids)), ""  # on the host: nothing is still being computed
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return [], 0.0, str(error)
 
-    def recount(self) -> None:
-        """Report what has been pushed out again for want of room."""
-        known = self._store.known([chunk_key(job.identity) for job in self._done])
-        for job in self._done:
-            if chunk_key(job.identity) not in known:
-                self.stored -= 1
-                self.fail(job, f"pushed out again by later chunks: {too_small(self._store.stats())}")
-
-    def _put(self, job: Job, kv: ChunkKV, *, cost_ms: float) -> None:
-        retention = self._retention or Retention()
-        if retention.cost_ms is None:
-            retention = replace(retention, cost_ms=cost_ms)
-        try:
-            kv = pack(kv, self._kv_dtype)
-            for doc_id in job.doc_ids:
-                self.stored_bytes += self._store.put(
-                    job.identity, kv, text=job.entry, doc_id=doc_id, retention=retention
-                )
-            self.stored += 1
-            self._done.append(job)
-        except StoreError as error:
-            self.fail(job, str(error))
-
     def _encode_prefix(self) -> KVBuffer:
-        """Run the prefix once per precompute, and store its KV: prompts that start with it reuse it exactly."""
+        """Run the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix is None:
             start = time.perf_counter()
-            self._prefix, kv = encode_prefix(self._loaded.reusable, self._prefix_ids)
-            cost_ms = _ms_since(start)
-            if kv is not None and self._loaded.fingerprint == self._model:
+            self._prefix, kv = encode_prefix(self._loaded.reusable, self._prefix_identity.token_ids)
+            retention = replace(self._prefix_retention, cost_ms=_ms_since(start))
+            if kv is not None and self._loaded.fingerprint == self._prefix_identity.model:
                 try:
-                    self.stored_bytes += self._store.put(
-                        self._prefix_identity,
-                        pack(kv, self._kv_dtype),
-                        text=None,
-                        retention=replace(self._prefix_retention, cost_ms=cost_ms),
-                    )
+                    self._put(NewChunk((None,), None, self._prefix_identity), kv, retention)
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)
         return self._prefix
+
+    def _put_all(self, chunks: list[NewChunk], kvs: list[ChunkKV], ms_per_token: float) -> None:
+        retention = self._retention or Retention()
+        for chunk, kv in zip(chunks, kvs, strict=True):
+            cost_ms = ms_per_token * len(chunk.identity.token_ids) if retention.cost_ms is None else retention.cost_ms
+            try:
+                self._put(chunk, kv, replace(retention, cost_ms=cost_ms))
+            except StoreError as error:
+                self._fail(chunk, str(error))
+            else:
+                self.stored += 1
+                self._done.append(chunk)
+
+    def _put(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> None:
+        kv = pack(kv, self._config.kv_dtype)
+        for doc_id in chunk.doc_ids:
+            with self._guard.storing(chunk.entry):
+                self.stored_bytes += self._store.put(
+                    chunk.identity, kv, text=chunk.entry, doc_id=doc_id, retention=retention
+                )
+
+    def _recount(self) -> None:
+        """Report chunks that later ones have evicted already."""
+        keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
+        for key in keys.keys() - self._store.known(keys):
+            remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
+            if "disk" not in self._store.stats():
+                remedy = "ram_bytes or ram_fraction, or pass kv_dir"
+            self.stored -= 1
+            self._fail(
+                keys[key], f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}"
+            )
+
+    def _fail(self, chunk: NewChunk, reason: str) -> None:
+        """Note that a chunk has no KV now and is computed at query time."""
+        logger.warning("chunk %s was not stored: %s", chunk.label, reason)
+        self.failed.append((chunk.label, reason))
+
+
+def _stored_entry(text: str, store: TieredStore) -> TextEntry | None:
+    """Return a text's entry as it is stored; ``None`` if the text is too short to be found in a prompt."""
+    entry = text_entry(text)
+    return None if entry is None else store.names.mask(entry)
+
+
+def _begin(write: Callable[[], None]) -> Future[None]:
+    """Run a write in another thread, or here if there is none."""
+    try:
+        return POOL.submit(write)
+    except RuntimeError:
+        done: Future[None] = Future()
+        done.set_result(write())
+        return done
 
 
 def _ms_since(start: float) -> float:

@@ -1,22 +1,23 @@
 """The first part of a stored chunk, where a prompt holds only that.
 
-Frameworks cut a retrieved document to a number of characters or tokens, so a prompt may hold its beginning only. Attention is causal: the
+Frameworks cut a retrieved document to a number of characters or tokens, so a prompt may hold only its beginning. Attention is causal: the
 KV of the first rows does not depend on the rest, and is valid for the part.
 
 Where a registered text begins in the prompt and was not found as a whole, the prompt's text from there on is tokenised and compared with
-the token ids of the stored chunks that begin so. The part ends where the ids part ways, and counts only if its text, tokenised alone, has
-just these ids: so it is a chunk like any other, and a prompt's ids stay those of its segments, joined.
+the token ids of the stored chunks that begin like it. The part ends where the ids differ, and counts only if its text, tokenised alone,
+has exactly these ids: then it is a chunk like any other, and a prompt's ids stay those of its segments, joined.
 
-What is missed is computed live, so every bound in here costs time and never correctness.
+What is missed is computed live, so every bound here costs time and never correctness.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrag.prompt.lookup import TokenIds
 from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.prompt.template import Piece, PromptEncoder
 from kvrag.types import TextEntry
@@ -31,12 +32,10 @@ FIRST_LOOK = 1024
 """Characters that are tokenised first at a place; four times as many each time that they all belong to a stored chunk."""
 
 SETTLE_TOKENS = 4
-"""Tokens before the end of a piece of text that may be others for want of what follows."""
+"""Tokens before the end of a piece of text that may change with what follows."""
 
 MAX_BACK_OFF = 8
-"""Tokens that are given up to end a part where its text, tokenised alone, has the same ids."""
-
-TokenIds = tuple[int, ...]
+"""Tokens that are given up so that a part ends where its text, tokenised alone, has the same ids."""
 
 
 class HeadScanner(Protocol):
@@ -62,49 +61,69 @@ class PartFinder:
     encoder
         Tokenises.
     stored_ids
-        Texts → the token ids of those that have KV of this model.
+        Texts → by digest, the token ids of those that have KV of this model. Asked once a call.
     min_tokens
         Shorter parts stay live text.
     """
 
     scanner: HeadScanner
     encoder: PromptEncoder
-    stored_ids: Callable[[Sequence[TextEntry]], list[TokenIds]]
+    stored_ids: Callable[[Sequence[TextEntry]], Mapping[str, list[TokenIds]]]
     min_tokens: int
-    _looks: int = MAX_LOOKS
 
-    def cut_live(self, piece: Piece) -> list[Piece]:
-        """Cut live text at the first parts of stored chunks in it; the piece itself where there are none."""
-        text, at = piece.text, 0
+    def cut_live(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Cut live pieces at the first parts of stored chunks in them."""
+        places = [self.scanner.head_places(p.text) if p.kind == "live" else [] for p in pieces]
+        if not any(places):
+            return list(pieces)
+        stored = self._stored(
+            [p.text[a : a + ANCHOR_CHARS] for p, starts in zip(pieces, places, strict=True) for a in starts]
+        )
         out: list[Piece] = []
-        places = self.scanner.head_places(text)
-        index = 0
-        while index < len(places) and self._looks > 0:
-            start = places[index]
-            # What follows a document may be the template's own control tokens, whatever the document says there.
-            part = self._first_part(text, start, self.encoder.control_text_after(text, start), is_live=True)
-            if part is None:
-                self._looks -= 1
-                index += 1
-                continue
-            out += [Piece(text[at:start]), part]
-            at = start + len(part.text)
-            index = bisect_left(places, at)
-        return [piece for piece in (*out, Piece(text[at:])) if piece.text] if out else [piece]
+        looks = MAX_LOOKS
+        for piece, starts in zip(pieces, places, strict=True):
+            text, at, index = piece.text, 0, 0
+            while index < len(starts) and looks > 0:
+                start = starts[index]
+                # What follows a document may be the template's own control tokens, whatever the document says there.
+                stop = self.encoder.control_text_after(text, start)
+                part = self._first_part(text, start, stop, stored, is_live=True)
+                if part is None:
+                    looks -= 1
+                    index += 1
+                    continue
+                out += [Piece(text[at:start]), part]
+                at = start + len(part.text)
+                index = bisect_left(starts, at)
+            out.append(Piece(text[at:]) if at else piece)
+        return [piece for piece in out if piece.text]
 
-    def cut_chunk(self, piece: Piece) -> list[Piece]:
-        """Cut the text of a chunk that has no KV into the first part of a stored one and the rest; the piece itself if it is none."""
-        part = self._first_part(piece.text, 0, len(piece.text), is_live=False)
-        return [piece] if part is None else [part, Piece(piece.text[len(part.text) :], "chunk")]
+    def cut_chunks(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        """Cut the text of each chunk, none of which has KV, into the first part of a stored chunk and the rest, where it begins so."""
+        stored = self._stored([piece.text[:ANCHOR_CHARS] for piece in pieces])
+        parts = [self._first_part(p.text, 0, len(p.text), stored, is_live=False) for p in pieces]
+        return [
+            [piece] if part is None else [part, Piece(piece.text[len(part.text) :], "chunk")]
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
 
-    def _first_part(self, text: str, start: int, stop: int, *, is_live: bool) -> Piece | None:
+    def _stored(self, heads: Iterable[str]) -> dict[str, list[tuple[TextEntry, TokenIds]]]:
+        """Return, for the first characters of some texts, the stored chunks that may begin with them."""
+        distinct = list(dict.fromkeys(heads))[:MAX_LOOKS]
+        entries = {head: self.scanner.texts_like(head, limit=MAX_TEXTS) for head in distinct}
+        every = {entry.digest: entry for found in entries.values() for entry in found}
+        ids = self.stored_ids(list(every.values())) if every else {}
+        return {head: [(e, run) for e in found for run in ids.get(e.digest, ())] for head, found in entries.items()}
+
+    def _first_part(
+        self, text: str, start: int, stop: int, stored: Mapping[str, list[tuple[TextEntry, TokenIds]]], *, is_live: bool
+    ) -> Piece | None:
         """Return the longest first part of a stored chunk that ``text[start:stop]`` begins with."""
-        entries = self.scanner.texts_like(text[start : start + ANCHOR_CHARS], limit=MAX_TEXTS)
-        stored = self.stored_ids(entries) if entries else []
-        if not stored:
+        chunks = stored.get(text[start : start + ANCHOR_CHARS])
+        if not chunks:
             return None
-        text = text[start : min(stop, start + max(entry.num_chars for entry in entries))]
-        chunk, count = self._longest(text, stored)
+        text = text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
+        chunk, count = self._longest(text, [ids for _, ids in chunks])
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
             ids, body = chunk[:end], self.encoder.decode(chunk[:end])
             # Tokenised as live text it has the same ids: so it holds no control token in a spelling that only the tokenizer knows.

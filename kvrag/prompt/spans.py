@@ -9,7 +9,6 @@ What is missed is computed live, so every bound in here costs time and never cor
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvrag.errors import InputError
 from kvrag.identity.fingerprint import text_digest
+from kvrag.threads import ForkLock
 from kvrag.types import Span, TextEntry
 
 ANCHOR_CHARS = 32
@@ -82,7 +82,7 @@ class SpanIndex:
 
     def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
         self._digest_of = digest_of
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._entries: dict[str, TextEntry] = {}
         self._base = _Table.build(())
         self._overflow = _Table.build(())

@@ -15,7 +15,6 @@ What is left are merges across a seam, such as ``.`` and a line break; :func:`co
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvrag.errors import ConfigError, InputError, ModelError
+from kvrag.threads import ForkLock
 
 ANCHORS = ("\n", ".", "|", "0")
 """Texts to tokenise a continuation behind, tried in this order: the first whose own ids stay as they are is taken."""
@@ -35,14 +35,14 @@ counts as changed."""
 MAX_RUN = 256
 """Tokens, of both tokenisations together, within which they must come together again; else all that follows counts as changed."""
 
-_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
-_locks_guard = threading.Lock()
+_locks: weakref.WeakKeyDictionary[Any, ForkLock] = weakref.WeakKeyDictionary()
+_locks_guard = ForkLock()
 
 
-def _lock_of(tokenizer: Any) -> threading.Lock:
+def _lock_of(tokenizer: Any) -> ForkLock:
     """Return the one lock of a tokenizer, however many engines use it."""
     with _locks_guard:
-        return _locks.setdefault(tokenizer, threading.Lock())
+        return _locks.setdefault(tokenizer, ForkLock())
 
 
 class SegmentTokenizer:

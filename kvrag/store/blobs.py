@@ -56,7 +56,7 @@ class FileBlobs:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
-        self.root, self._durable = Path(root), durable
+        self.root, self._root, self._durable = Path(root), os.fspath(root), durable
         self._buffers = Buffers()
         self._warned_at = -WARN_S
 
@@ -141,7 +141,7 @@ class FileBlobs:
         """Open a folder below the root, one component after the other; with ``make``, make what is absent, private."""
         if make:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.root, FOLDER)
+        fd = os.open(self._root, FOLDER)
         try:
             for each in (*below, name):
                 inner = self._enter(fd, each, make=make)

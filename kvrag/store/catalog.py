@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from kvrag.store.base import Record
 from kvrag.store.crypto import Keys, Seal
 from kvrag.store.rows import Rows
 from kvrag.store.worth import Retention, Usage
+from kvrag.threads import POOL
 from kvrag.types import ChunkKey, TextEntry
 
 PAGE = 64
 """Texts per row of the log."""
 
-MAX_TOUCHED = 32
-"""Hits that are collected before they are written down."""
+MAX_TOUCHED = 128
+"""Chunks whose hits are collected before they are written down, in the background."""
 
 LIMIT = 2**62
 
@@ -58,7 +60,9 @@ class _Chunk:
         return None
 
     def row(self) -> list[object]:
-        return [*astuple(self.record)[1:], self.digests, self.usage.row()]
+        r = self.record
+        own = [r.content, r.model, r.namespace, r.prefix, r.context, r.num_tokens, r.num_bytes]
+        return [*own, self.digests, self.usage.row()]
 
 
 @dataclass(slots=True)
@@ -374,19 +378,23 @@ class Catalog:
     def touch(self, key: ChunkKey) -> None:
         """Count a hit on a chunk, in whatever tier; written down later."""
         self._touched[key] += 1
-        if len(self._touched) >= MAX_TOUCHED:
-            self.flush()
+        if len(self._touched) == MAX_TOUCHED:
+            with suppress(RuntimeError):  # no thread can be had
+                POOL.submit(self.flush)
 
     def flush(self) -> None:
         """Write down the hits; a fault costs them, no more."""
         touched, self._touched = self._touched, Counter()
         if not touched or self.read_only:
             return
-        try:
-            with self._rows.change():
-                self._write_hits(touched)
-        except OSError:
-            return
+        with suppress(OSError), self._rows.change():
+            state = self._read_state()
+            state.accesses += sum(touched.values())
+            for key, hits in touched.items():
+                if (chunk := self._read(f"c {key}")) is not None:
+                    chunk.usage = chunk.usage.touched(hits, state.accesses)
+                    self._rows.set(f"c {key}", chunk.row())
+            self._rows.set("s", astuple(state))
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
@@ -546,15 +554,6 @@ class Catalog:
             self._rows.set(name, values)
         else:
             self._rows.delete(name)
-
-    def _write_hits(self, touched: Mapping[ChunkKey, int]) -> None:
-        state = self._read_state()
-        state.accesses += sum(touched.values())
-        for key, hits in touched.items():
-            if (chunk := self._read(f"c {key}")) is not None:
-                chunk.usage = chunk.usage.touched(hits, state.accesses)
-                self._rows.set(f"c {key}", chunk.row())
-        self._rows.set("s", astuple(state))
 
 
 def _strings(value: Any) -> list[str]:

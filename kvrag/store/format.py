@@ -20,8 +20,9 @@ import json
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -45,6 +46,7 @@ from kvrag.store.layers import (
     shapes_of,
     view_layer,
 )
+from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, KVDtype, LayerKV
 
 ALIGNMENT = 4096
@@ -53,8 +55,11 @@ ALIGNMENT = 4096
 HEAD_BYTES = 16 * 1024
 """Read first: most headers are not longer."""
 
-STEP_BYTES = 16 * 2**20
-"""Read at once."""
+STEP_BYTES = 8 * 2**20
+"""Read at once, while the step before is proven."""
+
+HELPED_BYTES = 4 * 2**20
+"""Chunks from this size on are hashed by two threads."""
 
 MAX_HEADER_BYTES = 4 * 2**20
 """Longer headers are neither written nor read: enough for half a million token ids."""
@@ -232,21 +237,26 @@ def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) ->
     header = plan(identity, kv)
     own = ChunkKV(tuple(map(own_layer, kv.layers)), kv.kv_dtype)
     seal = None if cipher is None else _Cipher.new(header, cipher)
-    digests, data = [], list[Bytes]()
-    for index, layer in enumerate(own.layers):
-        pieces = list(finite_bytes(layer, index))
-        if seal is not None:
-            pieces, tag = encrypt(seal.key, index, pieces, seal.bound(index))
-            digests.append(tag.hex())
-        else:
-            digest = xxhash.xxh3_128()
-            for piece in pieces:
-                digest.update(piece)
-            digests.append(digest.hexdigest())
-        data += pieces
-    header = replace(header, digests=tuple(digests))
+    work = partial(_encode_layer, own.layers, seal)
+    half = len(own.layers) // 2 if header.num_bytes >= HELPED_BYTES else 0
+    first = POOL.submit(lambda: [*map(work, range(half))]) if half else None
+    rest = [*map(work, range(half, len(own.layers)))]
+    layers = rest if first is None else first.result() + rest
+    header = replace(header, digests=tuple(digest for _, digest in layers))
     head = header.encode() if seal is None else seal.seal(header.encode())
-    return Encoded(header, [_pad(head), *data], own)
+    return Encoded(header, [_pad(head), *(piece for pieces, _ in layers for piece in pieces)], own)
+
+
+def _encode_layer(layers: Sequence[LayerKV], seal: _Cipher | None, index: int) -> tuple[list[memoryview], str]:
+    """Return a layer's bytes, and their digest."""
+    pieces = list(finite_bytes(layers[index], index))
+    if seal is not None:
+        pieces, tag = encrypt(seal.key, index, pieces, seal.bound(index))
+        return pieces, tag.hex()
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return pieces, digest.hexdigest()
 
 
 class Blob:
@@ -291,8 +301,10 @@ class Blob:
             At the first layer that is damaged or can't be read.
         """
         tensors, offsets = self.header.tensors, self.header.tensors.offsets
-        for run in steps_of(offsets):
-            data = self._run(run)
+        runs, ahead = steps_of(offsets), None
+        for number, run in enumerate(runs):
+            data = self._run(run) if ahead is None else ahead.result()
+            ahead = POOL.submit(partial(self._run, runs[number + 1])) if run is not runs[-1] else None
             flat = torch.frombuffer(data, dtype=torch.uint8)
             for index in run:
                 first, last = (offset - offsets[run.start] for offset in offsets[index : index + 2])
@@ -459,7 +471,7 @@ def _decode(text: str) -> tuple[Header, None, bytes]:
         kv_dtype=kv_dtype,
         context=metadata["context"],
     )
-    chunk_key(identity)  # names that can't be encoded have no key
+    "".join((identity.model, identity.namespace, identity.prefix, identity.context)).encode()  # as the key does
     shapes = _shapes if len(tensors) <= MAX_KEPT_BYTES else _shapes.__wrapped__
     header = Header(
         identity, FLOATS[metadata["dtype"]], shapes(tensors, len(digests), len(ids) // 4, kv_dtype), digests

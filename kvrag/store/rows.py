@@ -109,7 +109,8 @@ class Rows:
         self._seal, self._begin, self.read_only = seal, begin, read_only
         self._private = tempfile.mkdtemp(prefix="kvrag-") if folder is None or read_only else None
         self._source = folder if read_only else None
-        self._folder = Path(self._private) / "index" if self._private is not None else Path(folder or "")
+        self._folder = Path(self._private) / "catalog" if self._private is not None else Path(folder or "")
+        self._path = str(self._folder / DBNAME)
         self._lock = threading.RLock()
         self._cache: diskcache.Cache | None = None
         self._file: object = None
@@ -239,7 +240,7 @@ class Rows:
         """Return what tells the database that is there from another one; of a source that is read, what changes with it."""
         try:
             if self._source is None:
-                status = os.stat(self._folder / DBNAME)
+                status = os.stat(self._path)
                 return status.st_dev, status.st_ino
             paths = (self._source / DBNAME, self._source / f"{DBNAME}-wal")
             found = (os.stat(path) if path.exists() else None for path in paths)

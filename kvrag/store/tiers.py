@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from kvrag.config import StoreConfig
@@ -22,7 +22,7 @@ from kvrag.store.base import Blobs, Events, StoreStats
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.format import Blob, BlobRejected, Encoded, Foreign, OtherVersion, encode, record_of
-from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, result_of
+from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads
 from kvrag.store.worth import Budget, Evictor, Retention, Usage, check_retention, priority_of
 from kvrag.threads import POOL, Deadline
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, TextEntry
@@ -93,7 +93,7 @@ class TieredStore:
         )
         self._lock = threading.Lock()
         self._hits = self._misses = self._rejected = 0
-        self._followed = catalog.generation() if not any(tier.keys() for tier in tiers) else None
+        self._followed = catalog.generation() if tiers and not any(tier.keys() for tier in tiers) else None
         self._is_closed = False
         for tier in tiers:
             tier.events = self.events
@@ -128,7 +128,7 @@ class TieredStore:
         The tensors are read-only by convention: they may be shared with the memory tiers.
         """
         self._follow()
-        loaded = self._in_memory(identity) or self._load_known(identity)
+        loaded = self._load(identity, chunk_key(identity))
         return loaded if isinstance(loaded, ChunkKV) else None
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[Loaded]:
@@ -136,48 +136,40 @@ class TieredStore:
 
         Repeated identities are loaded once. What is in memory comes however little time there is.
         """
-        wanted = list(dict.fromkeys(identities))
-        keys = [chunk_key(identity) for identity in wanted]
-        deadline, found = Deadline(max(timeout_s, LOOK_S)), dict[ChunkIdentity, Loaded]()
-        with ExitStack() as pins:
-            for tier in self.tiers:
-                pins.enter_context(tier.pinned(keys))
-            try:
-                look = POOL.submit(partial(self._look, wanted))
-            except RuntimeError as error:
-                log.warning("the KV store could not be asked (%s); computing instead", error)
-            else:
-                found = deadline.result(look, {}, what="the KV store")
-            left_s = max(0.0, deadline.left_s - max(timeout_s, LOOK_S) + timeout_s)
-            found |= self._wait_for([i for i in wanted if i not in found], Deadline(left_s))
-        return [found.get(identity) or Hole(chunk_key(identity), "late", None) for identity in identities]
+        keys = {identity: chunk_key(identity) for identity in identities}
+        look_s = max(timeout_s, LOOK_S)
+        deadline, found = Deadline(look_s), dict[ChunkIdentity, Loaded]()
+        try:
+            found = deadline.result(POOL.submit(partial(self._look, keys)), {}, what="the KV store")
+        except RuntimeError as error:
+            log.warning("the KV store could not be asked (%s); computing instead", error)
+        rest = {identity: key for identity, key in keys.items() if identity not in found}
+        found |= self._wait_for(rest, Deadline(max(0.0, deadline.left_s - look_s + timeout_s)))
+        return [found.get(identity) or Hole(keys[identity], "late", None) for identity in identities]
 
-    def _look(self, wanted: Sequence[ChunkIdentity]) -> dict[ChunkIdentity, Loaded]:
+    def _look(self, keys: Mapping[ChunkIdentity, ChunkKey]) -> dict[ChunkIdentity, Loaded]:
         """Return what is in memory, and what is known to be absent."""
         self._follow()
         found: dict[ChunkIdentity, Loaded] = {}
-        for identity in wanted:
-            if (kv := self._in_memory(identity)) is not None:
+        for identity, key in keys.items():
+            if (kv := self._in_memory(identity, key)) is not None:
                 found[identity] = kv
-        keys = {identity: chunk_key(identity) for identity in wanted if identity not in found}
-        known = self.catalog.known(keys.values())
-        absent = {identity: Hole(key, "absent", None) for identity, key in keys.items() if key not in known}
+        known = self.catalog.known([key for identity, key in keys.items() if identity not in found])
+        absent = [i for i, key in keys.items() if i not in found and key not in known]
         self._count(misses=len(absent))
-        return found | absent
+        return found | {identity: Hole(keys[identity], "absent", None) for identity in absent}
 
-    def _wait_for(self, wanted: list[ChunkIdentity], deadline: Deadline) -> dict[ChunkIdentity, Loaded]:
+    def _wait_for(self, keys: Mapping[ChunkIdentity, ChunkKey], deadline: Deadline) -> dict[ChunkIdentity, Loaded]:
         """Read chunks from the blobs, several at a time."""
         policy, found, futures = self.config.prefetch, dict[ChunkIdentity, Loaded](), {}
-        for identity in wanted:
+        for identity, key in keys.items():
             with suppress(RuntimeError):  # no thread can be had
-                if future := self.reads.read(chunk_key(identity), partial(self._load_known, identity), policy):
+                if future := self.reads.read(key, partial(self._load, identity, key), policy):
                     futures[identity] = future
         for identity, future in futures.items():
-            hole = Hole(chunk_key(identity), "late", None)
-            if policy == "wait":
-                found[identity] = result_of(future, None) or hole
-            else:
-                found[identity] = deadline.result(future, hole, what="a stored chunk")
+            left = Deadline(float("inf")) if policy == "wait" else deadline
+            hole = Hole(keys[identity], "late", None)
+            found[identity] = left.result(future, hole, what="a stored chunk")
         return found
 
     def prefetch(self, wanted: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
@@ -190,31 +182,27 @@ class TieredStore:
             if identity is None or record is None:
                 continue
             found += 1
-            if self.tiers and self.tiers[0].get(identity, counts=False) is None:
+            if self.tiers and self.tiers[0].get(record.key, identity, counts=False) is None:
                 with suppress(RuntimeError):
-                    load = partial(self._load_or_lift, identity)
+                    load = partial(self._load, identity, record.key)
                     if (read := self.reads.ahead(record.key, load, record.num_bytes)) is not None:
                         reads.append(read)
         return Prefetch(found, reads)
 
-    def _load_or_lift(self, identity: ChunkIdentity) -> Loaded:
-        return self._in_memory(identity) or self._load_known(identity)
-
-    def _in_memory(self, identity: ChunkIdentity) -> ChunkKV | None:
+    def _in_memory(self, identity: ChunkIdentity, key: ChunkKey) -> ChunkKV | None:
         """Return a chunk from the uppermost tier that has it, and keep it in those above."""
         for number, tier in enumerate(self.tiers):
             epochs = [above.epoch for above in self.tiers[:number]]
-            if (kv := tier.get(identity)) is not None:
-                key = chunk_key(identity)
+            if (kv := tier.get(key, identity)) is not None:
                 self.catalog.touch(key)
-                if not number:
-                    return kv
-                return self._lift(identity, kv, self.tiers[:number], epochs, self.catalog.usage(key))
+                return self._lift(identity, kv, epochs, key) if number else kv
         return None
 
-    def _load_known(self, identity: ChunkIdentity) -> Loaded:
-        """Read a chunk from the blobs, if the catalog knows it, and keep it in the tiers above."""
-        key, epochs = chunk_key(identity), [tier.epoch for tier in self.tiers]
+    def _load(self, identity: ChunkIdentity, key: ChunkKey) -> Loaded:
+        """Return a chunk from memory or, if the catalog knows it, from the blobs, and keep it in the tiers above."""
+        if (kv := self._in_memory(identity, key)) is not None:
+            return kv
+        epochs = [tier.epoch for tier in self.tiers]
         if not self.catalog.known([key]):
             self._count(misses=1)
             return Hole(key, "absent", None)
@@ -228,15 +216,12 @@ class TieredStore:
             return Hole(key, "unreadable", None)
         self._count(hits=1)
         self.catalog.touch(key)
-        if not self.tiers:
-            return kv
-        return self._lift(identity, kv, self.tiers, epochs, self.catalog.usage(key))
+        return self._lift(identity, kv, epochs, key) if epochs else kv
 
-    def _lift(
-        self, identity: ChunkIdentity, kv: ChunkKV, tiers: Sequence[MemoryTier], epochs: list[int], usage: Usage
-    ) -> ChunkKV:
-        """Keep a chunk in the tiers above, lowest first; return it as the uppermost gives it."""
-        for tier, epoch in reversed(list(zip(tiers, epochs, strict=True))):
+    def _lift(self, identity: ChunkIdentity, kv: ChunkKV, epochs: list[int], key: ChunkKey) -> ChunkKV:
+        """Keep a chunk in as many upper tiers as there are epochs, lowest first; return it as the uppermost gives it."""
+        usage = self.catalog.usage(key)
+        for tier, epoch in reversed(list(zip(self.tiers, epochs, strict=False))):
             try:
                 kv = tier.keep(identity, kv, usage, epoch=epoch)
             except (StoreError, RuntimeError, MemoryError) as error:  # it can't be kept so, or memory is short
@@ -284,7 +269,7 @@ class TieredStore:
 
     def _follow(self) -> None:
         """Drop from memory what any process has erased."""
-        generation = self.catalog.generation()
+        generation = self.catalog.generation() if self.tiers else None
         if generation == self._followed:
             return
         for tier in self.tiers:
@@ -326,7 +311,7 @@ class TieredStore:
         usage = Usage() if retention is None else Usage().retained(retention)
         for tier, epoch in zip(self.tiers, epochs, strict=True):
             if tier.keeps_puts:
-                tier.keep(identity, kv, usage, epoch=epoch, reason="put", own=True)
+                tier.keep(identity, kv, usage, epoch=epoch, reason="put")
         return encoded.header.num_bytes if written else 0
 
     def _write(

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Annotated, Protocol
 
+from pydantic import Field
+
+from kvrag.config import config_class
 from kvrag.errors import ConfigError, StoreError
-from kvrag.options import Named
 from kvrag.store.base import Record
 from kvrag.types import ChunkKey
 
@@ -26,51 +29,29 @@ HALF_LIFE = 4096
 TOKEN_MS = 1.0
 """Assumed cost of a token where none was measured in the whole store; only ratios matter."""
 
-FILE_OVERHEAD = 4096
-"""Bytes that a file takes beside its tensors."""
-
 PROBE = 4
 """Chunks that leave for the sake of free space before it is checked whether any came of it: snapshots and open files keep theirs."""
 
 RETRY_S = 600.0
 """Seconds for which nothing more leaves for the sake of free space after none came of it."""
 
+IN_VAIN = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+
 KINDS = (int, str, float, float, float, int, float)
 BOUNDS: tuple[tuple[int, int] | None, ...] = ((0, 100), None, *((-1, 2**63),) * 2, *((0, 2**63),) * 2, (-1, 2**63))
 """Types and bounds of a row's fields: a foreign row must not make a chunk one that never leaves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Retention(Named):
-    """How much a chunk is worth keeping.
+@config_class
+class Retention:
+    """How much a chunk is worth keeping."""
 
-    Parameters
-    ----------
-    priority
-        0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30.
-    duration_s
-        After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never.
-    cost_ms
-        Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks.
-
-    Raises
-    ------
-    ConfigError
-        If a value is out of its range.
-    """
-
-    priority: int = DEFAULT_PRIORITY
-    duration_s: float | None = None
-    cost_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.priority) is not int or not 0 <= self.priority <= 100:
-            raise ConfigError(f"Retention.priority is {self.priority!r}; it must be a whole number in [0, 100]")
-        for name in ("duration_s", "cost_ms"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value < float("inf")):
-                raise ConfigError(f"Retention.{name} is {value!r}; it must be a number of at least 0, or None")
+    priority: Annotated[int, Field(strict=True, ge=0, le=100)] = DEFAULT_PRIORITY
+    """0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30."""
+    duration_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
+    cost_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
 
 
 def check_retention(value: object, *, is_needed: bool = False) -> None:
@@ -212,18 +193,6 @@ def order(now: int, token_ms: float = TOKEN_MS) -> Callable[[tuple[Sized, Usage]
     return key
 
 
-class Bytes(NamedTuple):
-    """Bytes of KV, as ``disk_bytes`` counts, and of the file system, as ``min_free_bytes`` does: files have headers."""
-
-    kv: int
-    disk: int
-
-    @classmethod
-    def of(cls, chunks: int, num_bytes: int) -> Bytes:
-        """Return what chunks take."""
-        return cls(num_bytes, num_bytes + FILE_OVERHEAD * chunks)
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of the lowest tier; see :class:`kvrag.StoreConfig`.
@@ -244,18 +213,17 @@ class Budget:
     high: float = 0.95
     low: float = 0.85
 
-    def short(self, stored: Bytes, free: int, need: int) -> Bytes:
-        """Return what must leave before ``need`` more bytes may be written."""
-        kv = 0 if self.max_bytes is None else stored.kv + need - self.max_bytes
-        disk = self.min_free_bytes + need - free if self.min_free_bytes else 0
-        return Bytes(max(0, kv), max(0, disk))
+    def short(self, stored: int, free: int, need: int) -> tuple[int, int]:
+        """Return the bytes that must leave before ``need`` more are written: for the budget, and for the file system."""
+        kv = 0 if self.max_bytes is None else stored + need - self.max_bytes
+        return max(0, kv), max(0, self.min_free_bytes + need - free if self.min_free_bytes else 0)
 
-    def excess(self, stored: Bytes, free: int, need: int) -> Bytes:
-        """Return what should leave then: more than what must, so that not every write has to evict."""
-        kv, disk = 0, self.short(stored, free, need).disk
-        if self.max_bytes is not None and stored.kv + need > self.high * self.max_bytes:
-            kv = stored.kv + need - int(self.low * self.max_bytes)
-        return Bytes(kv, disk and disk + int((self.high - self.low) * stored.disk))
+    def excess(self, stored: int, free: int, need: int) -> tuple[int, int]:
+        """Return the bytes that should leave then: more than must, so that not every write has to evict."""
+        kv, disk = 0, self.short(stored, free, need)[1]
+        if self.max_bytes is not None and stored + need > self.high * self.max_bytes:
+            kv = stored + need - int(self.low * self.max_bytes)
+        return kv, disk and disk + int((self.high - self.low) * stored)
 
 
 class Evictor:
@@ -272,7 +240,7 @@ class Evictor:
     free_bytes
         Returns the free bytes of the file system.
     evict
-        Erases chunks and returns those that were there; raises ``OSError`` if they can't be.
+        Erases chunks; raises ``OSError`` if they can't be.
     """
 
     def __init__(
@@ -282,84 +250,66 @@ class Evictor:
         totals: Callable[[], tuple[int, int]],
         usages: Callable[[], tuple[int, list[tuple[Record, Usage]]]],
         free_bytes: Callable[[], int],
-        evict: Callable[[list[ChunkKey]], set[ChunkKey]],
+        evict: Callable[[list[ChunkKey]], object],
     ) -> None:
-        self._budget, self._totals, self._usages, self._evict_keys = budget, totals, usages, evict
-        self._free_bytes = free_bytes
-        # Until then, or until so much is free, nothing leaves for the sake of free space.
-        self._in_vain: tuple[float, int] = (0.0, 0)
+        self._budget, self._totals, self._usages, self._evict = budget, totals, usages, evict
+        self._free_bytes, self._in_vain_until = free_bytes, 0.0
 
-    def make_room(self, need: int, *, priority: int, pinned: Container[ChunkKey] = ()) -> None:
-        """Evict until ``need`` bytes fit; chunks of a higher priority, and pinned ones, stay. Where that is not enough, all stay.
+    def make_room(self, need: int, *, priority: int) -> None:
+        """Evict until ``need`` bytes fit; chunks of a higher priority stay. Where that is not enough, all stay.
 
         Raises
         ------
         StoreError
             If they can't be made to fit.
         """
-        budget, why = self._budget, ""
+        budget, state = self._budget, self._state()
+        excess, short = budget.excess(*state, need), budget.short(*state, need)
         if budget.max_bytes is not None and need > budget.max_bytes:
-            why = "they are more than its whole budget"
-        while not why and any(budget.excess(*self._state(), need)):
-            why = self._pass(need, priority, pinned)
-            if not any(budget.short(*self._state(), need)):
-                return
-        if why:
-            raise StoreError(
-                f"{need} bytes don't fit into the KV store: {why}; raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
-                "StoreConfig.min_free_bytes, or free space on the disk"
-            )
-
-    def _pass(self, need: int, priority: int, pinned: Container[ChunkKey]) -> str:
-        """Evict what must leave and a margin, or nothing where there is not enough; return why another pass is of no use, if so."""
-        stored, free = self._state()
-        short, excess = self._budget.short(stored, free, need), self._budget.excess(stored, free, need)
+            raise self._no_room(need, "they are more than its whole budget")
         if not any(excess):
-            return ""
-        until, enough = self._in_vain
-        if short.disk and free < enough and time.monotonic() < until:
-            return "evicting chunks has freed no space on its disk (snapshots, or open files?)"
-        victims = self._victims(priority, pinned)
-        held = Bytes.of(len(victims), sum(record.num_bytes for record in victims))
-        if held.kv < short.kv or held.disk < short.disk:
-            return "nothing more may leave it that would be enough"
+            return
+        if short[1] and time.monotonic() < self._in_vain_until:
+            raise self._no_room(need, IN_VAIN)
+        victims = self._victims(priority)
+        there = sum(record.num_bytes for record in victims)
+        if there < max(short):
+            raise self._no_room(need, "nothing more may leave it that would be enough")
         # A watermark that can't be reached is no reason to take everything: half of it will do for a while.
-        wanted = zip(short, excess, held, strict=True)
-        goal = Bytes(*(better if better <= there else max(must, there // 2) for must, better, there in wanted))
-        return "" if self._evict(victims, goal, free if short.disk else None) else "nothing more may leave it"
+        goal = max(excess) if max(excess) <= there else max(*short, there // 2)
+        chosen, size = list[Record](), 0
+        for record in victims:
+            if size >= goal:
+                break
+            chosen.append(record)
+            size += record.num_bytes
+        self._leave(chosen[:PROBE])
+        if short[1] and self._state()[1] <= state[1] + sum(record.num_bytes for record in chosen[:PROBE]) // 4:
+            self._in_vain_until = time.monotonic() + RETRY_S
+            raise self._no_room(need, IN_VAIN)
+        self._leave(chosen[PROBE:])
+        if any(budget.short(*self._state(), need)):
+            raise self._no_room(need, "what left it was not enough")
 
-    def _evict(self, victims: list[Record], goal: Bytes, free: int | None) -> int:
-        """Evict until ``goal`` is reached; with ``free``, which was free before, stop where no space comes of the first ones."""
-        count = size = 0
-        while count < len(victims) and (size < goal.kv or size + count * FILE_OVERHEAD < goal.disk):
-            size += victims[count].num_bytes
-            count += 1
-        first = victims[: PROBE if free is not None else count][:count]
-        evicted = self._evict_some(first)
-        erased = sum(record.num_bytes for record in first)
-        if free is not None and erased and self._free() <= free + erased // 4:
-            self._in_vain = (time.monotonic() + RETRY_S, free + erased // 2)
-            return evicted
-        return evicted + self._evict_some(victims[len(first) : count])
+    def _leave(self, chunks: list[Record]) -> None:
+        with suppress(OSError):
+            self._evict([record.key for record in chunks])
 
-    def _evict_some(self, records: list[Record]) -> int:
-        try:
-            return len(self._evict_keys([record.key for record in records])) if records else 0
-        except OSError:
-            return 0
-
-    def _victims(self, max_priority: int, pinned: Container[ChunkKey]) -> list[Record]:
+    def _victims(self, max_priority: int) -> list[Record]:
         """Return what may leave, what is worth least first."""
         now, chunks = self._usages()
-        rank = order(now, token_ms(chunks))
-        going = [(r, u) for r, u in chunks if u.priority_now() <= max_priority and r.key not in pinned]
-        return [record for record, _ in sorted(going, key=rank)]
+        going = [(record, usage) for record, usage in chunks if usage.priority_now() <= max_priority]
+        return [record for record, _ in sorted(going, key=order(now, token_ms(chunks)))]
 
-    def _state(self) -> tuple[Bytes, int]:
-        return Bytes.of(*self._totals()), self._free()
+    def _state(self) -> tuple[int, int]:
+        """Return the bytes that are stored, and those that are free."""
+        free = 2**62
+        with suppress(OSError):  # the write will tell
+            free = self._free_bytes() if self._budget.min_free_bytes else free
+        return self._totals()[1], free
 
-    def _free(self) -> int:
-        try:
-            return self._free_bytes() if self._budget.min_free_bytes else 2**62
-        except OSError:
-            return 2**62  # the write will tell
+    def _no_room(self, need: int, why: str) -> StoreError:
+        return StoreError(
+            f"{need} bytes don't fit into the KV store: {why}; raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
+            "StoreConfig.min_free_bytes, or free space on the disk"
+        )

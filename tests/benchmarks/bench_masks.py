@@ -9,13 +9,11 @@ keys.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, machine, write_result
+from common import machine, parser, write_result
 from kernel_shapes import Shape
 
 from kvrag_kernels import ragged_attention, reference
@@ -67,9 +65,7 @@ def measure(shape: Shape) -> dict[str, Any]:
 
 def main() -> None:
     """Measure every shape and write ``masks.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     found = []
     for shape in SHAPES:
         found.append(measure(shape))

@@ -8,7 +8,6 @@ about 2,500 tokens, with the default memory tier.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import RESULTS, items, machine, small_model, write_result
+from common import items, machine, parser, small_model, write_result
 
 ALLOWED_KV = 2.2
 ALLOWED_BYTES = 300 * 10**6
@@ -47,25 +46,15 @@ def child(folder: str, mode: str) -> None:
     reset_peak()
     result = engine.prefill(item.messages, mode=mode)  # type: ignore[arg-type]
     kv = result.prompt_tokens * engine.loaded.lm.kv_bytes_per_token
-    print(
-        json.dumps(
-            {
-                "loaded": before,
-                "peak": status("VmHWM"),
-                "kv": kv,
-                "tokens": result.prompt_tokens,
-                "made": result.exactness,
-            }
-        )
-    )
+    found = {"loaded": before, "peak": status("VmHWM"), "kv": kv, "tokens": result.prompt_tokens}
+    print(json.dumps(found | {"made": result.exactness}))
 
 
 def main() -> None:
     """Precompute, then one request per mode, each in its own process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--child", nargs=2, metavar=("FOLDER", "MODE"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--child", nargs=2, metavar=("FOLDER", "MODE"))
+    args = options.parse_args()
     if args.child:
         child(*args.child)
         return

@@ -7,16 +7,14 @@ The same questions, measures and reference as bench_quality.py, chunks encoded b
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_quality import Case, bootstrap
-from common import RESULTS, items, machine, small_model, write_result
+from bench_quality import Case
+from common import items, machine, means, parser, small_engine, write_result
 
-from kvrag import KVRagEngine, RepairConfig
+from kvrag import RepairConfig
 from kvrag.blend.repair import probe, repair
 from kvrag.blend.select import select_rows
 from kvrag.blend.stitch import stitch
@@ -45,24 +43,16 @@ def measure(case: Case) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure and write ``probe.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    args = parser(__doc__, count=20, threads=torch.get_num_threads()).parse_args()
+    engine = small_engine(args.threads)
     cases: list[dict[str, Any]] = []
     for item in items(engine.tokenizer, count=args.count):
         start = time.perf_counter()
         with torch.inference_mode():
             cases.append(measure(Case(engine, item)))
         print(f"question {len(cases)}/{args.count}: {time.perf_counter() - start:.0f} s", flush=True)
-    summary = {}
-    for name in cases[0]:
-        row = {key: sum(case[name][key] for case in cases) / len(cases) for key in ("kl_own", "kl_first", "kl_gold")}
-        intervals = {f"{key}_ci": bootstrap([case[name][key] for case in cases]) for key in ("kl_own", "kl_gold")}
-        summary[name] = row | intervals
+    summary = {name: means([case[name] for case in cases]) for name in cases[0]}
+    for name, row in summary.items():
         print(f"{name:16} KL own {row['kl_own']:.4f}, first {row['kl_first']:.4f}, gold {row['kl_gold']:.4f}")
     found = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "cases": cases, "summary": summary}
     write_result("probe", found, args.out)

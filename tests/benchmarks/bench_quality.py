@@ -9,17 +9,15 @@ greedy answer. Chunks are encoded alone (as CacheBlend publishes it) and behind 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import re
 import string
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Item, items, machine, small_model, write_result
+from common import Item, items, machine, means, parser, small_engine, write_result
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend.layout import Layout, place
@@ -28,6 +26,7 @@ from kvrag.blend.select import select_rows, strategy_of
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
 from kvrag.model.kv import KVBuffer
+from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV
 from kvrag.verify import kl_divergence
@@ -87,7 +86,7 @@ class Case:
         self.ids = torch.tensor(ids + self.tail)
         self.gold = self.encoder.live_ids(item.answers[0])
         buffer = self.lm.buffer(len(self.ids) + 64)
-        first, _ = self.lm.forward(self.ids, slice(0, len(self.ids)), buffer)
+        first, _ = self.lm.forward(self.ids, Rows.span(0, len(self.ids)), buffer)
         self.scratch = buffer  # every configuration starts from a copy of the stitched prompt in here
         self.own = self.greedy(buffer, first[0, -1], OWN_TOKENS)
         self.full_own = self.forced(buffer, first[0, -1], self.own)
@@ -104,7 +103,7 @@ class Case:
             return first[None]
         start = len(self.ids)
         rest, _ = self.lm.forward(
-            torch.tensor(answer[:-1]), slice(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
+            torch.tensor(answer[:-1]), Rows.span(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
         )
         return torch.cat([first[None], rest[0]])
 
@@ -117,7 +116,7 @@ class Case:
             answer.append(int(row.argmax()))
         while len(answer) < count and answer[-1] != self.eos:
             at = len(self.ids) + len(answer) - 1
-            step, _ = self.lm.forward(torch.tensor(answer[-1:]), slice(at, at + 1), buffer)
+            step, _ = self.lm.forward(torch.tensor(answer[-1:]), Rows.span(at, at + 1), buffer)
             answer.append(int(step[0, -1].argmax()))
         return answer
 
@@ -157,7 +156,6 @@ class Case:
         for layer in range(self.lm.num_layers):
             buffer.keys(layer)[:, :, : source.capacity] = source.keys(layer)
             buffer.values(layer)[:, :, : source.capacity] = source.values(layer)
-        buffer.length = source.capacity
         return buffer
 
     def compare(self, buffer: KVBuffer, first: torch.Tensor, rows: torch.Tensor, layout: Layout) -> dict[str, float]:
@@ -181,27 +179,13 @@ class Case:
         return {"gold_loss": float(loss), "f1": token_f1(self.full_answer, self.item.answers)}
 
 
-def bootstrap(values: list[float], repeats: int = 2000) -> tuple[float, float]:
-    """95% interval of the mean."""
-    generator = torch.Generator().manual_seed(0)
-    data = torch.tensor(values, dtype=torch.float64)
-    picks = torch.randint(len(data), (repeats, len(data)), generator=generator)
-    means = data[picks].mean(dim=1).sort().values
-    return float(means[int(0.025 * repeats)]), float(means[int(0.975 * repeats)])
-
-
 def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over questions, with intervals of the two KLs."""
     out: dict[str, Any] = {}
     for where in ("alone", "prefix"):
         for name in cases[0][where]:
-            rows = [case[where][name] for case in cases]
-            row: dict[str, Any] = {key: sum(r[key] for r in rows) / len(rows) for key in rows[0]}
-            for key in ("kl_own", "kl_gold"):
-                row[f"{key}_ci"] = bootstrap([r[key] for r in rows])
-            out[f"{where}/{name}"] = row
-    full = [case["full"] for case in cases]
-    out["full"] = {key: sum(r[key] for r in full) / len(full) for key in full[0]}
+            out[f"{where}/{name}"] = means([case[where][name] for case in cases])
+    out["full"] = means([case["full"] for case in cases])
     return out
 
 
@@ -230,26 +214,22 @@ def show(summary: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, and write one JSON file per shard, or merge the shards."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--shard", default="0/1")
-    parser.add_argument("--merge", action="store_true")
-    parser.add_argument(
+    options = parser(__doc__, count=20, threads=torch.get_num_threads())
+    options.add_argument("--shard", default="0/1")
+    options.add_argument("--merge", action="store_true")
+    options.add_argument(
         "--default-only", action="store_true", help="the default at four ratios beside CacheBlend: minutes, not an hour"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = options.parse_args()
     part, parts = map(int, args.shard.split("/"))
+    stem = "quality-default" if args.default_only else "quality"
     if args.merge:
-        stem = "quality-default" if args.default_only else "quality"
         found = [json.loads(p.read_text()) for p in sorted(args.out.glob(f"{stem}.part*.json"))]
         cases = [case for result in found for case in result["cases"]]
         write_result(stem, {**found[0], "cases": cases, "summary": summarise(cases)}, args.out)
         show(summarise(cases))
         return
-    torch.set_num_threads(args.threads)
-    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    engine = small_engine(args.threads)
     todo = items(engine.tokenizer, count=args.count)[part::parts]
     cases = []
     for index, item in enumerate(todo):
@@ -266,7 +246,6 @@ def main() -> None:
             "seed": 0,
             "cases": cases,
         }
-        stem = "quality-default" if args.default_only else "quality"
         name = stem if parts == 1 else f"{stem}.part{part}"
         write_result(name, result if parts > 1 else {**result, "summary": summarise(cases)}, args.out)
     show(summarise(cases))

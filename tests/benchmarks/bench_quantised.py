@@ -10,16 +10,14 @@ with outlier channels (a few channels fifty times larger than the rest), on the 
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_quality import Case, bootstrap
-from common import RESULTS, items, machine, small_model, write_result
+from bench_quality import Case
+from common import items, machine, means, parser, small_engine, write_result
 
-from kvrag import KVRagEngine, RepairConfig
+from kvrag import RepairConfig
 from kvrag.blend.layout import Layout
 from kvrag.blend.quantise import convert, pack
 from kvrag.blend.repair import probe, repair
@@ -40,7 +38,6 @@ def blended(
 ) -> dict[str, torch.Tensor]:
     """Stitch and repair; logits over the own and over the gold answer."""
     buffer = case.scratch
-    buffer.length = 0
     stitch(buffer, layout, kvs, rotary)
     mass = probe(case.lm, buffer, layout, case.ids) if config.strategy == "query" else None
     rows = select_rows(layout, config, mass=mass, deviation=None)
@@ -103,28 +100,10 @@ def outlier_errors() -> dict[str, dict[str, float]]:
     return out
 
 
-def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over questions, and intervals of the KLs."""
-    out: dict[str, Any] = {}
-    for name in cases[0]:
-        rows = [case[name] for case in cases]
-        out[name] = {key: sum(r[key] for r in rows) / len(rows) for key in rows[0]}
-        for key in ("kl_own", "kl_gold"):
-            if key in rows[0]:
-                out[name][f"{key}_ci"] = bootstrap([r[key] for r in rows])
-    return out
-
-
 def main() -> None:
     """Measure, and write the result after every question."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=8)
-    parser.add_argument("--chunks", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    args = parser(__doc__, count=8, chunks=10, threads=torch.get_num_threads()).parse_args()
+    engine = small_engine(args.threads)
     lm = engine.loaded.reusable
     judged = {d: judge(engine.loaded, lm, d) for d in TYPES}
     gate = {d: {"mean_kl": v.mean_kl, "top1": v.top1, "tokens": v.tokens} for d, v in judged.items()}
@@ -142,7 +121,7 @@ def main() -> None:
             "gate": gate,
             "outliers": outlier_errors(),
             "cases": cases,
-            "summary": summarise(cases),
+            "summary": {name: means([case[name] for case in cases]) for name in cases[0]},
         }
         write_result("quantised", result, args.out)
     for name, row in result["summary"].items():

@@ -1,21 +1,20 @@
 """What tokenising segment by segment changes: ids that differ from the whole text's, and how far the model's answer moves with them.
 
 For MuSiQue prompts and several separators between chunks, counts the seams where the joined ids differ from those of the rendered text
-(:func:`kvrag.prompt.tokenizer.count_seams`). For some of the prompts, the distance of a full prefill of the joined ids from one of the whole text's
-ids: no stored KV is involved.
+(:func:`kvrag.prompt.tokenizer.count_seams`). For some of the prompts, the distance of a full prefill of the joined ids from one of
+the whole text's ids: no stored KV is involved.
 
     KVRAG_EVAL_DATA=... python tests/benchmarks/bench_seams.py
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import RESULTS, Item, eval_data, items, machine, small_model, write_result
+import torch
+from common import Item, eval_data, items, machine, parser, small_engine, write_result
 
 from kvrag import Chunk, KVRagEngine
 from kvrag.prompt.template import PromptEncoder
@@ -67,12 +66,11 @@ def distance(prompt: list[str | Chunk], item: Item, engine: KVRagEngine) -> dict
 
 def main() -> None:
     """Count over all questions; measure distances over some."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=10, help="prompts whose distance is measured")
-    parser.add_argument("--distances", nargs="*", default=["empty line", "space"], choices=SEPARATORS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    options = parser(__doc__)
+    options.add_argument("--prompts", type=int, default=10, help="prompts whose distance is measured")
+    options.add_argument("--distances", nargs="*", default=["empty line", "space"], choices=SEPARATORS)
+    args = options.parse_args()
+    engine = small_engine(torch.get_num_threads())
     encoder = engine.loaded.encoder
     everything, some = items(engine.tokenizer, count=len(eval_data())), items(engine.tokenizer, count=args.prompts)
     rows: dict[str, Any] = {}

@@ -49,9 +49,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     args = parser.parse_args()
     index, build_s = SpanIndex(), 0.0
-    for first in range(
-        0, args.chunks, 1000
-    ):  # in blocks: making the texts is not what is timed, nor are all of them kept
+    for first in range(0, args.chunks, 1000):  # in blocks: not all texts are kept, nor is making them timed
         texts = [chunk_text(seed, args.chunk_chars) for seed in range(first, min(first + 1000, args.chunks))]
         start = time.perf_counter()
         index.add(entry for text in texts if (entry := text_entry(text)))

@@ -14,38 +14,39 @@ import argparse
 import json
 import os
 import random
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS, machine, write_result
+from kvrag.store.index import DiskIndex
+from kvrag.store.objects import place_of
+from kvrag.store.reader import LayerStream
 
 from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
 from kvrag.estimate import PRESETS, ModelShape
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import DiskStore, blob
-from kvrag.store.base import Record
-from kvrag.store.index import DiskIndex
-from kvrag.store.objects import place_of
-from kvrag.store.reader import LayerStream
-from kvrag.testing.chunks import make_identity, make_text
-from kvrag.types import ChunkIdentity, ChunkKV, LayerKV
+from kvrag.store import Catalog, Record, TieredStore, open_store
+from kvrag.store.blobs import OBJECTS, SUFFIX, Buffers
+from kvrag.store.format import Blob, encode
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_text
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV
 
 MB = 10**6
 LAYERS, HEADS, DIM = 28, 8, 128
-TARGETS = {"write": 0.85, "read": 0.75, "lookup_us": 50.0, "open_s": 1.0, "first_layer_ms": 2.0}
+TARGETS = {"write": 0.85, "read": 0.75, "lookup_us": 50.0, "open_s": 0.5, "first_layer_ms": 2.0}
 SIZE_TARGETS = {"int8": 0.53, "fp8": 0.53, "int4": 0.32}
 SIZED = ("smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-8b")
 SIZED_TOKENS = 250
-CONFIG = StoreConfig(min_free_bytes=0)
+CONFIG = StoreConfig(min_free_bytes=0, ram_bytes=0)
 OPEN_CHUNKS = 10_000
 PARTS = ["blobs", "index", "sizes", "opening"]
 SECTIONS = ("writes", "reads", "index", "sizes", "opening")
@@ -118,7 +119,7 @@ def summary(times: dict[str, list[float]], plain: str, num_bytes: int) -> dict[s
 
 def writes(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[str, float]:
     """Compare a chunk's file alone, and the whole put with its reference and rows, with a plain file."""
-    store = DiskStore(folder / "store", config)
+    store = open_store(folder / "store", config)
     identity, kv = chunk(size, 1)
     view, plain, key = contiguous(kv), folder / "plain", chunk_key(identity)
     text = make_text("a")
@@ -126,11 +127,10 @@ def writes(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[st
     def clear() -> None:
         plain.unlink(missing_ok=True)
         store.delete([key])
-        store.objects.erase(key)
 
     works: dict[str, Callable[[], Any]] = {
         "plain": lambda: plain_write(plain, view, durable=config.durability == "durable"),
-        "file": lambda: store.objects.publish(blob.plan(identity, kv, text=text), kv, key),
+        "file": lambda: store.blobs.write(key, encode(identity, kv).parts),
         "put": lambda: store.put(identity, kv, text=text, doc_id="doc"),
     }
     times = take_turns(works, rounds, clear)
@@ -140,24 +140,21 @@ def writes(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[st
 
 def reads(folder: Path, size: int, rounds: int, *, warm: bool) -> dict[str, float]:
     """Compare verified reads, layer by layer and of the whole chunk, with a plain file."""
-    store = DiskStore(folder / "store", CONFIG)
+    store = open_store(folder / "store", CONFIG)
     identity, kv = chunk(size, 1)
-    view, plain = contiguous(kv), folder / "plain"
+    view, plain, key = contiguous(kv), folder / "plain", chunk_key(identity)
     plain_write(plain, view, durable=True)
     store.put(identity, kv, text=make_text("a"), doc_id="doc")
-    files = [plain, folder.joinpath("store", *place_of(chunk_key(identity)))]
-    buffer = store.objects.buffer(len(view)).numpy().data
-    begun: list[LayerStream] = []
+    files = [plain, file_of(folder / "store", key)]
+    buffer = Buffers().take(len(view))
     works: dict[str, Callable[[], Any]] = {
         "plain": lambda: plain_read(plain, buffer),
-        "layers": lambda: all_layers(store, identity),
+        "layers": lambda: list(blob_of(store, identity).layers()),
         "get": lambda: store.get(identity),
-        "first_layer": lambda: begun.append(first_layer(store, identity)),
+        "first_layer": lambda: next(blob_of(store, identity).layers()),
     }
 
     def before() -> None:
-        while begun:
-            begun.pop().close()
         if not warm:
             drop(files)
 
@@ -181,67 +178,74 @@ def drop(files: list[Path]) -> None:
         os.close(fd)
 
 
-def all_layers(store: DiskStore, identity: ChunkIdentity) -> None:
-    """Use up a stream."""
-    stream = store.stream(identity)
-    assert stream is not None
-    assert sum(1 for _ in stream) == LAYERS
+def blob_of(store: TieredStore, identity: ChunkIdentity) -> Blob:
+    """Open a chunk's blob."""
+    return Blob(partial(store.blobs.read, chunk_key(identity)), identity)
 
 
-def first_layer(store: DiskStore, identity: ChunkIdentity) -> LayerStream:
-    """Wait until layer 0 of a stream is proven and usable; the stream has yet to be closed."""
-    stream = store.stream(identity)
-    assert stream is not None
-    next(stream)
-    return stream
+def file_of(root: Path, key: ChunkKey) -> Path:
+    """Path of a chunk's file."""
+    return root / OBJECTS / key[:2] / (key + SUFFIX)
 
 
-def lookups(folder: Path, rows: int, kind: str) -> dict[str, float]:
-    """Fill an index, and look up random keys."""
-    index = DiskIndex(folder / f"index-{kind}", kind)
+def lookups(folder: Path, rows: int) -> dict[str, float]:
+    """Fill a catalog, and look up random keys."""
+    catalog = Catalog(folder / "catalog")
     records = [record(number) for number in range(rows)]
     start = time.perf_counter()
-    for first in range(0, rows, 1000):
-        with index.batch():
-            for number, each in enumerate(records[first : first + 1000]):
-                index.add(each, doc_id=f"doc {first + number}")
+    for number, each in enumerate(records):
+        catalog.begin(each, make_text(str(number)), f"doc {number}", None)
+        catalog.confirm(each.key)
     filled = time.perf_counter() - start
     keys = [records[number * 7919 % rows].key for number in range(2000)]
-    times = [timed(lambda key=key: index.get(key)) for key in keys]  # type: ignore[misc]
-    index.close()
+    times = [timed(lambda key=key: catalog.get(key)) for key in keys]  # type: ignore[misc]
+    known = timed(lambda: catalog.known(keys)) / len(keys)
+    catalog.close()
     return {
         "rows": rows,
         "insert_us": filled / rows * 1e6,
         "lookup_us": statistics.median(times) * 1e6,
         "lookup_p99_us": statistics.quantiles(times, n=100)[98] * 1e6,
+        "known_us": known * 1e6,
     }
 
 
 def record(number: int) -> Record:
     """Row of a chunk that is nowhere."""
-    text = make_text(str(number))
-    return Record(chunk_key(make_identity(number)), text.digest, "model", "namespace", "prefix", 512, 10**6, text)
+    return Record(
+        chunk_key(make_identity(number)), f"content {number}", "model", "namespace", "prefix", "", 512, 10**6
+    )
 
 
 def opening(folder: Path, chunks: int) -> dict[str, float]:
-    """Open a store of many small chunks: as it was left, and without its index."""
+    """Open a store of many small chunks, for writing and for reading only; list its texts and documents, and rank its chunks."""
     config = replace(CONFIG, durability="cache")
-    store = DiskStore(folder / "many", config)
+    store = open_store(folder / "many", config)
     row = torch.ones(1, 3, 2)
     for number in range(chunks):
         kv = ChunkKV((LayerKV(row, row),))
         store.put(make_identity(number), kv, text=make_text(str(number)), doc_id=f"doc {number}")
     store.close()
-    times = [timed(lambda: DiskStore(folder / "many", config).close()) for _ in range(3)]
-    shutil.rmtree(folder / "many" / "index")
-    rebuilt = timed(lambda: DiskStore(folder / "many", config).close())
-    read_only = timed(lambda: DiskStore(folder / "many", replace(config, read_only=True)).close())
-    return {"chunks": chunks, "open_s": statistics.median(times), "rebuild_s": rebuilt, "read_only_s": read_only}
+    times = [timed(lambda: open_store(folder / "many", config).close()) for _ in range(3)]
+    read_only = timed(lambda: open_store(folder / "many", replace(config, read_only=True)).close())
+    store = open_store(folder / "many", config)
+    texts = timed(lambda: store.catalog.texts(NAMESPACE, 0))
+    documents = timed(lambda: store.catalog.documents(NAMESPACE))
+    usages = timed(store.catalog.usages)
+    store.close()
+    return {
+        "chunks": chunks,
+        "open_s": statistics.median(times),
+        "read_only_s": read_only,
+        "texts_s": texts,
+        "documents_s": documents,
+        "usages_s": usages,
+    }
 
 
 def sizes(folder: Path) -> dict[str, dict[str, float]]:
     """Bytes on disk of one chunk's file, header included, and as a share of bfloat16's, for the shapes of known models."""
-    store = DiskStore(folder / "sizes", replace(CONFIG, durability="cache"))
+    store = open_store(folder / "sizes", replace(CONFIG, durability="cache"))
     found: dict[str, dict[str, float]] = {}
     for name in SIZED:
         shape = PRESETS[name]
@@ -255,14 +259,14 @@ def sizes(folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def size_on_disk(store: DiskStore, identity: ChunkIdentity, shape: ModelShape) -> int:
+def size_on_disk(store: TieredStore, identity: ChunkIdentity, shape: ModelShape) -> int:
     """Bytes of the file of a chunk of a model."""
     flat = torch.randn(2, shape.num_kv_heads, len(identity.token_ids), shape.head_dim).to(torch.bfloat16)
     kv = ChunkKV((LayerKV(flat[0], flat[1]),) * shape.num_layers)  # the size does not depend on the values
     store.put(identity, pack(kv, identity.kv_dtype), text=make_text("a"), doc_id="doc")
-    status = store.directory.status(*place_of(chunk_key(identity)))
-    assert status is not None
-    return status.st_size
+    blob = store.blobs.read(chunk_key(identity))
+    assert blob is not None
+    return len(blob)
 
 
 def measure_blobs(result: dict[str, Any], places: dict[str, Path], rounds: int) -> None:
@@ -307,7 +311,7 @@ def main() -> None:
         measure_blobs(result, places, args.rounds)
     with tempfile.TemporaryDirectory(dir=next(iter(places.values()))) as folder:
         if "index" in args.only:
-            result["index"] = {kind: lookups(Path(folder), args.rows, kind) for kind in ("diskcache", "sqlite")}
+            result["index"] = {"diskcache": lookups(Path(folder), args.rows)}
             print(result["index"], flush=True)
         if "sizes" in args.only:
             result["sizes"] = {"machine": machine(), "targets": SIZE_TARGETS, "shares": sizes(Path(folder))}

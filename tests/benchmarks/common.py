@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 import kvrag
+from kvrag import KVRagEngine
 
 RESULTS = Path(__file__).parent / "results"
 INSTRUCTION = "Answer the question after reading the passages, within 5 words."
@@ -37,6 +39,36 @@ def eval_data() -> list[dict[str, Any]]:
     if not folder or not path.is_file():
         sys.exit("evaluation data is missing: set KVRAG_EVAL_DATA to the folder that holds musique_dev.json")
     return list(json.loads(path.read_text()))
+
+
+def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Make a parser with ``--out``, and an option for each of ``numbers`` with its default."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        made.add_argument(f"--{name}", type=int, default=default)
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
+    return made
+
+
+def small_engine(threads: int) -> KVRagEngine:
+    """SmolLM2-135M-Instruct in float32, on so many threads; its KV is kept nowhere."""
+    torch.set_num_threads(threads)
+    return KVRagEngine.from_pretrained(small_model(), dtype="float32")
+
+
+def bootstrap(values: list[float], repeats: int = 2000) -> tuple[float, float]:
+    """95% interval of the mean."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.tensor(values, dtype=torch.float64)
+    picks = torch.randint(len(data), (repeats, len(data)), generator=generator)
+    means = data[picks].mean(dim=1).sort().values
+    return float(means[int(0.025 * repeats)]), float(means[int(0.975 * repeats)])
+
+
+def means(rows: list[dict[str, Any]], intervals: tuple[str, ...] = ("kl_own", "kl_gold")) -> dict[str, Any]:
+    """Means over questions of every figure, and 95% intervals of some."""
+    out: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+    return out | {f"{key}_ci": bootstrap([row[key] for row in rows]) for key in intervals if key in rows[0]}
 
 
 @dataclass(frozen=True)

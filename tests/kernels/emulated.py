@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from kernel_cases import Case, inputs_of
 from kvrag_kernels import launch, reference
 from kvrag_kernels.geometry import Geometry, geometry_of, hopper_geometry
 
+T = TypeVar("T")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++ to compile the kernels' source")
-
 
 EVERY_BUG = "KVRAG_PLANTED"
 """Environment variable; ``all``: plant every bug (``make kernel-bugs``, which takes a quarter of an hour), else a sample."""
@@ -23,7 +24,7 @@ EVERY_BUG = "KVRAG_PLANTED"
 SAMPLE = 4
 
 
-def sampled(bugs: Iterable[str]) -> list[str]:
+def sampled(bugs: Iterable[T]) -> list[T]:
     """Return the bugs to plant: each costs a build of the kernel."""
     return list(bugs)[:: 1 if os.environ.get(EVERY_BUG) == "all" else SAMPLE]
 
@@ -80,6 +81,15 @@ def assert_equals_reference(
     assert out.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(out.double(), want, atol=atol, rtol=0)
     torch.testing.assert_close(lse.double(), want_lse, atol=3e-6, rtol=1e-6)
+
+
+def reserve(num_bytes: int) -> mmap.mmap:
+    """Address space that takes no memory until it is written."""
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        return mmap.mmap(-1, num_bytes, flags=flags)
+    except (OSError, ValueError):
+        pytest.skip("this system reserves no 5 GiB of address space")
 
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}

@@ -124,3 +124,12 @@ CASES = [
     ),
     *(replace(BASE, name=f"layout-{x}", layout=x, batch=2) for x in ("view", "hf", "odd")),
 ]
+LONG = [
+    replace(BASE, name="long", rows=60, keys=1000),
+    replace(BASE, name="long-window", rows=60, keys=1000, limits="window", prefix=4, has_sinks=True),
+    replace(BASE, name="dense-window", rows=200, keys=220, limits="window"),
+    replace(BASE, name="long-batch", rows=60, keys=700, batch=2, limits="per_batch", dim=128),
+    replace(BASE, name="long-wide", rows=30, keys=500, dim=256, heads=8, kv_heads=1),
+    replace(BASE, name="long-empty", rows=100, keys=600, limits="empty"),
+    replace(BASE, name="long-chunks", rows=600, keys=700, prefix=100, limits="chunks", heads=2, kv_heads=1),
+]

@@ -15,7 +15,7 @@ from kvrag_kernels.stitch import FP8, Stitching, Stored
 
 @dataclass(frozen=True)
 class StitchCase:
-    """``codec``: same, other (the other 16-bit dtype), channel, token, int4, fp8; ``kept``: as :mod:`kvrag.blend.quantise` keeps it instead."""
+    """One call of the op. ``codec``: same, other (the other 16-bit dtype), channel, token, int4, fp8; ``kept``: as kvrag keeps it."""
 
     name: str
     codec: str = "same"

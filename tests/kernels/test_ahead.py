@@ -15,7 +15,7 @@ import kvrag_kernels
 from kvrag.blend.layout import place
 from kvrag.blend.quantise import pack
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
+from kvrag.model.kv import KVArena
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch, stitch_op
@@ -55,7 +55,7 @@ def test_what_the_engine_launches_was_built(name: str, kv_dtype: Any, monkeypatc
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, [list(range(30, 76))])]
     layout = place([(3, "live", False, -1, False), (46, "chunk", False, 0, False), (2, "live", False, -1, False)])  # type: ignore[list-item]
-    buffer = KVBuffer(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+    buffer = KVArena(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
     stitcher = stitching.stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True)
     assert stitcher is not None
     residuals = [torch.ones(model.shapes[0].num_heads, 1, 64) for _ in range(2)]

@@ -1,84 +1,102 @@
-"""The real ``ragged_mma.cu`` in the emulator: the contract against float64, and no race, conflict or stray access on the way."""
+"""The real ``ragged_mma.cu`` and ``ragged_sm90.cu`` in the emulator, against float64: no race, conflict or stray access on the way."""
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from emulated import TOLERANCE, assert_equals_reference, attend, emulated_module, needs_compiler, sampled
-from kernel_cases import BASE, CASES, Case, inputs_of
-from planted_bugs import BUGS
+from emulated import (
+    HOPPER,
+    TOLERANCE,
+    Guarded,
+    assert_equals_reference,
+    attend,
+    emulated_module,
+    needs_compiler,
+    reserve,
+    sampled,
+)
+from kernel_cases import BASE, CASES, LONG, Case, inputs_of
+from planted_bugs import HOPPER as HOPPER_BUGS
+from planted_bugs import MMA as MMA_BUGS
 
-from kvrag_kernels import launch, reference
-from kvrag_kernels.geometry import geometry_of
+from kvrag_kernels import launch, reference, selftest
+from kvrag_kernels.driver import DriverError
+from kvrag_kernels.geometry import HEAD_DIMS, geometry_of, hopper_geometry
 
 pytestmark = needs_compiler
 
-LONG = [
-    replace(BASE, name="long", rows=60, keys=900),
-    replace(BASE, name="long-window", rows=60, keys=900, limits="window", prefix=4, has_sinks=True),
-    replace(BASE, name="dense-window", rows=200, keys=220, limits="window"),
-    replace(BASE, name="long-batch", rows=60, keys=700, batch=2, limits="per_batch", dim=128),
-    replace(BASE, name="long-wide", rows=30, keys=500, dim=256, heads=8, kv_heads=1),
-    replace(BASE, name="long-empty", rows=100, keys=600, limits="empty"),
-    replace(BASE, name="long-chunks", rows=600, keys=700, prefix=100, limits="chunks", heads=2, kv_heads=1),
-]
-BY_NAME = {c.name: c for c in [*CASES, *LONG]}
+UNSEEN = replace(BASE, name="unseen", rows=40, keys=500)
+BY_NAME = {c.name: c for c in [*CASES, *LONG, UNSEEN]}
+MMA, TURING = 900, 750
+both_kernels = pytest.mark.parametrize("arch", [MMA, HOPPER], ids=["mma", "sm90"])
 
 
+def run(case: Case, arch: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Return what :func:`emulated.attend` does; in ``unseen``, keys and values that no row sees are NaN."""
+    module = emulated_module(case, dtype, arch=arch, **options)
+    changed: dict[str, Any] = {}
+    if case is UNSEEN:
+        inputs: dict[str, Any] = inputs_of(case, dtype)
+        changed["hi"] = inputs["hi"] - 150
+        last = int(changed["hi"].max())
+        for name in ("k", "v"):
+            changed[name] = inputs[name].clone()
+            changed[name][:, :, last + 1 :] = float("nan")
+    out, lse, *want = attend(case, dtype, module, arch, **changed)
+    assert arch == HOPPER or module.bank_conflicts == 0
+    if changed:
+        k, v = (changed[name][:, :, : last + 1] for name in ("k", "v"))
+        want = list(reference.attention(inputs["q"], k, v, changed["hi"], scale=case.scale))
+    return out, lse, *want
+
+
+def check(case: Case, arch: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    assert_equals_reference(*run(case, arch, dtype, **options), atol=TOLERANCE[dtype])
+
+
+@both_kernels
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_rows_see_exactly_their_keys(case: Case) -> None:
-    module = emulated_module(case, torch.bfloat16)
-    assert_equals_reference(*attend(case, torch.bfloat16, module), atol=TOLERANCE[torch.bfloat16])
-    assert module.bank_conflicts == 0
+def test_rows_see_exactly_their_keys(case: Case, arch: int) -> None:
+    check(case, arch)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_float16(dim: int) -> None:
-    case = replace(BY_NAME["window-sinks"], dim=dim, rows=60, keys=150)
-    module = emulated_module(case, torch.float16)
-    assert_equals_reference(*attend(case, torch.float16, module), atol=TOLERANCE[torch.float16])
+@pytest.mark.parametrize("arch", [MMA, TURING, HOPPER], ids=["mma", "turing", "sm90"])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_float16(dim: int, arch: int) -> None:
+    """Turing has no copy unit, and smaller tiles."""
+    check(replace(BY_NAME["window-sinks"], dim=dim, rows=60, keys=300 if arch == HOPPER else 150), arch, torch.float16)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_turing_has_no_copy_unit_and_smaller_tiles(dim: int) -> None:
-    case = replace(BY_NAME["window-sinks"], dim=dim, rows=50, keys=150)
-    module = emulated_module(case, torch.float16, arch=750)
-    assert_equals_reference(*attend(case, torch.float16, module, arch=750), atol=TOLERANCE[torch.float16])
-    assert module.bank_conflicts == 0
-
-
-@pytest.mark.parametrize("processors", [1, 5, 64])
-@pytest.mark.parametrize("case", LONG, ids=lambda c: c.name)
-def test_keys_split_over_blocks_are_combined(case: Case, processors: int) -> None:
-    module = emulated_module(case, torch.bfloat16, processors=processors, min_item=1)
-    assert_equals_reference(*attend(case, torch.bfloat16, module), atol=TOLERANCE[torch.bfloat16])
+@pytest.mark.parametrize(("arch", "processors"), [(MMA, 1), (MMA, 5), (MMA, 64), (HOPPER, 1), (HOPPER, 64)])
+@pytest.mark.parametrize("case", [*LONG, UNSEEN, BY_NAME["batch"]], ids=lambda c: c.name)
+def test_keys_split_over_blocks_are_combined(case: Case, arch: int, processors: int) -> None:
+    check(case, arch, processors=processors, min_item=1)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("name", ["dim96", "long-batch", "long-wide"])
-def test_the_order_of_warps_changes_no_bit(name: str, seed: int) -> None:
-    case = BY_NAME[name]
-    one, other = (attend(case, torch.bfloat16, emulated_module(case, torch.bfloat16, seed=s))[0] for s in (0, seed))
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        *((MMA, n) for n in ("dim96", "long-batch", "long-wide")),
+        *((HOPPER, n) for n in ("long", "unseen", "long-wide")),
+    ],
+)
+def test_the_order_of_warps_and_of_copies_changes_no_bit(arch: int, name: str, seed: int) -> None:
+    processors = 1 if arch == HOPPER else 4
+    one, other = (run(BY_NAME[name], arch, processors=processors, seed=s)[0] for s in (0, seed))
     assert torch.equal(one, other)
 
 
 def test_one_plan_serves_every_layer() -> None:
     case = BY_NAME["long"]
     module, geometry = emulated_module(case, torch.bfloat16, min_item=1), geometry_of(case.dim)
-    inputs = inputs_of(case, torch.bfloat16)
-    call = launch.prepare(launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, case.scale))  # type: ignore[arg-type]
-    module.allow([call.q, call.k, call.v, call.hi], [])
-    made: list[torch.Tensor] = []
-
-    def empty(*args: object, **options: object) -> torch.Tensor:
-        made.append(torch.empty(*args, **options))  # type: ignore[call-overload]
-        module.allow([call.q, call.k, call.v, call.hi], made)
-        return made[-1]
-
+    inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
+    call = launch.prepare(launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, case.scale))
+    empty = Guarded(module, [call.q, call.k, call.v, call.hi])
     plan = launch.make_plan(module, geometry, call, empty)
     items, slots = plan[:2].tolist()
     shape = launch.shape_of(module, geometry, call)
@@ -91,56 +109,86 @@ def test_one_plan_serves_every_layer() -> None:
 def test_the_error_is_at_most_that_of_torch() -> None:
     """Promise 8, as far as arithmetic goes: the same dtype, against float64, at most 1.5 × SDPA's own error."""
     case = replace(BASE, rows=96, keys=400, dim=128, limits="causal")
-    out, _, want, _ = attend(case, torch.bfloat16, emulated_module(case, torch.bfloat16))
-    inputs = inputs_of(case, torch.bfloat16)
-    mask = reference.visible(inputs["hi"], None, 0, case.keys)  # type: ignore[arg-type]
-    theirs = F.scaled_dot_product_attention(
-        *(inputs[n] for n in ("q", "k", "v")), attn_mask=mask, scale=case.scale, enable_gqa=True
-    )  # type: ignore[arg-type]
+    out, _, want, _ = run(case, MMA)
+    inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
+    mask = reference.visible(inputs["hi"], None, 0, case.keys)
+    qkv = (inputs[n] for n in ("q", "k", "v"))
+    theirs = F.scaled_dot_product_attention(*qkv, attn_mask=mask, scale=case.scale, enable_gqa=True)
     assert (out.double() - want).abs().max() <= 1.5 * (theirs.double() - want).abs().max()
     assert (out.double() - want).square().mean() <= 1.5**2 * (theirs.double() - want).square().mean()
 
 
-def far_apart(x: torch.Tensor, memory: mmap.mmap) -> torch.Tensor:
+def far_apart(x: torch.Tensor | None) -> torch.Tensor:
     """The same heads, 2^31 elements from one to the next: no page between them is ever touched."""
-    flat = torch.frombuffer(memory, dtype=x.dtype)
-    view = flat.as_strided(x.shape, (0, 2**31, x.shape[3], 1))
-    view.copy_(x)
-    return view
+    assert x is not None
+    flat = torch.frombuffer(reserve(5 * 2**30), dtype=x.dtype)
+    return flat.as_strided(x.shape, (0, 2**31, x.shape[3], 1)).copy_(x)
 
 
-def reserve(num_bytes: int) -> mmap.mmap:
-    try:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        return mmap.mmap(-1, num_bytes, flags=flags)
-    except (OSError, ValueError):
-        pytest.skip("this system reserves no 5 GiB of address space")
-
-
-def test_offsets_are_64_bit() -> None:
+def check_far(names: tuple[str, ...], **options: Any) -> None:
     case = replace(BASE, rows=10, keys=70)
     inputs = inputs_of(case, torch.bfloat16)
-    far = {n: far_apart(inputs[n], reserve(5 * 2**30)) for n in ("k", "v")}  # type: ignore[arg-type]
-    got = attend(case, torch.bfloat16, emulated_module(case, torch.bfloat16), **far)
+    module = emulated_module(case, torch.bfloat16, **options)
+    got = attend(case, torch.bfloat16, module, **{name: far_apart(inputs[name]) for name in names})
     assert_equals_reference(*got, atol=TOLERANCE[torch.bfloat16])
 
 
-def check(name: str, seed: int, planted: list[tuple[str, str]]) -> None:
-    case = BY_NAME[{"split": "long-window", "far": "dim64"}.get(name, name)]
-    far = {"k": far_apart(inputs_of(case, torch.bfloat16)["k"], reserve(5 * 2**30))} if name == "far" else {}  # type: ignore[arg-type]
-    options = {"min_item": 1, "processors": 64} if name == "split" else {}
-    module = emulated_module(case, torch.bfloat16, seed=seed, replace=planted, **options)  # type: ignore[arg-type]
-    assert_equals_reference(*attend(case, torch.bfloat16, module, **far), atol=TOLERANCE[torch.bfloat16])
-    assert module.bank_conflicts == 0
+def test_offsets_are_64_bit() -> None:
+    check_far(("k", "v"))
 
 
-@pytest.mark.parametrize("bug", sampled(BUGS))
-def test_planted_bugs_are_caught(bug: str) -> None:
-    name, old, new = BUGS[bug]
+def test_keys_that_are_expanded_are_made_whole() -> None:
+    """A tensor map has no stride of 0."""
+    case = replace(BASE, batch=2)
+    inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
+    same = {n: inputs[n][:1].expand(2, -1, -1, -1) for n in ("k", "v")}
+    got = attend(case, torch.bfloat16, emulated_module(case, torch.bfloat16, arch=HOPPER), HOPPER, **same)
+    assert_equals_reference(*got, atol=TOLERANCE[torch.bfloat16])
+
+
+def check_itself(case: Case, planted: list[tuple[str, str]]) -> None:
+    module, geometry = emulated_module(case, torch.bfloat16, arch=HOPPER, replace=planted), hopper_geometry(case.dim)
+    defines = geometry.defines(torch.bfloat16, has_softcap=case.softcap > 0)
+    call = launch.prepare(selftest.call_of(geometry, defines, "cpu"))
+    assert call.softcap == case.softcap
+    guarded = Guarded(module, [call.q, call.k, call.v, call.hi, call.lo])
+    selftest.compare(call, *(x.float() for x in launch.attend(module, geometry, call, empty=guarded)))
+
+
+@pytest.mark.parametrize("dim", [64, 96, 256])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_the_self_test_passes_a_kernel_that_is_right(dim: int, softcap: float) -> None:
+    check_itself(replace(BASE, dim=dim, softcap=softcap), [])
+
+
+def test_the_self_test_fails_one_that_is_not() -> None:
+    with pytest.raises(DriverError, match=r"came out wrong by \d"):
+        check_itself(BASE, [("return key < prefix ||", "return key <= prefix ||")])
+
+
+def check_with(name: str, arch: int, planted: list[tuple[str, str]]) -> None:
+    """Run the case of a bug, under two orders of warps where copies run on their own."""
+    if name == "far":
+        check_far(("k",), replace=planted)
+    elif arch == HOPPER:
+        for seed in (0, 1):
+            check(BY_NAME[name], arch, processors=1, seed=seed, replace=planted)
+    elif name == "split":
+        check(BY_NAME["long-window"], arch, min_item=1, processors=64, replace=planted)
+    else:
+        check(BY_NAME[name], arch, replace=planted)
+
+
+BUGS = {(MMA, bug): row for bug, row in MMA_BUGS.items()} | {(HOPPER, bug): row for bug, row in HOPPER_BUGS.items()}
+
+
+@pytest.mark.parametrize(("arch", "bug"), sampled(BUGS))
+def test_planted_bugs_are_caught(arch: int, bug: str) -> None:
+    name, old, new = BUGS[arch, bug]
     with pytest.raises(AssertionError):  # EmulatorError is one; a build that fails is none
-        check(name, 0, [(old, new)])
+        check_with(name, arch, [(old, new)])
 
 
-@pytest.mark.parametrize("name", sorted({name for name, *_ in BUGS.values()}))
-def test_without_a_bug_the_same_checks_pass(name: str) -> None:
-    check(name, 0, [])
+@pytest.mark.parametrize(("arch", "name"), sorted({(arch, name) for (arch, _), (name, *_) in BUGS.items()}))
+def test_without_a_bug_the_same_checks_pass(arch: int, name: str) -> None:
+    check_with(name, arch, [])

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import BASE, CASES, Case, inputs_of
+from kernel_cases import BASE, CASES, LONG, Case, inputs_of
 from stitch_cases import CASES as STITCH_CASES
 from stitch_cases import StitchCase, as_options, assert_stitched, stitching_of
-from test_emulated_attention import LONG
 
 from kvrag_kernels import probe_mass, ragged_attention, ragged_plan, reference, runtime, stitch
 from kvrag_kernels.geometry import HOPPER

@@ -10,6 +10,7 @@ import torch
 from emulated import Guarded, geometry_for, needs_compiler, sampled
 from emulator.build import EmulatedModule
 from kernel_cases import BASE, CASES, Case, inputs_of
+from planted_bugs import PROBE
 
 from kvrag_kernels import launch, probe_mass, ragged_attention, reference
 
@@ -66,33 +67,10 @@ def test_turing(dim: int) -> None:
     emulated(replace(BY_NAME["many-keys"], dim=dim), [], torch.float16, arch=750)
 
 
-BUGS = {
-    "missing barrier": ("many-keys", "        block_sync();  // these rows", "        // these rows"),
-    "missing wait": (
-        "many-keys",
-        "        copy_wait<0>();\n        block_sync();",
-        "        copy_wait<1>();\n        block_sync();",
-    ),
-    "the stage never changes": ("many-keys", "stage = (first / BN & 1) * KV_BYTES", "stage = 0"),
-    "rows beyond the last count": ("window-sinks", "return {{0, -1}, infinity()};", "return {{0, -1}, 0.0f};"),
-    "sinks take nothing": (
-        "sinks",
-        "p.sinks ? top + log2_fast(exp2_fast(total - top) + exp2_fast(sink - top)) : total",
-        "total",
-    ),
-    "limits are ignored": ("dim64", "if (sees(row.limit, p.prefix, key)) mass", "mass"),
-    "natural logs": ("dim64", "total = lse * LOG2E", "total = lse"),
-    "keys beyond the last are written": ("dim64", "&& key < p.keys) store", ") store"),
-    "heads overwrite each other": ("dim64", "batch) * p.kv_heads + kv_head) * p.keys", "batch) * p.kv_heads) * p.keys"),
-    "the last rows are left out": ("many-keys", "first < packed; first += BN", "first + BN < packed; first += BN"),
-    "the prefix is ignored": ("window-sinks", "if (sees(row.limit, p.prefix, key))", "if (sees(row.limit, 0, key))"),
-}
-
-
 @needs_compiler
-@pytest.mark.parametrize("bug", sampled(BUGS))
+@pytest.mark.parametrize("bug", sampled(PROBE))
 def test_planted_bugs_are_caught(bug: str) -> None:
-    name, old, new = BUGS[bug]
+    name, old, new = PROBE[bug]
     with pytest.raises(AssertionError):
         emulated(BY_NAME[name], [(old, new)])
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import needs_compiler, sampled
+from emulated import needs_compiler, reserve, sampled
 from emulator.build import EmulatedModule
+from planted_bugs import STITCH
 from stitch_cases import CASES, StitchCase, as_options, assert_stitched, read_back, stitching_of
-from test_emulated_attention import reserve
 
 from kvrag_kernels import reference, stitch, stitch_launch
 from kvrag_kernels.stitch import FP8, Stitching, Stored, rotate
@@ -139,40 +139,10 @@ def test_offsets_are_64_bit() -> None:
     assert_stitched(call, FAR)
 
 
-BUGS = {
-    "the rotation turns the other way": ("half", "a = x * c - b * s;", "a = x * c + b * s;"),
-    "the second half uses the turned first": ("half", "b = b * c + x * s;", "b = b * c + a * s;"),
-    "halves are taken as neighbours": ("half", "split = rotated && !INTERLEAVED;", "split = false;"),
-    "a partial rotation pairs across the whole head": ("partial", "unit + ROTARY / 16 : 2", "unit + UNITS / 2 : 2"),
-    "angles start at the chunk, not at its rows": ("half", "(job.start + row) * (ROTARY / 2)", "row * (ROTARY / 2)"),
-    "every layer takes the first table": ("half", "job.table * p.table_stride +", "0 * p.table_stride +"),
-    "an angle of zero multiplies": ("zero-angles", "if (c == 1.0f && s == 0.0f) return true;", ""),
-    "rows that will be recomputed are written": ("skip", "(p.skip && load(p.skip + job.start + row))", "false"),
-    "rows beyond the chunk are read": ("half", "if (row >= job.rows ||", "if ("),
-    "residuals come after the rotation's scale": ("fp8", "if (s.residual) UNROLL", "if (false) UNROLL"),
-    "nibbles are swapped": ("int4", "raw.x[0] >> (4 * i) & 15) - 8", "raw.x[0] >> (4 * (i ^ 1)) & 15) - 8"),
-    "scales of another row": ("int8-token", "+ shared * s.scale_row;", "+ 0 * s.scale_row;"),
-    "zeros are left out": ("kept-int8", "if (s.zeros) {", "if (false) {"),
-    "zeros of another head": ("kept-fp8", "s.zeros + head * s.zero_head", "s.zeros + 0 * s.zero_head"),
-    "zeros of the first group of tokens": ("kept-int4", "+ shared * s.zero_row", "+ 0 * s.zero_row"),
-    "zeros of the first channels": ("kept-int8", "s.zero_row + chunk * 8;", "s.zero_row;"),
-    "zeros are scaled": ("kept-int8", "c.x[i] += widen(load(zero + i), false);", "c.x[i] += c.x[i] * widen(load(zero + i), false);"),
-    "every token has a group of its own": ("kept-int4", "row >> s.tokens", "row"),
-    "groups are of 16 tokens": ("kept-int4-shift", "row >> s.tokens", "row >> (s.tokens ? 4 : 0)"),
-    "a residual takes the place of zeros": ("kept-fp8-shift", "if (s.zeros) {", "if (s.zeros && !s.residual) {"),
-    "residuals of another head": ("kept-int8-shift", "s.residual + head * s.residual_head", "s.residual + head * D"),
-    "32-bit offsets of codes": ("far", "s.data + head * s.head", "s.data + static_cast<int>(head * s.head)"),
-    "32-bit offsets of groups": ("far", "+ shared * s.scale_row;", "+ static_cast<int>(shared * s.scale_row);"),
-    "32-bit offsets of zeros": ("far", "+ shared * s.zero_row", "+ static_cast<int>(shared * s.zero_row)"),
-    "32-bit offsets of residuals": ("far", "s.residual + head * s.residual_head", "s.residual + static_cast<int>(head * s.residual_head)"),
-    "fp8 has the wrong bias": ("fp8", "0x1p120f", "0x1p121f"),
-}  # fmt: skip
-
-
 @needs_compiler
-@pytest.mark.parametrize("bug", sampled(BUGS))
+@pytest.mark.parametrize("bug", sampled(STITCH))
 def test_planted_bugs_are_caught(bug: str) -> None:
-    name, old, new = BUGS[bug]
+    name, old, new = STITCH[bug]
     case = FAR if name == "far" else BY_NAME[name]
     call = spread_out(stitching_of(case)) if name == "far" else stitching_of(case)
 

@@ -15,7 +15,7 @@ from kvrag.blend.layout import Layout, mask_of, place
 from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
+from kvrag.model.kv import KVArena, KVBuffer
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkKV
@@ -56,7 +56,7 @@ def test_the_kernel_stitches_and_shifts_for_the_engine(name: str, kv_dtype: str,
     found: list[KVBuffer] = []
     for compute in (lambda call: run_emulated(call, []), stitch_in_torch):
         computed_by(compute)
-        buffer = KVBuffer(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+        buffer = KVArena(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
         for layer in range(model.num_layers):
             buffer.keys(layer).fill_(7.0), buffer.values(layer).fill_(7.0)
         skipped = torch.tensor([4, 50])

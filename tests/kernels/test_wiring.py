@@ -10,8 +10,8 @@ import torch
 from texts import make_chunks
 
 from kvrag.model import attention
-from kvrag.model.attention import ragged_attention
-from kvrag.model.rows import EVERYTHING, Reach, RowPlan
+from kvrag.model.attention import Mass, ragged_attention
+from kvrag.model.rows import EVERYTHING, Limits, Reach
 
 
 @pytest.fixture
@@ -33,22 +33,22 @@ def test_the_ops_do_what_the_engines_own_paths_do(
     results = []
     for is_on in (False, True):
         with_kernel(is_on)
-        plan = RowPlan(hi, 200, mass=torch.zeros(200), mass_rows=10)
-        out = ragged_attention(q, k, v, plan, scale=0.125, reach=reach, softcap=softcap, sinks=sinks)
-        results.append((out, plan.mass))
-        assert bool(plan._limits) == is_on
+        limits, mass = Limits(hi, 200), Mass(torch.zeros(200), 10)
+        out = ragged_attention(q, k, v, limits, scale=0.125, reach=reach, softcap=softcap, sinks=sinks, mass=mass)
+        results.append((out, mass.total))
+        assert bool(limits.for_kernels) == is_on
     torch.testing.assert_close(results[1][0], results[0][0], atol=2e-5, rtol=0)
     torch.testing.assert_close(results[1][1], results[0][1], atol=1e-4, rtol=0)
 
 
 def test_layers_alike_share_their_limits(with_kernel: Callable[[bool], None]) -> None:
     with_kernel(True)
-    plan = RowPlan(torch.arange(0, 50, 2), 50)
+    limits = Limits(torch.arange(0, 50, 2), 50)
     q, k = torch.randn(1, 4, 25, 64), torch.randn(1, 2, 50, 64)
     for reach in (EVERYTHING, Reach(window=10), EVERYTHING, Reach(window=1000)):
-        ragged_attention(q, k, k, plan, scale=0.125, reach=reach)
-    assert len(plan._limits) == 2
-    assert {limits.lo is None for limits in plan._limits.values()} == {True, False}
+        ragged_attention(q, k, k, limits, scale=0.125, reach=reach)
+    assert len(limits.for_kernels) == 2
+    assert {made.lo is None for made in limits.for_kernels.values()} == {True, False}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])

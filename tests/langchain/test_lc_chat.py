@@ -59,7 +59,7 @@ def test_unknown_options_of_the_constructor_are_named(tiny_dir: str) -> None:
         ChatKVRag(model=tiny_dir, timeout=3, max_retries=2, api_key="x", streaming=True, cache=False, verbose=False)
 
 
-@pytest.mark.parametrize("name", ["encryption_key", "encription_key", "disk_bytes", "write_policy"])
+@pytest.mark.parametrize("name", ["encryption_key", "encription_key", "disk_bytes", "kv_dtype"])
 def test_options_of_the_store_are_refused_wherever_they_stand(tiny_dir: str, name: str) -> None:
     for options in ({name: "env:KK"}, {"model_kwargs": {name: "env:KK"}}):
         with pytest.raises(ConfigError, match=rf"no option '{name}'.*store_config=StoreConfig\("):

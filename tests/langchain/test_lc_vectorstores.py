@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvrag.store.disk import DiskStore
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
@@ -15,7 +16,6 @@ from langchain_tests.integration_tests import VectorStoreIntegrationTests
 from lc_kept import kept
 
 from kvrag import ConfigError, InputError, Retention, StoreError
-from kvrag.store.disk import DiskStore
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 
 

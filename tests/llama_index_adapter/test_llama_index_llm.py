@@ -137,7 +137,7 @@ def test_the_serialised_form_makes_the_same_llm(make: Make):
 
 def test_the_stores_config_is_a_field_and_survives_serialising(make: Make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVRAG_TEST_KEY", "ab" * 32)
-    config = StoreConfig(ram_bytes=5 * 2**20, mac_key="env:KVRAG_TEST_KEY", kv_dtype="int8")
+    config = StoreConfig(ram_bytes=5 * 2**20, encryption_key="env:KVRAG_TEST_KEY", kv_dtype="int8")
     llm = make(store_config=config)
     assert llm.engine.store_config is llm.store_config is config
     again = KVRagLLM.from_dict(json.loads(llm.to_json()))
@@ -157,7 +157,7 @@ def test_the_stores_config_may_stand_among_the_models_options_but_not_twice(make
         make(store_config=config, model_kwargs={"store_config": config})
 
 
-@pytest.mark.parametrize("name", ["mac_key", "encryption_key", "on_event"])
+@pytest.mark.parametrize("name", ["encryption_key", "on_event"])
 def test_a_config_with_a_function_is_not_left_out_of_a_copy(make: Make, name: str):
     """LlamaIndex leaves out what it can't pickle: the copy would store plain."""
     llm = make(store_config=StoreConfig(**{name: lambda *_: b"k" * 32}))

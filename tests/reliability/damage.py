@@ -13,6 +13,11 @@ from pathlib import Path
 
 import torch
 from kinds import PLAIN, Kind
+from kvrag.store.directory import Directory
+from kvrag.store.guard import Guard
+from kvrag.store.header import MAX_LAYERS, BlobRejected, Header
+from kvrag.store.objects import place_of
+from kvrag.store.reader import read_all
 from planted import sql
 from world import CONFIG, Outcome, identity, key, put, state
 
@@ -20,11 +25,6 @@ from kvrag.blend.quantise import pack
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import DiskStore, WriteBehind, blob, writer
-from kvrag.store.directory import Directory
-from kvrag.store.guard import Guard
-from kvrag.store.header import MAX_LAYERS, BlobRejected, Header
-from kvrag.store.objects import place_of
-from kvrag.store.reader import read_all
 from kvrag.testing.chunks import make_kv, make_text
 from kvrag.types import ChunkKV, LayerKV
 

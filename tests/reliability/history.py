@@ -15,16 +15,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kinds import BEHIND, PLAIN, TIERED, TIERED_BEHIND
-from world import CONFIG, METHODS, Outcome, Stalls, agree, key, put, start_together, state
+from world import METHODS, PLAIN, TIERED, Outcome, Stalls, agree, key, put, start_together, state
 
 from kvrag.errors import StoreError
-from kvrag.store import DiskStore
 from kvrag.testing.chunks import NAMESPACE
 
 KEYS = range(1, 13)
-KINDS = (PLAIN, TIERED, BEHIND, TIERED_BEHIND)
-"""What the processes open, in turn: the same directory with and without memory above it, written through and behind."""
+KINDS = (PLAIN, TIERED)
+"""What the processes open, in turn: the same directory with and without memory above it."""
 PATIENCE_S = 5
 """Longest time of an operation on a machine that has nothing else to do."""
 Event = tuple[str, int, int, int, str]
@@ -61,7 +59,7 @@ def run(folder: Path, *, processes: dict[str, int], seconds: float) -> Outcome:
     """Let processes of every kind of start run on one store, and check the history."""
     outcome, root, logs = Outcome(), folder / "store", folder / "logs"
     logs.mkdir()
-    inherited = DiskStore(root, CONFIG)  # open in the parent, and in what is forked
+    inherited = PLAIN.open(root)  # open in the parent, and in what is forked
     with Stalls() as stalls:
         codes = start_together(folder, processes, worker, root, logs, seconds)
     inherited.close()
@@ -72,10 +70,8 @@ def run(folder: Path, *, processes: dict[str, int], seconds: float) -> Outcome:
     # Who waits for a lock waits for its holder to get a processor, which takes longer where others want them too.
     others = max(1.0, (os.getloadavg()[0] - len(codes)) / (os.cpu_count() or 1))
     check(events, outcome, patience_s=PATIENCE_S * others + stalls.longest_s)
-    store = DiskStore(root, CONFIG)
-    agree(store, outcome, "at the end")
-    outcome.counts["quarantined"] = len(store.directory.names("quarantine"))
-    outcome.check(not store.directory.names("quarantine"), "a sound file was put away")
+    store = PLAIN.open(root)
+    agree(store, outcome, "at the end", is_whole=True)
     store.close()
     return outcome
 
@@ -130,9 +126,9 @@ def openings(folder: Path, *, processes: dict[str, int], rounds: int) -> Outcome
         root = folder / f"store{number}"
         codes = start_together(folder, processes, _open_and_put, root)
         outcome.check(set(codes) == {0}, f"a process failed to open a new store: {codes}")
-        store = DiskStore(root, CONFIG)
-        agree(store, outcome, "after concurrent first openings")
-        outcome.check(len(store.index.keys()) == 4, "a chunk is missing")
+        store = PLAIN.open(root)
+        agree(store, outcome, "after concurrent first openings", is_whole=True)
+        outcome.check(len(store.catalog.keys()) == 4, "a chunk is missing")
         store.close()
         outcome.add("openings", len(codes))
     outcome.counts["processes"] = processes
@@ -140,11 +136,11 @@ def openings(folder: Path, *, processes: dict[str, int], rounds: int) -> Outcome
 
 
 def _open_and_put(root: Path, number: int) -> None:
-    store = DiskStore(root, CONFIG)
+    store = PLAIN.open(root)
     order = random.Random(number).sample(range(1, 5), 4)
     for chunk in order:
         put(store, chunk)
-    ok = all(state(store, chunk) == "readable" and store.contains(key(chunk)) for chunk in order)
+    ok = all(state(store, chunk) == "readable" and store.known([key(chunk)]) for chunk in order)
     store.close()
     if not ok:
         sys.exit(2)
@@ -153,7 +149,7 @@ def _open_and_put(root: Path, number: int) -> None:
 def inheritance(folder: Path, *, rounds: int) -> Outcome:
     """Start processes while threads of the parent write: no lock is left behind, and what is open in the parent stays whole."""
     outcome, root = Outcome(), folder / "store"
-    store, stop = DiskStore(root, CONFIG), threading.Event()
+    store, stop = PLAIN.open(root), threading.Event()
 
     def write(first: int) -> None:
         while not stop.is_set():
@@ -174,14 +170,14 @@ def inheritance(folder: Path, *, rounds: int) -> Outcome:
         for thread in threads:
             thread.join()
     outcome.check(put(store, 103) > 0 and state(store, 103) == "readable", "the parent's store is broken")
-    agree(store, outcome, "in the parent")
+    agree(store, outcome, "in the parent", is_whole=True)
     store.close()
     return outcome
 
 
 def _put_one(root: Path, chunk: int, number: int) -> None:
     signal.alarm(60)  # a lock that is held for ever
-    store = DiskStore(root, CONFIG)
+    store = PLAIN.open(root)
     put(store, chunk)
     if state(store, chunk) != "readable":
         sys.exit(2)

@@ -10,15 +10,15 @@ from itertools import pairwise, permutations
 from pathlib import Path
 from unittest.mock import patch
 
+from kvrag.store.header import frame, split
+from kvrag.store.keys import Keys
+from kvrag.store.objects import place_of
 from world import CONFIG, Outcome
 
 from kvrag.config import KEY_OPTIONS, KV_DTYPES, StoreConfig
 from kvrag.identity import fingerprint
 from kvrag.identity.fingerprint import FORMAT_VERSION, ModelIdentity, chunk_key, ids_digest, namespace_digest
 from kvrag.store import DiskStore
-from kvrag.store.header import frame, split
-from kvrag.store.keys import Keys
-from kvrag.store.objects import place_of
 from kvrag.testing.chunks import make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity
 

@@ -6,31 +6,25 @@ import random
 from functools import partial
 from pathlib import Path
 
-from kinds import PLAIN, Kind
-from world import Journal, Outcome, agree, fork, kill_after
+from world import PLAIN, Journal, Kind, Outcome, agree, fork, kill_after
 
-from kvrag.store import DiskStore, Retention
+from kvrag.errors import StoreError
+from kvrag.store import Retention
 from kvrag.testing.chunks import NAMESPACE
 
 WRITERS = 2
 RANGE = 400_000
 SAMPLE = 60
-TOGETHER = 4
-"""Chunks that are flushed together where they are written behind."""
+ROOM = 4 * 10**5
+"""Bytes that whoever evicts finds free; its chunks are of 72,000 at most."""
 
 
 def writer(kind: Kind, root: Path, me: int, start: int, journal: Journal) -> None:
     """Store one chunk after the other, and write each down when it was acknowledged."""
-    store, waiting = kind.open(root), []
+    store = kind.open(root)
     for number in range(start, start + RANGE):
-        waiting.append(me * RANGE + number)
-        kind.put(store, waiting[-1], is_flushed=False)
-        if not kind.is_behind or len(waiting) == TOGETHER:
-            if store.flush():
-                raise RuntimeError("a chunk could not be written")
-            for done in waiting:
-                journal.note(done)
-            waiting = []
+        kind.put(store, me * RANGE + number)
+        journal.note(me * RANGE + number)
 
 
 def reader(kind: Kind, root: Path, journals: list[Journal], wrong: Journal, seed: int) -> None:
@@ -44,22 +38,27 @@ def reader(kind: Kind, root: Path, journals: list[Journal], wrong: Journal, seed
 
 
 def eraser(kind: Kind, root: Path, start: int, journal: Journal) -> None:
-    """Store chunks of its own and erase them again, those too that wait to be written; what it wrote down twice is erased."""
+    """Store chunks of its own and erase them again; what it wrote down twice is erased."""
     store = kind.open(root)
     for number in range(start, start + RANGE):
         mine = 8 * RANGE + number
-        kind.put(store, mine, is_flushed=False)
+        kind.put(store, mine)
         journal.note(mine)
         store.forget(NAMESPACE, f"doc {mine}")
         journal.note(mine)
 
 
 def evictor(kind: Kind, root: Path, start: int) -> None:
-    """Store chunks of low priority and evict them; nobody else's may leave."""
-    store = DiskStore(root, kind.config)
+    """Store chunks of low priority, which evict each other; nobody else's may leave."""
+    store = kind.open(root)
+    full = store.catalog.totals()[1] + ROOM
+    store.close()
+    store = kind.open(root, disk_bytes=full)
     for number in range(start, start + RANGE):
-        kind.put(store, 9 * RANGE + number, retention=Retention(priority=10))
-        store._evictor.evict(1, max_priority=10)
+        try:
+            kind.put(store, 9 * RANGE + number, retention=Retention(priority=10))
+        except StoreError:  # the others have filled it
+            store.delete([kind.key(9 * RANGE + number - 1)])
 
 
 def run(folder: Path, *, kills: int, seed: int = 0, kind: Kind = PLAIN) -> Outcome:
@@ -69,7 +68,7 @@ def run(folder: Path, *, kills: int, seed: int = 0, kind: Kind = PLAIN) -> Outco
     outcome, rng, root = Outcome(), random.Random(seed), folder / "store"
     journals = [Journal(folder / f"writer{me}") for me in range(WRITERS)]
     erased, wrong = Journal(folder / "eraser"), Journal(folder / "wrong")
-    DiskStore(root, kind.config).close()
+    kind.open(root).close()
     start = 0
     while outcome.counts.get("kills", 0) < kills:
         start += 400
@@ -91,8 +90,8 @@ def check(
     kind: Kind, root: Path, journals: list[Journal], erased: Journal, outcome: Outcome, rng: random.Random
 ) -> None:
     """Open the store as the next process would, and prove what it says."""
-    outcome.add("orphans_left_by_kills", len(list((root / "tmp").iterdir())))
-    store = DiskStore(root, kind.config)
+    outcome.add("drafts_left_by_kills", len(list((root / "tmp").iterdir())))
+    store = kind.open(root)
     agree(store, outcome, "after a kill")
     known = [number for journal in journals for number in journal.read()]
     for number in {*rng.sample(known, min(SAMPLE, len(known))), *known[-5:]}:
@@ -100,7 +99,7 @@ def check(
             kind.state(store, number) == "readable", f"acknowledged chunk {number} is {kind.state(store, number)}"
         )
         outcome.add("checked")
-    done, documents = erased.read(), set(store.index.documents(NAMESPACE))
+    done, documents = erased.read(), set(store.catalog.documents(NAMESPACE))
     for number in {number for number in done[-40:] if done.count(number) == 2}:
         outcome.check(kind.state(store, number) == "missing", f"erased chunk {number} is {kind.state(store, number)}")
         outcome.check(f"doc {number}" not in documents, f"erased document {number} is registered again")
@@ -110,7 +109,7 @@ def check(
 
 def final(kind: Kind, root: Path, journals: list[Journal], outcome: Outcome) -> None:
     """Prove every acknowledged chunk."""
-    store = DiskStore(root, kind.config)
+    store = kind.open(root)
     lost = [number for journal in journals for number in journal.read() if kind.state(store, number) != "readable"]
     outcome.counts["lost"] = len(lost)
     outcome.check(not lost, f"acknowledged chunks are lost: {lost[:5]}")

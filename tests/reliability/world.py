@@ -1,31 +1,36 @@
-"""What the scenarios share: chunks that prove themselves, forked workers, and what they report."""
+"""What the scenarios share: kinds of stores, chunks that prove themselves, forked workers, and what they report."""
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvrag.blend.quantise import convert
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import DiskStore
+from kvrag.store import TieredStore, open_store
+from kvrag.store.check import gc
+from kvrag.store.crypto import Keys
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
-from kvrag.types import ChunkKV
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype
 
 torch.set_num_threads(1)
 
-CONFIG = StoreConfig(min_free_bytes=0)
+CONFIG = StoreConfig(min_free_bytes=0, ram_bytes=0)
 LONG_TOKENS = 1500
 
 
@@ -47,43 +52,74 @@ class Outcome:
         self.counts[name] = self.counts.get(name, 0) + count
 
 
-def identity(number: int):
-    """Chunk of this number; every fifth is long, so that kills hit writes."""
-    return make_identity(number, tokens=LONG_TOKENS if number % 5 == 0 else 3)
+@dataclass(frozen=True)
+class Kind:
+    """What a scenario runs on: the config of the store, its key included, and the type that KV is rounded to."""
+
+    config: StoreConfig = CONFIG
+    kv_dtype: KVDtype = "auto"
+
+    @property
+    def needs(self) -> str:
+        """What is missing here for this kind; nothing if all is here."""
+        is_missing = self.config.encryption_key and importlib.util.find_spec("cryptography") is None
+        return "cryptography is not installed" if is_missing else ""
+
+    @property
+    def cipher(self) -> bytes | None:
+        """The key that its blobs are encrypted with."""
+        return Keys.of(self.config).cipher
+
+    def open(self, root: Path, **changed: Any) -> TieredStore:
+        """Open a store of this kind."""
+        return open_store(root, replace(self.config, **changed))
+
+    def identity(self, number: int, *, tokens: int | None = None) -> ChunkIdentity:
+        """Chunk of this number; every fifth is long, so that kills hit writes."""
+        length = (LONG_TOKENS if number % 5 == 0 else 3) if tokens is None else tokens
+        return replace(make_identity(number, tokens=length), kv_dtype=self.kv_dtype)
+
+    def key(self, number: int) -> ChunkKey:
+        """Key of this chunk."""
+        return chunk_key(self.identity(number))
+
+    def kv(self, identity: ChunkIdentity) -> ChunkKV:
+        """Its KV."""
+        return convert(make_kv(identity), self.kv_dtype)
+
+    def put(self, store: TieredStore, number: int, **options: Any) -> int:
+        """Store a chunk under a text and a document of its own."""
+        me = self.identity(number)
+        return store.put(me, self.kv(me), text=make_text(str(number)), doc_id=f"doc {number}", **options)
+
+    def judge(self, kv: ChunkKV | None, number: int) -> str:
+        """Say whether what was read for a chunk is ``readable``, with the right bits, ``missing``, or ``wrong``."""
+        if kv is None:
+            return "missing"
+        return "readable" if same_bits(kv, self.kv(self.identity(number))) else "wrong"
+
+    def state(self, store: TieredStore, number: int) -> str:
+        """Read a chunk and judge it."""
+        return self.judge(store.get(self.identity(number)), number)
 
 
-def put(store: DiskStore, number: int, **options: Any) -> int:
-    """Store a chunk under a text and a document of its own."""
-    me = identity(number)
-    return store.put(me, make_kv(me), text=make_text(str(number)), doc_id=f"doc {number}", **options)
+PLAIN = Kind()
+TIERED = Kind(replace(CONFIG, ram_bytes=2**20))
+PROTECTED = Kind(replace(CONFIG, encryption_key=lambda: bytes([3]) * 32), "int8")
+ROUNDED = Kind(kv_dtype="int4")
+ALL_AT_ONCE = Kind(replace(PROTECTED.config, ram_bytes=2**20), "int8")
+identity, key, put, judge, state = PLAIN.identity, PLAIN.key, PLAIN.put, PLAIN.judge, PLAIN.state
 
 
-def key(number: int) -> str:
-    """Key of this chunk."""
-    return chunk_key(identity(number))
-
-
-def judge(kv: ChunkKV | None, number: int) -> str:
-    """Say whether what was read for a chunk is ``readable``, with the right bits, ``missing``, or ``wrong``."""
-    if kv is None:
-        return "missing"
-    return "readable" if same_bits(kv, make_kv(identity(number))) else "wrong"
-
-
-def state(store: DiskStore, number: int) -> str:
-    """Read a chunk and judge it."""
-    return judge(store.get(identity(number)), number)
+def path_of(root: Path, key: ChunkKey) -> Path:
+    """Place of a chunk's file, as docs/format.md has it."""
+    return root / "objects" / key[:2] / f"{key}.safetensors"
 
 
 def warm_up() -> None:
     """Load everything that children would load, so that a fork is ready at once."""
-    import tempfile
-
-    from kvrag.store.cache import own_schema
-
-    own_schema()
     with tempfile.TemporaryDirectory() as folder:
-        store = DiskStore(folder, CONFIG)
+        store = PLAIN.open(Path(folder))
         put(store, 1)
         assert state(store, 1) == "readable"
         store.close()
@@ -181,11 +217,20 @@ def kill_after(pids: list[int], rng: random.Random, low: float, high: float) -> 
     return [wait(pid) for pid in pids]
 
 
-def agree(store: DiskStore, outcome: Outcome, where: str) -> None:
-    """Check that files and rows name the same chunks, and that nothing is left over."""
-    outcome.check(store.files() == set(store.index.keys()), f"{where}: files and rows differ")
-    outcome.check(not store.directory.names("tmp"), f"{where}: tmp/ is not empty")
-    outcome.check(not store.rows.gone(), f"{where}: an erasure was not finished")
+def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = False) -> None:
+    """Check that every file has a row, and with ``is_whole`` that every row has its file, and that nothing waits to be written.
+
+    Whoever is killed may leave rows without a file, which are misses; clearing up leaves none of what is pending, and no drafts.
+    """
+    files, rows, pending = store.blobs.keys(), set(store.catalog.keys()), set(store.catalog.pending())
+    outcome.check(files <= rows | pending, f"{where}: a file has no row")
+    outcome.check(not rows & pending, f"{where}: a chunk is stored, and waits to be written")
+    if is_whole:
+        outcome.check(files == rows and not pending, f"{where}: files and rows differ")
+        return
+    gc(store)
+    outcome.check(store.blobs.keys() <= set(store.catalog.keys()), f"{where}: a file has no row after clearing up")
+    outcome.check(not store.catalog.pending(), f"{where}: a chunk waits to be written after clearing up")
 
 
 class Journal:

@@ -19,7 +19,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.prompts import ChatPromptTemplate, HumanMessagePromptTemplate, StringPromptTemplate
 
 from kvrag import GenerationResult, InputError, TemplatePrefix
-from kvrag.prompt.prefix import Prefix
+from kvrag.prompt.template import Prefix
 
 PROVIDER = "kvrag"
 

@@ -6,26 +6,23 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from langchain_core.runnables.config import run_in_executor
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, SkipValidation
+from pydantic import AliasChoices, Field, SecretStr
 from transformers import PreTrainedModel
 
 import kvrag
-from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, StoreConfig, SyncReport
-from kvrag.config import check_mode, check_prove
-from kvrag.misplaced import check_model_kwargs, refuse_store_options
+from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, SyncReport
+from kvrag.config import check_mode, refuse_misplaced, unknown_option
+from kvrag.fields import EngineFields
 from kvrag.model.source import ModelSource
-from kvrag.options import from_mapping, unknown_option
-from kvrag.types import Mode, Prove
 from langchain_kvrag._convert import engine_prefix
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 
 
-class KVRagModel(BaseModel):
+class KVRagModel(EngineFields):
     """Options and methods of both model classes.
 
     Everything that must survive a copy is a field: LangChain re-creates models from their fields. The engine is not: it
@@ -34,8 +31,6 @@ class KVRagModel(BaseModel):
 
     _shows_messages: ClassVar[bool] = False
     """Whether a string prompt becomes a human message."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
     model: Any = Field(validation_alias=AliasChoices("model", "model_id", "model_name"), repr=False)
     """Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (:meth:`from_pretrained_model`)."""
@@ -46,55 +41,8 @@ class KVRagModel(BaseModel):
     revision: str | None = None
     """Hub revision."""
 
-    dtype: Any = "auto"
-    """``"auto"``: float32 on CPU, else the checkpoint's."""
-
-    device: Any = None
-    """``"cpu"``, ``"cuda"``, ...; default: CUDA if there is one."""
-
-    kv_dir: str | Path | None = None
-    """Directory of the KV store; default: chunks are kept in memory only."""
-
-    prefix: Any = Field(default=None, repr=False)
-    """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, or a
-    :class:`kvrag.TemplatePrefix` that also names the context variable. Default: the head of the model's chat template.
-    """
-
-    namespace: str = "default"
-    """Isolation: chunks of one namespace are never found from another."""
-
-    repair: RepairConfig | None = None
-    """How stitched KV is repaired; default: :class:`kvrag.RepairConfig`'s."""
-
-    mode: Annotated[Mode, SkipValidation] = "auto"
-    """``"auto"``, ``"full"`` (no reuse), ``"prefix"``, ``"stitch"``."""
-
-    store_config: StoreConfig | None = None
-    """Budgets and limits of the KV store."""
-
-    prove: Annotated[Prove, SkipValidation] = "auto"
-    """``"auto"``: prove once that reuse is exact for this model, else answer by full prefill; ``"off"``."""
-
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For ``AutoModelForCausalLM.from_pretrained``."""
-
-    temperature: float = 0.0
-    """0 is greedy."""
-
     max_tokens: int = Field(default=256, validation_alias=AliasChoices("max_tokens", "max_new_tokens"))
     """Upper bound of answer tokens."""
-
-    top_p: float | None = None
-    """Nucleus filter."""
-
-    top_k: int | None = None
-    """Top-k filter."""
-
-    repetition_penalty: float | None = None
-    """Default: the model's own."""
-
-    seed: int | None = None
-    """Seed for sampling."""
 
     stop: list[str] | None = None
     """Strings that end the answer."""
@@ -115,17 +63,9 @@ class KVRagModel(BaseModel):
         self._warn_of_unknown(data)
         if isinstance(data.get("stop"), str):
             data["stop"] = [data["stop"]]
-        for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
-            if name in data:
-                data[name] = from_mapping(kind, data[name])  # pydantic would repeat a key in its message
         super().__init__(**data)
-        self._check_model_kwargs()
         check_mode(self.mode)
-        check_prove(self.prove)
         SamplingConfig(**self._sampling())
-
-    def _check_model_kwargs(self) -> None:
-        check_model_kwargs(self.model_kwargs, type(self).model_fields, of=type(self).__name__)
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
@@ -141,7 +81,7 @@ class KVRagModel(BaseModel):
             if isinstance(field.validation_alias, AliasChoices):
                 known.update(name for name in field.validation_alias.choices if isinstance(name, str))
         unknown = data.keys() - known
-        refuse_store_options(unknown, known, of=cls.__name__)
+        refuse_misplaced(unknown, known, of=cls.__name__, misspelt=False)
         for name in unknown:
             fault = unknown_option(name, known, of=cls.__name__)
             warnings.warn(
@@ -166,21 +106,14 @@ class KVRagModel(BaseModel):
 
     def _engine(self, model: Any = None) -> KVRagEngine:
         """Return the engine, or the one of another model that was named for a single call."""
-        self._check_model_kwargs()  # again: the dict may have been changed since
+        self.check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
         tokenizer = os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
         options = {
-            **self.model_kwargs,
+            **self.engine_options(),
             "tokenizer": None if is_other else tokenizer,
             "revision": None if is_other else self.revision,
-            "dtype": self.dtype,
-            "device": self.device,
-            "kv_dir": self.kv_dir,
             "prefix": engine_prefix(self.prefix, is_chat=self._shows_messages),
-            "namespace": self.namespace,
-            "repair": self.repair,
-            "store_config": self.store_config,
-            "prove": self.prove,
         }
         return KVRagEngine.get(model if is_other else self.model, **options)
 

@@ -26,15 +26,13 @@ from kvrag import (
     Explanation,
     KVRagEngine,
     PrecomputeReport,
-    RepairConfig,
     SamplingConfig,
     SyncReport,
     delete_kv,
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import check_mode, check_prove
-from kvrag.misplaced import check_model_kwargs
+from kvrag.config import check_mode
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
@@ -83,35 +81,12 @@ class KVRagLLM(SerialisedLLM):
     model_config = ConfigDict(protected_namespaces=("pydantic_model_",), arbitrary_types_allowed=True)
 
     model: Any = Field(description="Hub id, local directory, .gguf file or a loaded model.")
-    tokenizer: Any = Field(
-        default=None, repr=False, description="Tokenizer, its id or directory; default: the model's."
-    )
-    kv_dir: Any = Field(default=None, description="Directory of the KV store; default: chunks are kept in memory only.")
-    prefix: Any = Field(
-        default=None,
-        repr=False,
-        description=(
-            "What stands before the first chunk: a prompt template, kvrag.TemplatePrefix, chat messages or text; "
-            "default: what LlamaIndex's own question-answering prompt has there."
-        ),
-    )
-    repair: RepairConfig | None = Field(default=None, description="How stitched KV is repaired.")
-    namespace: str = Field(default="default", description="Chunks of one namespace are never found from another.")
-    mode: str = Field(default="auto", description="auto, full, prefix or stitch; see KVRagEngine.generate.")
-    dtype: Any = Field(default="auto", description="auto: float32 on CPU, else the checkpoint's.")
-    device: Any = Field(default=None, description="cpu, cuda, ...; default: CUDA if there is one.")
-    prove: str = Field(default="auto", description="auto: prove once that reuse is exact for this model; or off.")
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="For from_pretrained; also revision.", exclude=True
     )
-    temperature: float = Field(default=0.0, description="0 is greedy.")
     max_new_tokens: int | None = Field(
         default=None, description="Upper bound of answer tokens; default: the model's generation config, else 256."
     )
-    top_p: float | None = Field(default=None, description="Nucleus filter, used when sampling.")
-    top_k: int | None = Field(default=None, description="Top-k filter, used when sampling.")
-    repetition_penalty: float | None = Field(default=None, description="Default: the model's generation config.")
-    seed: int | None = Field(default=None, description="Seed for sampling.")
     stop: str | list[str] | None = Field(default=None, description="Strings that end the answer; not part of it.")
     context_window: int | None = Field(default=None, description="Default: the model's.")
     generate_kwargs: dict[str, Any] = Field(
@@ -120,9 +95,7 @@ class KVRagLLM(SerialisedLLM):
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
-        check_model_kwargs(self.model_kwargs, type(self).model_fields, of="KVRagLLM")
         self._check_request(self._defaults())
-        check_prove(self.prove)
 
     @classmethod
     def from_pretrained_model(cls, model: PreTrainedModel, tokenizer: Any, **options: Any) -> KVRagLLM:
@@ -139,19 +112,7 @@ class KVRagLLM(SerialisedLLM):
     @property
     def engine(self) -> KVRagEngine:
         """The engine, one per process for the same options; its weights are loaded at first use."""
-        return KVRagEngine.get(
-            self.model,
-            tokenizer=self.tokenizer,
-            kv_dir=self.kv_dir,
-            prefix=engine_prefix(self.prefix, self),
-            repair=self.repair,
-            namespace=self.namespace,
-            dtype=self.dtype,
-            device=self.device,
-            prove=self.prove,
-            store_config=self.store_config,
-            **self.model_kwargs,
-        )
+        return KVRagEngine.get(self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options())
 
     def precompute_kv(self, items: Any, *, prefix: Any = None, **options: Any) -> PrecomputeReport:
         """Compute and store the KV of nodes, texts, or all nodes of an index; see :func:`kvrag.precompute_kv`."""

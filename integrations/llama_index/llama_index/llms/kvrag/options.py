@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvrag.config import KEY_OPTIONS, RepairConfig, StoreConfig
+from kvrag.config import StoreConfig, refuse_misplaced, unknown_option
 from kvrag.errors import ConfigError
-from kvrag.misplaced import refuse_store_options
-from kvrag.options import from_mapping, unknown_option
 
 ALIASES = {
     "model_name": "model",
@@ -44,11 +42,8 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     elif device_map is not None:
         out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
     _take_store_config(out)
-    for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
-        if name in out:
-            out[name] = from_mapping(kind, out[name])
     names = set(known)
-    refuse_store_options(out.keys() - names, names, of=OWNER)
+    refuse_misplaced(out.keys() - names, names, of=OWNER, misspelt=False)
     for name in out:
         if name not in names:
             raise unknown_option(name, {*names, *ALIASES, "device_map"}, of=OWNER)
@@ -80,7 +75,7 @@ def portable(config: StoreConfig) -> dict[str, Any]:
     given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
     for name, value in given.items():
         if callable(value):
-            remedy = "use 'env:NAME' instead" if name in KEY_OPTIONS else "use event_log instead, or"
+            remedy = "use 'env:NAME' instead" if name == "encryption_key" else "use event_log instead, or"
             raise ConfigError(
                 f"the store_config of this {OWNER} has a function for {name}, so it can't be serialised or pickled; {remedy} make the "
                 f"{OWNER} anew where it is needed"

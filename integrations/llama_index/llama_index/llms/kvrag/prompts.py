@@ -93,7 +93,7 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True)
 class LLMTemplate:
-    """A prompt template of LlamaIndex as one LLM shows it to its model, in the form that :mod:`kvrag.prompt.prefix` reads.
+    """A prompt template of LlamaIndex as one LLM shows it to its model, in the form that :mod:`kvrag.prompt.template` reads.
 
     Its ``repr`` names everything that decides the rendering: engines are shared by it.
     """
@@ -123,7 +123,7 @@ def engine_prefix(prefix: Any, llm: LLM) -> Any:
     ----------
     prefix
         ``None``: LlamaIndex's default question-answering template. A prompt template, a
-        :class:`~kvrag.prompt.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), or text.
+        :class:`~kvrag.prompt.template.TemplatePrefix`, chat messages (LlamaIndex's or dicts), or text.
     llm
         Renders templates; its system prompt and its functions take part.
     """

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from llama_index.core.bridge.pydantic import ConfigDict, Field, WithJsonSchema, field_serializer
+from llama_index.core.bridge.pydantic import field_serializer
 from llama_index.core.llms.custom import CustomLLM
 
 from kvrag import StoreConfig
+from kvrag.fields import EngineFields
 from llama_index.llms.kvrag.options import portable, short_name
 
 
-class SerialisedLLM(CustomLLM):
+class SerialisedLLM(EngineFields, CustomLLM):
     """What :class:`~llama_index.llms.kvrag.KVRagLLM` writes down of itself."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    store_config: Annotated[StoreConfig | None, WithJsonSchema({"type": "object", "title": "StoreConfig"})] = Field(
-        default=None, description="Budgets, limits and keys of the KV store."
-    )
 
     @field_serializer("model", "tokenizer", "kv_dir", "dtype", "device", check_fields=False)
     def _serialise_name(self, value: Any) -> str | None:

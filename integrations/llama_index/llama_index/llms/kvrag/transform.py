@@ -14,8 +14,8 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
 from kvrag import ConfigError, KVRagEngine, PrecomputeReport, Retention, precompute_kv
+from kvrag.config import unknown_option
 from kvrag.hooks import Content, OnError
-from kvrag.options import unknown_option
 from kvrag.precompute.documents import in_collection
 from llama_index.llms.kvrag.base import KVRagLLM
 

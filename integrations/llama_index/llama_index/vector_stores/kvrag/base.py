@@ -128,7 +128,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
     def _changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
         """Return the nodes that KV of another text is kept for: their ids were used before."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
-        index, names = self._engine().store.catalog, self._engine().names
+        index, names = self._engine().store.catalog, self._engine().store.names
         space = names.namespace(self._space())
         digests = {node.node_id: names.digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
         stored = in_collection((n.node_id for n in nodes), self.collection)

@@ -1,0 +1,92 @@
+"""The demo's tables, for terminals of 100 columns and more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from demo.run import DemoReport, Row
+from kvrag.estimate import human_bytes
+
+
+def print_report(report: DemoReport, console: Console) -> None:
+    """Print timings, answers and the store's size."""
+    console.print()
+    console.print(timings(report.rows))
+    console.print(answers(report.rows))
+    console.print(summary(report))
+
+
+def timings(rows: list[Row]) -> Table:
+    """Milliseconds to the first token and where each prompt's KV came from, with medians."""
+    table = Table(title="Time to the first token, and how the prompt's KV was made", title_justify="left")
+    table.add_column("#", justify="right", no_wrap=True)
+    for name in ("full prefill", "kvrag", "its load", "ratio", "prompt", "reused", "repaired", "computed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("how", no_wrap=True)
+    for number, row in enumerate(rows, start=1):
+        made = row.answer
+        counts = (made.prompt_tokens, made.cached_tokens, made.repaired_tokens, made.computed_tokens)
+        table.add_row(
+            str(number),
+            _ms(row.full.ttft_ms),
+            _ms(made.ttft_ms),
+            _ms(made.load_ms),
+            f"{row.speedup:.1f}×",
+            *map(str, counts),
+            made.exactness,
+        )
+    table.add_section()
+    table.add_row(
+        "",
+        _ms(_median(row.full.ttft_ms for row in rows)),
+        _ms(_median(row.answer.ttft_ms for row in rows)),
+        _ms(_median(row.answer.load_ms for row in rows)),
+        f"{_median(row.speedup for row in rows):.1f}×",
+        *(["", "", "", "", "median"]),
+        style="bold",
+    )
+    return table
+
+
+def answers(rows: list[Row]) -> Table:
+    """Both answers of each question side by side."""
+    table = Table(title="The answers", title_justify="left", show_lines=True)
+    table.add_column("#", justify="right")
+    table.add_column("question", ratio=3)
+    table.add_column("full prefill", ratio=4)
+    table.add_column("kvrag", ratio=4)
+    for number, row in enumerate(rows, start=1):
+        # Text objects: what a model writes may look like rich's markup.
+        table.add_row(str(number), Text(row.question.text), Text(row.full_text.strip()), Text(row.answer.text.strip()))
+    return table
+
+
+def summary(report: DemoReport) -> RenderableType:
+    """Say what the store holds and what a second run will find."""
+    rows, count = report.rows, len(report.rows)
+    lines = [f"Same answer word for word: {sum(row.is_same for row in rows)} of {count}."]
+    hinted = [row for row in rows if row.question.hint]
+    if hinted:
+        full = sum(row.question.is_met_by(row.full_text) for row in hinted)
+        ours = sum(row.question.is_met_by(row.answer.text) for row in hinted)
+        lines.append(f"Expected words in the answer: full prefill {full}, kvrag {ours}, of {len(hinted)}.")
+    loaded = _median(row.answer.loaded_tokens for row in rows) * report.bytes_per_token
+    return Group(
+        *lines,
+        f"Read from disk per question: {human_bytes(loaded)}; the memory tier is off and the page cache was dropped.",
+        f"Store: {report.num_chunks} chunks and their prefix, {human_bytes(report.store_bytes)} on disk.",
+        f"A second run starts warm: {report.again.skipped} chunks found on disk, {report.again.stored} computed.",
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(median(values))
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms"

@@ -1,0 +1,200 @@
+"""Run the demo: index, warm up, then answer each question twice, with reuse and by full prefill, in turns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from demo.pipeline import Answer, Pipeline, prompt_ids
+from demo.questions import Question
+from kvrag.cli.documents import split_documents
+from kvrag.cli.measure import FullPrefill, forget_cached, full_prefill
+from kvrag.generate.sampling import eos_token_ids
+from kvrag.types import PrecomputeReport
+
+MIN_TOKENS = 32
+"""Shorter chunks aren't stored: a row that must be repaired anyway saves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question, answered by kvrag and by a full prefill of the same token ids."""
+
+    question: Question
+    answer: Answer
+    full: FullPrefill
+    full_text: str
+
+    @property
+    def speedup(self) -> float:
+        """Time to the first token of the full prefill divided by kvrag's."""
+        return self.full.ttft_ms / self.answer.ttft_ms
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both answers are the same, word for word."""
+        return self.answer.text.strip() == self.full_text.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """All that the demo found out.
+
+    Parameters
+    ----------
+    rows
+        One per question.
+    num_chunks
+        Chunks of the corpus.
+    indexed, again
+        What precompute did, and what it does when it is run once more.
+    store_bytes, bytes_per_token
+        KV on disk, and of one token.
+    """
+
+    rows: list[Row]
+    num_chunks: int
+    indexed: PrecomputeReport
+    again: PrecomputeReport
+    store_bytes: int
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a run: tokens of chunks and answers, and how often each prompt is timed; the best counts."""
+
+    chunk_tokens: int
+    max_new_tokens: int
+    repeats: int
+
+    @property
+    def of_chunks(self) -> dict[str, int]:
+        """Sizes for :func:`split_documents`."""
+        return {"chunk_tokens": self.chunk_tokens, "min_tokens": MIN_TOKENS}
+
+
+def run_demo(
+    make_pipeline: Callable[[], Pipeline],
+    documents: dict[str, str],
+    questions: Sequence[Question],
+    *,
+    kv_dir: Path,
+    sizes: Sizes,
+    console: Console,
+) -> DemoReport:
+    """Run all of it, and say on the console what is going on.
+
+    Parameters
+    ----------
+    make_pipeline
+        Builds the application; called once.
+    documents, questions
+        Path → text, and what to ask about them: at least one.
+    kv_dir, sizes, console
+        The pipeline's store, how much of everything, and where to report progress.
+    """
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{time.perf_counter() - start:5.0f} s[/dim]  {text}", highlight=False)
+
+    _warn_of_load(say)
+    # Reading a GGUF file draws a progress bar of its own, which nothing but this turns off.
+    with console.status("loading the frameworks and the model (about 20 s on a CPU) ..."), redirect_stderr(StringIO()):
+        pipeline = make_pipeline()
+        loaded = pipeline.engine.loaded
+        say(f"{pipeline.name}: loaded {Path(pipeline.engine.source.name).name} on {loaded.lm.device}")
+    chunks = split_documents(documents, lambda text: len(loaded.encoder.chunk_ids(text)), **sizes.of_chunks)
+    tokens = sum(chunk.num_tokens for chunk in chunks)
+    say(f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet")
+    indexed = pipeline.index(chunks)
+    say(f"{indexed.skipped} chunks found on disk, {indexed.stored} computed ({indexed.seconds:.1f} s), all indexed")
+    rows = _answer_all(pipeline, questions, kv_dir, sizes, console, say)
+    again = pipeline.engine.precompute([chunk.text for chunk in chunks], ids=[chunk.id for chunk in chunks])
+    disk = pipeline.engine.store.stats()["disk"]
+    return DemoReport(rows, len(chunks), indexed, again, disk.num_bytes, loaded.reusable.kv_bytes_per_token)
+
+
+def _answer_all(
+    pipeline: Pipeline,
+    questions: Sequence[Question],
+    kv_dir: Path,
+    sizes: Sizes,
+    console: Console,
+    say: Callable[[str], None],
+) -> list[Row]:
+    with console.status("warming up: one question both ways, not counted ..."):
+        _ask_both(pipeline, questions[0], kv_dir, max_new_tokens=1)
+    say(f"asking {len(questions)} questions, by kvrag and by full prefill in turns, best of {sizes.repeats}")
+    rows = []
+    for number, question in enumerate(questions, start=1):
+        with console.status(f"question {number} of {len(questions)}: {question.text}"):
+            row = _ask_both(pipeline, question, kv_dir, max_new_tokens=sizes.max_new_tokens)
+            for _ in range(sizes.repeats - 1):  # further runs are for the clock alone: the answers are greedy
+                row = _faster(row, _ask_both(pipeline, question, kv_dir, max_new_tokens=1))
+        rows.append(row)
+        times = f"full {row.full.ttft_ms:.0f} ms, kvrag {row.answer.ttft_ms:.0f} ms"
+        say(f"{number}  first token: {times}  [dim]{escape(question.text)}[/dim]")
+    return rows
+
+
+def quiet() -> None:
+    """Silence the libraries' own progress bars and warnings: the demo reports its progress itself."""
+    import transformers
+
+    library: Any = transformers.logging
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    for name in ("transformers", "sentence_transformers", "faiss"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category)
+
+
+def _ask_both(pipeline: Pipeline, question: Question, kv_dir: Path, *, max_new_tokens: int) -> Row:
+    _forget_pages(kv_dir)
+    answer = pipeline.ask(question.text, max_new_tokens=max_new_tokens)
+    loaded = pipeline.engine.loaded
+    ids = prompt_ids(pipeline.engine, answer.prompt)
+    assert len(ids) == answer.prompt_tokens, "both runs must answer the same prompt"
+    eos_ids = eos_token_ids(loaded.lm.model.generation_config, loaded.encoder.tokenizer)
+    full = full_prefill(loaded.lm.model, ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+    return Row(question, answer, full, loaded.encoder.decode(full.token_ids))
+
+
+def _faster(row: Row, other: Row) -> Row:
+    """Keep a row's answers and the better of two times on either side."""
+    answer, full = row.answer, row.full
+    if other.answer.ttft_ms < answer.ttft_ms:
+        answer = replace(answer, ttft_ms=other.answer.ttft_ms, load_ms=other.answer.load_ms)
+    return replace(row, answer=answer, full=replace(full, ttft_ms=min(full.ttft_ms, other.full.ttft_ms)))
+
+
+def _warn_of_load(say: Callable[[str], None]) -> None:
+    """Say that times will be off where other programs keep the cores busy: the two ways suffer unequally from that."""
+    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    if load > cores / 2:
+        say(f"[yellow]other programs are busy here (load {load:.1f} on {cores} cores): don't trust times or ratios[/]")
+
+
+def _forget_pages(kv_dir: Path) -> None:
+    """Drop the store's files from the page cache, so that loading means the disk and not memory."""
+    for file in kv_dir.rglob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            forget_cached(descriptor)
+        finally:
+            os.close(descriptor)

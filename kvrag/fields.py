@@ -1,0 +1,77 @@
+"""The options of an engine and of its answers as pydantic fields, for the frameworks' model classes to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
+
+from kvrag.config import (
+    RepairConfig,
+    SamplingConfig,
+    StoreConfig,
+    as_config,
+    check_prove,
+    option_fields,
+    refuse_misplaced,
+)
+from kvrag.errors import ConfigError
+from kvrag.types import Mode, Prove
+
+_Sampled: type[BaseModel] = create_model(
+    "_Sampled", **option_fields(SamplingConfig, "temperature", "top_p", "top_k", "repetition_penalty", "seed")
+)
+
+
+class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the config
+    """Options that the model classes of LangChain and LlamaIndex share; a wrong one is a :class:`~kvrag.ConfigError`."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    tokenizer: Any = Field(default=None, repr=False)
+    """A tokenizer, its id or directory; default: the model's."""
+    kv_dir: Any = None
+    """Directory of the KV store; default: chunks are kept in memory only."""
+    prefix: Any = Field(default=None, repr=False)
+    """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, or a
+    :class:`kvrag.TemplatePrefix` that also names the context variable."""
+    namespace: str = "default"
+    """Chunks of one namespace are never found from another."""
+    repair: RepairConfig | None = None
+    """How stitched KV is repaired; default: :class:`kvrag.RepairConfig`'s."""
+    store_config: StoreConfig | None = None
+    """Budgets, limits and the key of the KV store."""
+    mode: Annotated[Mode, SkipValidation] = "auto"
+    """``auto``, ``full`` (no reuse), ``prefix`` (exact reuse only) or ``stitch``."""
+    dtype: Any = "auto"
+    """``auto``: float32 on CPU, else the checkpoint's."""
+    device: Any = None
+    """``cpu``, ``cuda``, ...; default: CUDA if there is one."""
+    prove: Annotated[Prove, SkipValidation] = "auto"
+    """``auto``: prove once that reuse is exact for this model, else answer by full prefill; or ``off``."""
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For ``AutoModelForCausalLM.from_pretrained``."""
+
+    def __init__(self, **data: Any) -> None:
+        for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
+            if isinstance(data.get(name), Mapping):  # not left to pydantic, which would repeat a key in its message
+                data[name] = as_config(kind, data[name], option=name)
+        super().__init__(**data)
+        self.check_model_kwargs()
+        check_prove(self.prove)
+
+    def check_model_kwargs(self) -> None:
+        """Raise :class:`ConfigError` where ``model_kwargs`` holds an option of this class or of the store."""
+        own, of = type(self).model_fields, type(self).__name__
+        for name in self.model_kwargs:
+            if name in own:
+                raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
+        refuse_misplaced(self.model_kwargs, own, of=f"model_kwargs of {of}", misspelt=False)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the options of :meth:`kvrag.KVRagEngine.get`, but for the prefix."""
+        names = ("tokenizer", "kv_dir", "namespace", "repair", "store_config", "dtype", "device", "prove")
+        return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}

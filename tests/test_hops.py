@@ -1,0 +1,48 @@
+"""Budgets of the way that a prompt and a chunk go through the code: counts of ``tests/hops.py``, the same on every machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+BUDGETS = {
+    "generate, warm": {"modules": 28, "calls": 800, "moves": 250, "threads": 2},
+    "generate, from disk": {"modules": 34, "moves": 400},
+    "precompute, 4 chunks": {"modules": 26, "moves": 700},
+    "delete one document": {"modules": 14},
+}
+KNOWN = {
+    "generate, warm": {"modules": 56, "calls": 1758, "moves": 633, "threads": 3},
+    "generate, from disk": {"modules": 65, "moves": 997},
+    "precompute, 4 chunks": {"modules": 53, "moves": 2197},
+    "delete one document": {"modules": 29},
+}
+"""Counts that are over budget so far. They may only fall; the table goes when it is empty."""
+
+
+@pytest.fixture(scope="module")
+def hops() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, HERE / "hops.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("journey", BUDGETS)
+def test_no_journey_is_longer_than_its_budget(hops: dict[str, Any], journey: str) -> None:
+    limits = BUDGETS[journey] | KNOWN.get(journey, {})
+    found = hops[journey]
+    over = {what: (found[what], limit) for what, limit in limits.items() if found[what] > limit}
+    assert not over, f"(found, budget): {over}; calls by module: {found['by_module']}"
