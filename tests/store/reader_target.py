@@ -1,0 +1,169 @@
+"""What a fuzzer feeds: bytes to everything that reads what anyone may have written, and a proof of what comes of it.
+
+Shared by the property tests (hypothesis, always) and by `make fuzz-reader` (atheris, on demand).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xxhash
+from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, needs_cryptography
+
+from kvrag.blend.quantise import pack
+from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
+from kvrag.store import Keys
+from kvrag.store import catalog as rows
+from kvrag.store.crypto import Seal
+from kvrag.store.format import ALIGNMENT, Blob, BlobRejected, Foreign, OtherVersion, record_of
+from kvrag.store.worth import Usage
+from kvrag.testing.chunks import make_text, same_bits
+from kvrag.types import ChunkIdentity, ChunkKV, KVDtype
+
+ME, KV = CHUNKS[1], KVS[1]
+HAS_CRYPTOGRAPHY = not needs_cryptography.args[0]
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A small sound chunk, and the bytes of its blob."""
+
+    identity: ChunkIdentity
+    kv: ChunkKV
+    cipher: bytes | None
+    raw: bytes
+
+    @classmethod
+    def of(cls, kv_dtype: KVDtype = "auto", key: str | None = None) -> Sound:
+        """Write a chunk that is kept so, encrypted or not."""
+        cipher, identity, kv = Keys.of(config_of(key)).cipher, replace(ME, kv_dtype=kv_dtype), pack(KV, kv_dtype)
+        return cls(identity, kv, cipher, blob_of(identity, kv, cipher))
+
+    @property
+    def said(self) -> bytes:
+        """What its header says."""
+        return head_of(self.raw)[8:].rstrip()
+
+
+PLAIN = [Sound.of(), *map(Sound.of, ("int8", "int4", "fp8"))]
+ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYPTOGRAPHY else []
+SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
+RECORD = record_of(ME, KV.num_bytes)
+CHUNK = rows._Chunk(RECORD, ["ab"], Usage(hits=1.0))
+TEXT = rows._Text(make_text("a"), 7, [str(RECORD.key)], 1)
+VALUES: list[Any] = [CHUNK.row(), TEXT.row(), [5, 1, 96, 3, 0], [1, 2], [[*"ab", 1, 2]], ["ab"]]
+
+
+def _load(raw: bytes, chunk: Sound) -> tuple[Blob, ChunkKV] | None:
+    """Read bytes as the blob of a chunk."""
+    try:
+        blob = Blob(lambda offset, length: raw[offset : offset + length], chunk.identity, chunk.cipher)
+        kv = blob.load()
+    except BlobRejected:
+        return None
+    assert blob.header.identity == chunk.identity
+    return blob, kv
+
+
+def file(data: bytes) -> bool:
+    """Read a whole blob: the right bits, or another header's, digests and all, or none. The first byte says of which type."""
+    chunk = PLAIN[data[0] % len(PLAIN)] if data else PLAIN[0]
+    found = _load(data[1:], chunk)
+    if found is None:
+        return False
+    kv = found[1]
+    assert data[1:].startswith(head_of(chunk.raw)) <= same_bits(kv, chunk.kv)
+    assert {tensor.shape[1] for layer in kv.layers for tensor in layer.tensors[:2]} == {len(ME.token_ids)}
+    return True
+
+
+def encrypted_file(data: bytes) -> bool:
+    """Read a whole encrypted blob: nothing but what was written with the key is accepted."""
+    chunk = ENCRYPTED[data[0] % len(ENCRYPTED)] if data else ENCRYPTED[0]
+    found = _load(data[1:], chunk)
+    assert found is None or (data[1:] == chunk.raw and same_bits(found[1], chunk.kv))
+    return found is not None
+
+
+def header_in_order(data: bytes) -> bool:
+    """Parse a header as whoever can write it would: its digest is put in order first, so that all behind it is reached."""
+    text = data.decode("ascii", "replace")
+    try:
+        fields = json.loads(text)
+        metadata = {name: value for name, value in fields.pop("__metadata__").items() if name != "header_digest"}
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        return False
+    dump = json.JSONEncoder(separators=(",", ":")).encode
+    metadata["header_digest"] = xxhash.xxh3_128_hexdigest((dump(metadata) + dump(fields)).encode())
+    head = ('{"__metadata__":' + dump(metadata) + "," + dump(fields)[1:]).encode()
+    head += b" " * (-(8 + len(head)) % ALIGNMENT)
+    raw = struct.pack("<Q", len(head)) + head
+    try:
+        header = Blob(lambda offset, length: raw[offset : offset + length]).header
+    except (BlobRejected, OtherVersion, Foreign):
+        return False
+    assert header.encode() == head.rstrip()
+    assert {shape[1] for layer in header.shapes for shape in layer} == {len(header.identity.token_ids)}
+    assert record_of(header.identity, header.num_bytes).num_bytes > 0
+    return True
+
+
+def row(data: bytes) -> bool:
+    """Parse a value of the catalog as every kind of row."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return _is_row(value)
+
+
+def sealed_row(data: bytes) -> bool:
+    """Decrypt a value of the catalog: one is believed in its own row alone, if it was written with the key."""
+    assert SEAL is not None
+    text = SEAL.open(data.decode("utf-8", "replace"), "c key")
+    assert text is None or json.loads(text) in VALUES
+    return text is not None and _is_row(json.loads(text))
+
+
+def _is_row(value: Any) -> bool:
+    chunk, text = rows._Chunk.of(RECORD.key, value), rows._Text.of("ab", value)
+    assert chunk is None or (0 <= chunk.record.num_bytes < 2**62 and isinstance(chunk.record.content, str))
+    assert all(isinstance(each, str) for each in rows._strings(value))
+    assert all(abs(each) < 2**63 for each in rows._pair(value))
+    assert rows._State.of(value).chunks < 2**63
+    usage = Usage.of(value) if chunk is None else chunk.usage
+    assert 0 <= usage.recent_hits(10**6) < 2**64
+    assert 0 <= usage.priority_now() <= 100
+    for entry in (text and text.entry, rows._entry(value)):
+        if entry is not None:  # every prompt is scanned for all texts: none may be the end of that
+            spans = SpanIndex()
+            spans.add([entry])
+            spans.scan("a" * ANCHOR_CHARS)
+    return chunk is not None or text is not None
+
+
+def _numbered(contents: list[bytes]) -> list[bytes]:
+    return [bytes([number]) + content for number, content in enumerate(contents)]
+
+
+SEEDS: dict[str, list[bytes]] = {
+    "file": _numbered([chunk.raw for chunk in PLAIN]),
+    "header in order": [chunk.said for chunk in PLAIN],
+    "row": [json.dumps(value).encode() for value in VALUES[:2]],
+}
+TARGETS: dict[str, Callable[[bytes], bool]] = {"file": file, "header in order": header_in_order, "row": row}
+NEED_CRYPTOGRAPHY = {"encrypted file": encrypted_file, "sealed row": sealed_row}
+if SEAL is not None:
+    SEEDS["encrypted file"] = _numbered([chunk.raw for chunk in ENCRYPTED])
+    SEEDS["sealed row"] = [SEAL.seal(json.dumps(value), "c key").encode() for value in VALUES[:2]]
+    TARGETS |= NEED_CRYPTOGRAPHY
+
+
+def run(number: int, data: bytes) -> tuple[str, bool]:
+    """Feed bytes to the target of this number; its name, and whether it accepted them."""
+    name = list(TARGETS)[number % len(TARGETS)]
+    return name, TARGETS[name](data)
