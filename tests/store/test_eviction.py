@@ -10,10 +10,9 @@ from stores import CHUNKS, KEYS, KVS, SIZE, fill, path_of, present, put
 
 from kvrag.errors import ConfigError, StoreError
 from kvrag.store import Catalog, FileBlobs, Retention, worth
-from kvrag.store.worth import FILE_OVERHEAD, PROBE, RETRY_S, TOKEN_MS, Usage, token_ms
+from kvrag.store.worth import PROBE, RETRY_S, TOKEN_MS, Usage, token_ms
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
-FILE = FILE_OVERHEAD + SIZE
 GIGABYTE = 10**9
 EXACT = {"high_watermark": 1.0, "low_watermark": 1.0}
 
@@ -35,7 +34,7 @@ def free(monkeypatch):
     class Free:
         bytes, counts = 0, True
 
-    monkeypatch.setattr(FileBlobs, "free_bytes", lambda blobs: Free.bytes - FILE * len(blobs.keys()) * Free.counts)
+    monkeypatch.setattr(FileBlobs, "free_bytes", lambda blobs: Free.bytes - SIZE * len(blobs.keys()) * Free.counts)
     return Free
 
 
@@ -187,7 +186,7 @@ def test_nothing_leaves_where_all_of_it_would_not_be_enough(make, tokens):
 
 def test_free_space_is_left_to_others(make, free):
     store = make(None, min_free_bytes=GIGABYTE)
-    free.bytes = GIGABYTE + 2 * FILE + SIZE
+    free.bytes = GIGABYTE + 2 * SIZE + SIZE
     for number in range(8):
         put(store, number)
         assert len(present(store)) <= 3
@@ -205,13 +204,12 @@ def test_eviction_that_frees_nothing_ends_soon_and_is_not_repeated(make, free, m
     monkeypatch.setattr(worth.time, "monotonic", lambda: now[0])
     free.bytes = 2 * GIGABYTE
     store = fill(make(None, min_free_bytes=GIGABYTE), *range(11))
-    free.bytes, free.counts = GIGABYTE - 5 * FILE, False
+    free.bytes, free.counts = GIGABYTE - 5 * SIZE, False
     for _ in range(3):
         with pytest.raises(StoreError, match=r"freed no space.*min_free_bytes"):
             put(store, 11)
         assert len(present(store)) == 11 - PROBE
     now[0] += RETRY_S + 1
-    free.bytes += 2 * FILE  # half of what left: it comes late, and so it comes
     with pytest.raises(StoreError, match="freed no space"):
         put(store, 11)
     assert len(present(store)) == 11 - 2 * PROBE
@@ -222,7 +220,7 @@ def test_eviction_that_frees_nothing_ends_soon_and_is_not_repeated(make, free, m
 def test_puts_at_the_limit_do_not_look_at_all_rows_each_time(make, free, monkeypatch):
     looks, real = [], Catalog.usages
     monkeypatch.setattr(Catalog, "usages", lambda catalog: (looks.append(1), real(catalog))[1])
-    free.bytes = GIGABYTE + 50 * FILE
+    free.bytes = GIGABYTE + 50 * SIZE
     store = make(None, min_free_bytes=GIGABYTE, high_watermark=0.95, low_watermark=0.5)
     for number in range(100):
         identity = make_identity(number)
