@@ -1,0 +1,134 @@
+"""A directory is shared by threads, forked children and processes of their own."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from stores import KVS, SIZE, ended, fill, in_child, present, put
+
+from kvrag.store import open_store
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+
+HERE = Path(__file__).parent
+IDENTITIES = [make_identity(number) for number in range(30)]
+
+WRITER = """
+import sys, time
+from stores import config_of
+from test_processes import write_all
+from kvrag.store import open_store, tiers
+from kvrag.testing.chunks import make_identity
+store = open_store(sys.argv[1], config_of())
+print(write_all(store, "other"), flush=True)
+store.release()
+tiers.Blob = lambda *args: time.sleep(120)
+print(store.get_many([make_identity()], timeout_s=0.1)[0].reason)
+"""
+
+
+def write_all(store, name):
+    """Write every chunk in an order of one's own, and return how many weren't there yet."""
+    order = list(range(len(IDENTITIES)))
+    random.Random(name).shuffle(order)
+    written = 0
+    for number in order:
+        identity = IDENTITIES[number]
+        written += store.put(identity, make_kv(identity), text=make_text(str(number)), doc_id=name) > 0
+        assert same_bits(store.get(identity), make_kv(identity))
+        store.catalog.texts(NAMESPACE, 0)
+    return written
+
+
+def test_two_processes_write_each_chunk_once_and_agree(opened, root):
+    """The other one leaves while a read of its own hangs, which must not hinder its exit."""
+    command = [sys.executable, "-c", WRITER, root]
+    other = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    store = opened()
+    deadline = time.monotonic() + 60
+    while not store.catalog.keys() and other.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    mine = write_all(store, "mine")
+    out, err = other.communicate(timeout=90)
+    assert other.returncode == 0, err
+    theirs, hung = out.split()
+    assert mine + int(theirs) == len(IDENTITIES)
+    assert hung == "late"
+    assert store.catalog.totals() == (30, 30 * SIZE)
+    assert len(store.catalog.texts(NAMESPACE, 0)[0]) == 30
+    assert sorted(store.catalog.documents(NAMESPACE)) == ["mine", "other"]
+    assert store.forget(NAMESPACE, "mine") == 0
+    assert store.forget(NAMESPACE, "other") == len(IDENTITIES)
+    assert store.catalog.keys() == []
+    assert store.blobs.keys() == set()
+
+
+def test_a_forked_child_shares_the_store_and_not_its_parents_memory(opened):
+    store = opened()
+    fill(store, 0)
+
+    def child():
+        is_right = same_bits(store.get_many([IDENTITIES[0]], timeout_s=10)[0], KVS[0])
+        fill(store, 1)
+        return is_right and sorted(store.catalog.documents(NAMESPACE))[:2] == ["doc 0", "doc 1"]
+
+    pid = in_child(child)
+    fill(store, 2)
+    assert ended(pid) == 0
+    assert present(store) == [0, 1, 2]
+    assert same_bits(store.get(IDENTITIES[1]), KVS[1])
+    assert len(store.catalog.texts(NAMESPACE, 0)[0]) == 3
+
+
+def test_a_forked_child_may_close_its_store(opened, root):
+    store = fill(opened(), 0)
+    assert ended(in_child(lambda: store.close() is None and present(open_store(root, store.config)) == [0])) == 0
+    assert same_bits(store.get(IDENTITIES[0]), KVS[0])
+    assert put(store, 1) > 0
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_fork_while_other_threads_write_leaves_no_lock_behind(opened):
+    store, stop = opened(), threading.Event()
+
+    def write():
+        for step in range(10**6):
+            if stop.is_set():
+                return
+            put(store, step % 8)
+            store.delete([store.catalog.keys()[0]] if store.catalog.keys() else [])
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+
+    def child():
+        signal.alarm(20)
+        fill(store, 9)
+        return same_bits(store.get(IDENTITIES[9]), KVS[9]) and store.stats()
+
+    try:
+        for _ in range(5):
+            assert ended(in_child(child)) == 0
+            store.forget(NAMESPACE, "doc 9")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_spawned_process_reads_what_this_one_wrote(opened, root):
+    fill(opened(durability="durable"), 1)
+    code = (
+        "import sys; from stores import *; from kvrag.store import open_store; from kvrag.testing.chunks import same_bits\n"
+        "assert same_bits(open_store(sys.argv[1], config_of()).get(CHUNKS[1]), KVS[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, root], cwd=HERE, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(root / "tmp") == []
