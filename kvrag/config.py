@@ -84,7 +84,7 @@ def _hint(value: object, schema: Mapping[str, Any]) -> str:
 
 
 def _wanted(schema: Mapping[str, Any]) -> str:
-    """Say which values a field takes, from its JSON schema."""
+    """Describe the values that a field takes, from its JSON schema."""
     if "anyOf" in schema:
         return ", or ".join(map(_wanted, schema["anyOf"]))
     if "enum" in schema:
@@ -234,7 +234,7 @@ class RepairConfig:
     """Layer at which ``hkvd`` measures deviation; at least 1, because layer 0 can't deviate."""
     probe_span: Annotated[tuple[float, float], BeforeValidator(_span)] = (1 / 3, 0.8)
     """Layers whose attention ``query`` uses, as fractions of all layers, from and to. The middle layers tell best what a question asks
-    for: the first attend to neighbours, the last to what is about to be said."""
+    for: the first attend to neighbours, the last to the next token."""
     seed: Count = 0
     """Seed of ``random``."""
 
@@ -307,8 +307,8 @@ class StoreConfig:
         WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^env:."}, {"type": "null"}]}),
     ] = Field(default=None, repr=False)
     """Key of the store: a function that returns at least 32 bytes, or ``"env:NAME"``, an environment variable that holds them as hex
-    digits or base64. Blobs are encrypted with AES-256-GCM, and the names of namespaces, texts, documents and files are HMACs (needs the
-    extra ``crypto``). It is read when the store is opened. A store written with another key is left alone and gives no hits."""
+    digits or base64. Blobs are encrypted with AES-256-GCM, the catalog with AES-SIV, and the names of namespaces and files are HMACs
+    (needs the extra ``crypto``). It is read when the store is opened. A store written with another key is left alone and gives no hits."""
 
     def __post_init__(self) -> None:
         if self.low_watermark > self.high_watermark:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
@@ -20,17 +20,16 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, c
 from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
-from kvrag.model.load import LoadedModel, check_source
-from kvrag.model.load import load as load_model
+from kvrag.model.load import LoadedModel, load
 from kvrag.model.plain import PlainLM
-from kvrag.model.source import ModelSource
-from kvrag.precompute.documents import check_items, check_namespace, chosen_documents, chosen_keys, members, pair_up
+from kvrag.model.source import ModelSource, check_source
+from kvrag.precompute.documents import check_items, check_namespace, chosen_documents, chosen_keys, pair_up
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute, replaced_ids
 from kvrag.prompt.template import Prefix, Prompt, PromptEncoder, prefix_text
-from kvrag.store import Prefetch, Retention, TieredStore, on_accelerator, open_store
-from kvrag.threads import ForkLock
+from kvrag.store import Prefetch, Retention, TieredStore, members, on_accelerator, open_store
+from kvrag.threads import fork_lock
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -50,9 +49,6 @@ MAX_KEPT = 16
 
 _SOURCE_OPTIONS = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
 _OPTIONS = (*_SOURCE_OPTIONS, "kv_dir", "prefix", "repair", "namespace", "store_config")
-
-
-load = partial(load_model, make_encoder=PromptEncoder)
 
 
 class Options(TypedDict, total=False):
@@ -87,7 +83,7 @@ class KVRagEngine:
 
     _shared: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], KVRagEngine]] = weakref.WeakValueDictionary()
     _recent: ClassVar[dict[KVRagEngine, None]] = {}  # the latest engines of get(), oldest first
-    _shared_lock = ForkLock()
+    _shared_lock = fork_lock()
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class KVRagEngine:
         self._prefix = prefix
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats = EngineStats()
-        self._lock = ForkLock()
+        self._lock = fork_lock()
         self._loaded: LoadedModel | None = None
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
@@ -202,7 +198,7 @@ class KVRagEngine:
         """The model and its tokenizer; loads them."""
         with self._lock:
             if self._loaded is None:
-                self._loaded = load(self.source)
+                self._loaded = load(self.source, make_encoder=PromptEncoder)
                 below = self.store
                 self.store = on_accelerator(below, self._loaded.lm.device, self.store_config, convert=convert)
                 if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round

@@ -1,6 +1,6 @@
-"""Hooks for index time that take whatever the frameworks hold: texts, documents, nodes, a vector store or an index.
+"""Index-time hooks that accept what the frameworks have: texts, documents, nodes, a vector store or an index.
 
-Nothing of LangChain or LlamaIndex is imported here: their objects are recognised by the attributes that this module reads.
+LangChain and LlamaIndex are not imported here: their objects are recognised by the attributes that this module reads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvrag.errors import ConfigError, InputError, KVRagError
 from kvrag.precompute.documents import in_collection
 from kvrag.prompt.template import Prefix
 from kvrag.store import Retention
+from kvrag.threads import POOL
 from kvrag.types import PrecomputeReport, SyncReport
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def precompute_kv(
     Parameters
     ----------
     items
-        Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain vector store, a LlamaIndex index.
+        Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain vector store, or a LlamaIndex index.
     llm
         A :class:`~kvrag.engine.KVRagEngine`, or one of the framework classes that have one.
     ids
@@ -51,27 +52,21 @@ def precompute_kv(
     prefix, namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.engine.KVRagEngine.precompute`.
     content
-        For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM is shown.
+        For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM sees.
     on_error
-        ``"raise"`` faults of the call, or ``"warn"`` and go on: without KV, answers are computed from scratch.
-
-    Returns
-    -------
-    PrecomputeReport
+        ``"raise"`` errors, or ``"warn"`` and go on: without KV, prompts are prefilled in full.
 
     Raises
     ------
     InputError
-        If an item has no text, or one id names different texts.
+        If an item has no text, or one id has different texts.
     """
     _check_choice("content", content, ("text", "llm"))
     _check_choice("on_error", on_error, ("raise", "warn"))
+    options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
     try:
-        pairs = _pairs(items, content)
-        names = [name for name, _ in pairs] if ids is None else list(ids)
-        engine = engine_of(llm)
-        options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
-        return _precompute(engine, pairs, names, namespace, collection, **options)
+        named = _named(items, ids, content)
+        return _precompute(engine_of(llm), named, namespace, collection, **options)
     except KVRagError as error:
         if on_error == "raise":
             raise
@@ -80,7 +75,7 @@ def precompute_kv(
 
 
 def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
-    """Delete documents by id, or the documents given: KV that nothing else refers to is erased.
+    """Delete documents and erase KV that no other document refers to; return the number of chunks erased.
 
     Parameters
     ----------
@@ -88,11 +83,6 @@ def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection:
         Ids, LangChain documents, LlamaIndex nodes, a vector store or an index.
     llm, namespace, collection
         As for :func:`precompute_kv`; ``KVRagEngine.delete(collection=...)`` deletes a whole collection.
-
-    Returns
-    -------
-    int
-        Number of chunks erased.
     """
     engine = engine_of(llm)
     if isinstance(items, str):
@@ -109,50 +99,40 @@ def sync_kv(
     *,
     llm: Any,
     ids: Sequence[str] | None = None,
-    prefix: Prefix | None = None,
     namespace: str | None = None,
     content: Content = "text",
-    batch_size: int = 8,
-    show_progress: bool = False,
-    retention: Retention | None = None,
     collection: str | None = None,
+    **options: Any,
 ) -> SyncReport:
-    """Make the store hold the KV of exactly these documents: precompute what is missing, delete what is gone.
+    """Make the store hold the KV of exactly these documents: precompute missing ones, delete the others.
 
     Parameters
     ----------
     live_items
-        Every document that shall have KV in this namespace, or in this collection of it; each needs an id.
-    llm, ids, prefix, namespace, content, batch_size, show_progress, retention, collection
+        All documents that should have KV in this namespace, or in this collection of it; each needs an id.
+    llm, ids, namespace, content, collection
         As for :func:`precompute_kv`.
+    **options
+        ``prefix``, ``batch_size``, ``show_progress``, ``retention``: as for :func:`precompute_kv`.
     """
-    engine = engine_of(llm)
-    pairs = _pairs(live_items, content)
-    names = [name for name, _ in pairs] if ids is None else list(ids)
-    if any(name is None for name in names):
-        raise InputError("sync_kv needs an id for every item, to tell what is gone; pass ids=[...]")
-    options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
-    report = _precompute(engine, pairs, names, namespace, collection, **options)
-    live = set(in_collection(map(str, names), collection))
+    engine, named = engine_of(llm), _named(live_items, ids, content)
+    if any(name is None for name, _ in named):
+        raise InputError("sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]")
+    report = _precompute(engine, named, namespace, collection, **options)
+    live = set(in_collection((str(name) for name, _ in named), collection))
     gone = sorted(set(engine.document_ids(collection=collection, namespace=namespace)) - live)
     engine.delete(gone, namespace=namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
 
-_prefetches = threading.BoundedSemaphore(4)
-"""Prefetches that are being planned; what comes beyond them is left out, as it would come too late."""
+MAX_PREFETCHES = 4
+"""Prefetches that are planned at the same time; further ones are dropped, because they would be too late."""
+
+_prefetches = threading.BoundedSemaphore(MAX_PREFETCHES)
 
 
 def prefetch_kv(items: Any, *, llm: Any, namespace: str | None = None, content: Content = "text") -> None:
-    """Begin to read the KV of what a retriever found, in the background: return at once, and never raise.
-
-    Parameters
-    ----------
-    items, content
-        As for :func:`precompute_kv`.
-    llm, namespace
-        Who will answer, and where its KV is.
-    """
+    """Begin to read the KV of retrieved documents in the background: return at once, and never raise. As :func:`precompute_kv`."""
 
     def run() -> None:
         try:
@@ -166,7 +146,7 @@ def prefetch_kv(items: Any, *, llm: Any, namespace: str | None = None, content: 
 
     if items and _prefetches.acquire(blocking=False):
         try:
-            threading.Thread(target=run, name="kvrag-prefetch", daemon=True).start()
+            POOL.submit(run)
         except RuntimeError as error:  # too many threads, or the interpreter is about to exit
             _prefetches.release()
             logger.warning("a prefetch could not be started: %s", error)
@@ -182,22 +162,26 @@ def engine_of(llm: Any) -> KVRagEngine:
     return engine
 
 
+def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:
+    """Return ``(id or None, text)`` of items, with the ids given or their own."""
+    pairs = _pairs(items, content)
+    names = [name for name, _ in pairs] if ids is None else list(ids)
+    if len(names) != len(pairs):
+        raise InputError(f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none")
+    return [(name, text) for name, (_, text) in zip(names, pairs, strict=True)]
+
+
 def _precompute(
     engine: KVRagEngine,
-    pairs: list[tuple[str | None, str]],
-    names: Sequence[str | None],
+    named: list[tuple[str | None, str]],
     namespace: str | None,
     collection: str | None,
     **options: Any,
 ) -> PrecomputeReport:
-    """Precompute with ids where there are any; empty texts of a splitter are left out, as they hold nothing to compute."""
-    if len(names) != len(pairs):
-        raise InputError(f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none")
-    kept = [
-        (name, text) for name, (_, text) in zip(names, pairs, strict=True) if not isinstance(text, str) or text.strip()
-    ]
+    """Precompute, and delete documents that are now empty; empty texts from a splitter are left out."""
+    kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
     report = engine.precompute_items(kept, namespace=namespace, collection=collection, **options)
-    emptied = {str(name) for name, (_, text) in zip(names, pairs, strict=True) if name is not None and not text.strip()}
+    emptied = {str(name) for name, text in named if name is not None and not text.strip()}
     stored = set(engine.document_ids(namespace=namespace) if emptied else ())
     if gone := stored & set(in_collection(emptied, collection)):
         engine.delete(sorted(gone), namespace=namespace)
@@ -205,7 +189,7 @@ def _precompute(
 
 
 def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
-    """Turn whatever was given into ``(id or None, text)``."""
+    """Return ``(id or None, text)`` of whatever was given."""
     if isinstance(items, str):
         return [(None, items)]
     if any(hasattr(items, mark) for mark in _ITEM_MARKS):
@@ -239,19 +223,13 @@ def _pair(item: Any, content: Content) -> tuple[str | None, str]:
 
 
 def documents_in(holder: Any) -> list[Any]:
-    """List the documents of a vector store or index that can list them.
-
-    Raises
-    ------
-    InputError
-        If it can't.
-    """
+    """List the documents of a vector store or index; raise :class:`InputError` if it can't list them."""
     for read in (_kvrag_documents, _langchain_documents, _llama_index_nodes):
         documents = read(holder)
         if documents is not None:
             return documents
     raise InputError(
-        f"{type(holder).__name__} can't list its documents; pass the documents or nodes themselves, with the ids that it gave them"
+        f"{type(holder).__name__} can't list its documents; pass the documents or nodes themselves, with their ids in it"
     )
 
 

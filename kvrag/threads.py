@@ -1,8 +1,8 @@
 """The only module that makes threads: run actions in other threads, take turns, and wait for results within a time budget.
 
-The pools of the standard library wait at exit for whatever runs, however long it takes. These don't: their threads are daemons, so a read
-that hangs can't keep the process alive. A daemon that is still inside torch when the interpreter goes away would abort the process, so at
-exit all work is cancelled and joined first, for at most :data:`EXIT_WAIT_S` seconds.
+The pools of the standard library wait at exit for whatever runs, however long it takes. These threads are daemons, so a read that hangs
+does not keep the process alive. A daemon that is inside torch when the interpreter goes away would abort the process, so at exit all
+actions are cancelled and joined first, for at most :data:`EXIT_WAIT_S` seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,12 +35,19 @@ EXIT_GRACE_S = 1.0
 CANCEL_POLL_S = 0.1
 """Seconds between two looks at the cancel event of a thread that waits for its turn."""
 
-
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
 
 
+def fork_lock() -> threading.RLock:
+    """Return a re-entrant lock that is free in a forked child, whichever thread of the parent held it."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
 class _Forkable:
-    """Begins anew in a forked child: the parent's other threads are not there, and what they held would stay held."""
+    """Begins anew in a forked child, where the parent's other threads are gone and what they held would stay held."""
 
     def __init__(self) -> None:
         self._reset()
@@ -50,82 +57,44 @@ class _Forkable:
         raise NotImplementedError
 
 
-def _reset_all() -> None:
+def _after_fork() -> None:
+    for lock in list(_locks):
+        lock._at_fork_reinit()  # as the standard library does with its own locks
     for each in list(_forkable):
         each._reset()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_all)
-
-
-class ForkLock(_Forkable):
-    """A re-entrant lock for ``with``; free in a forked child, whichever thread of the parent held it."""
-
-    def _reset(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Turns(_Forkable):
-    """Lets a few threads in at a time, in the order in which they came.
-
-    Parameters
-    ----------
-    limit
-        How many.
-    """
+    """Lets a limited number of threads in at a time."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         super().__init__()
 
     def _reset(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._waiting: deque[object] = deque()
-        self._num_inside = 0
+        self._free = threading.Semaphore(self._limit)
 
     @contextmanager
     def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
-        """Wait for a turn, and have it until the context ends.
-
-        Raises
-        ------
-        CancelledError
-            If ``cancel`` is set before the turn comes.
-        """
-        ticket = object()
-        with self._changed:
-            self._waiting.append(ticket)
-            try:
-                while self._num_inside >= self._limit or self._waiting[0] is not ticket:
-                    self._changed.wait(None if cancel is None else CANCEL_POLL_S)
-                    if cancel is not None and cancel.is_set():
-                        raise CancelledError
-                self._num_inside += 1
-            finally:
-                self._waiting.remove(ticket)
-                self._changed.notify_all()
+        """Wait for a turn and keep it until the context ends; raises ``CancelledError`` if ``cancel`` is set before it comes."""
+        free = self._free
+        while not free.acquire(timeout=CANCEL_POLL_S):
+            if cancel is not None and cancel.is_set():
+                raise CancelledError
         try:
             yield
         finally:
-            with self._changed:
-                self._num_inside -= 1
-                self._changed.notify_all()
+            free.release()
 
 
-class _Job:
-    """One action, its future, and the event that cancels it."""
-
-    __slots__ = ("action", "cancel", "future")
-
-    def __init__(self, action: Callable[[], Any], cancel: threading.Event | None) -> None:
-        self.action, self.cancel, self.future = action, cancel, Future[Any]()
+class _Job(NamedTuple):
+    action: Callable[[], Any]
+    future: Future[Any]
+    cancel: threading.Event | None
 
 
 class Pool(_Forkable):
@@ -136,7 +105,7 @@ class Pool(_Forkable):
     name
         Name of the threads.
     max_threads
-        Actions that run at the same time; more wait for their turn. ``None``: each action runs at once, in a thread of its own if it must.
+        Actions that run at the same time; more wait. ``None``: each action runs at once, in a new thread if none is idle.
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
@@ -165,7 +134,7 @@ class Pool(_Forkable):
         RuntimeError
             If no thread can be had: too many run, or the interpreter is about to exit.
         """
-        job = _Job(action, cancel)
+        job = _Job(action, Future(), cancel)
         with self._changed:
             if self._is_over:
                 raise RuntimeError("the interpreter is about to exit")
@@ -178,20 +147,18 @@ class Pool(_Forkable):
 
     def _start(self, job: _Job) -> None:
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        self._threads[thread] = None
-        self._num_idle += 1
         try:
             thread.start()
         except RuntimeError:
-            del self._threads[thread]
-            self._num_idle -= 1
             self._jobs.remove(job)
             raise
+        self._threads[thread] = None
+        self._num_idle += 1
 
     def _work(self) -> None:
         thread = threading.current_thread()
         while (job := self._next(thread)) is not None:
-            result, error = None, None
+            result = error = None
             if job.future.set_running_or_notify_cancel():
                 try:
                     result = job.action()
@@ -216,7 +183,7 @@ class Pool(_Forkable):
                     return None
                 self._changed.wait()
             self._num_idle -= 1
-            job = self._threads[thread] = self._jobs.popleft()
+            self._threads[thread] = job = self._jobs.popleft()
             return job
 
     def _end(self) -> dict[threading.Thread, _Job | None]:
@@ -228,24 +195,25 @@ class Pool(_Forkable):
             self._changed.notify_all()
         for job in waiting:
             job.future.cancel()
-        for job in filter(None, (*waiting, *threads.values())):
-            if job.cancel is not None:
-                job.cancel.set()
+        for cancel in [job.cancel for job in (*waiting, *threads.values()) if job is not None]:
+            if cancel is not None:
+                cancel.set()
         return threads
 
 
 @atexit.register
 def _end_all() -> None:
-    """Cancel what runs and join it; what can be cancelled and doesn't look at its event is ended where it next comes back to Python."""
+    """Cancel what runs and join it; what can be cancelled and does not look at its event is ended when it returns to Python."""
     start = time.monotonic()
-    pools = [each for each in list(_forkable) if isinstance(each, Pool)]
-    running = {thread: job for pool in pools for thread, job in pool._end().items()}
-    for deadline in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
+    running = {t: job for pool in list(_forkable) if isinstance(pool, Pool) for t, job in pool._end().items()}
+    for end in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
         for thread in running:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, end - time.monotonic()))
         for thread, job in running.items():
-            if thread.is_alive() and thread.ident is not None and job is not None and job.cancel is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+            if job is not None and job.cancel is not None and thread.is_alive():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                )
 
 
 POOL = Pool("kvrag")
@@ -253,7 +221,7 @@ POOL = Pool("kvrag")
 
 
 class Deadline:
-    """A time budget for several results; once it is spent, or one was late, the rest get their defaults at once.
+    """A time budget for several results; once it is spent, or one was late or failed, the rest get their defaults at once.
 
     Parameters
     ----------
@@ -269,7 +237,7 @@ class Deadline:
         """Why the rest gets no answers, in words; ``None`` as long as it does."""
 
     def ask(self, action: Callable[[], T], default: T, *, what: str) -> T:
-        """Run an action in another thread and return its result, or the default: it is late, raises, or there is no thread."""
+        """Run an action in another thread and return its result; the default if it is late, raises, or no thread can be had."""
         if self.fault is not None:
             return default
         try:
@@ -288,20 +256,16 @@ class Deadline:
         start = time.monotonic()
         try:
             return future.result(0 if self.fault else min(self.left_s, threading.TIMEOUT_MAX))
-        except BaseException as error:
-            if not isinstance(error, Exception) and not _is_raised_by(future, error):
-                raise  # it came to this thread, as Ctrl-C does
-            if isinstance(error, TimeoutError) and not future.done():
+        except (Exception, SystemExit) as error:
+            if future.done():
+                self.fault = self.fault or f"the store failed ({error})"
+                logger.warning("%s failed (%s); computing instead", what, error)
+            elif isinstance(error, TimeoutError):
                 self.left_s = 0.0
                 self.fault = self.fault or f"the store did not answer within {self._seconds:g} s"
                 logger.warning("%s did not answer in time; computing instead", what)
             else:
-                self.fault = self.fault or f"the store failed ({error})"
-                logger.warning("%s failed (%s); computing instead", what, error)
+                raise
             return default
         finally:
             self.left_s = max(0.0, self.left_s - (time.monotonic() - start))
-
-
-def _is_raised_by(future: Future[Any], error: BaseException) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is error

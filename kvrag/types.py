@@ -1,4 +1,4 @@
-"""The values that the stages pass to each other: small, frozen, named. Long because it is one list of short classes, each documented.
+"""The values that the stages pass to each other: small and frozen. One list of short classes, so it is longer than other files.
 
 Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk, ``N`` tokens of a prompt, ``D`` head dim.
 """
@@ -13,47 +13,35 @@ if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
     import torch
 
 ChunkKey = NewType("ChunkKey", str)
-"""Address of one stored chunk: 64 lower-case hex digits (SHA-256), see :mod:`kvrag.identity.fingerprint`."""
+"""Key of one stored chunk: 64 lower-case hex digits (SHA-256), see :mod:`kvrag.identity.fingerprint`."""
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
 Prove = Literal["auto", "off"]
-"""``"auto"``: reuse is proven once per model and environment; ``"off"``: the model's structure alone decides."""
+"""``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
 
 HoleReason = Literal["late", "absent", "damaged", "unreadable"]
 """Why a stored chunk was not loaded."""
 
 KVDtype = Literal["auto", "int8", "int4", "fp8"]
-"""How stored keys and values are kept: ``"auto"`` as the model computed them, else rounded to codes (:mod:`kvrag.blend.quantise`)."""
-
-
-def _no_logits() -> torch.Tensor:
-    import torch
-
-    return torch.empty(0)
+"""How keys and values are stored: ``"auto"`` as computed, else rounded to codes (:mod:`kvrag.blend.quantise`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk of a document, given explicitly as one segment of a prompt.
-
-    Parameters
-    ----------
-    text
-        The chunk's text. White space at its ends belongs to the live text around it, as for chunks found by scanning.
-    """
+    """A chunk of a document, given explicitly as one segment of a prompt. White space at its ends belongs to the text around it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkIdentity:
-    """Everything that decides the KV of a chunk; two chunks with the same identity have the same KV.
+    """Everything that determines the KV of a chunk: two chunks with the same identity have the same KV.
 
     Parameters
     ----------
     model
-        Fingerprint of the model (weights, config, tokenizer, RoPE, dtype, attention variant, format).
+        Fingerprint of the model (weights, config, tokenizer, RoPE, dtype, attention, format).
     namespace
         Digest of the isolation namespace.
     prefix
@@ -61,7 +49,7 @@ class ChunkIdentity:
     token_ids
         The chunk's own token ids.
     kv_dtype
-        How the KV is kept: KV that was rounded is other KV.
+        How the KV is stored: rounded KV is other KV.
     context
         Digest of what the chunk was encoded behind besides the prefix; empty if there was nothing.
     """
@@ -76,16 +64,14 @@ class ChunkIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What turns the codes of one layer back into keys and values; all float16. See :mod:`kvrag.blend.quantise`.
+    """Scales that turn the codes of one layer back into keys and values, float16. See :mod:`kvrag.blend.quantise`.
 
     Parameters
     ----------
     dtype
-        The dtype that the keys and values had.
-    keys
-        ``(H_kv, G, D)`` for ``G`` groups of tokens, or ``(H_kv, 1, 1)``.
-    zeros
-        What is added to the scaled codes of keys, ``(H_kv, G, D)``.
+        Original dtype of the keys and values.
+    keys, zeros
+        Scale of the codes of keys and what is added then: ``(H_kv, G, D)`` for ``G`` groups of tokens; ``keys`` may be ``(H_kv, 1, 1)``.
     values
         ``(H_kv, T, C)`` for ``C`` groups of channels, or ``(H_kv, 1, 1)``.
     """
@@ -98,16 +84,9 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Keys and values of one layer.
+    """Keys and values of one layer; with ``scales``, their codes.
 
-    Parameters
-    ----------
-    keys
-        Position-free keys (after the key norm, before RoPE), ``(H_kv, T, D)``; with ``scales``, their codes.
-    values
-        Values, ``(H_kv, T, D_v)``; with ``scales``, their codes.
-    scales
-        ``None``: the tensors are the keys and values themselves.
+    Keys, ``(H_kv, T, D)``, are position-free (after the key norm, before RoPE); values are ``(H_kv, T, D_v)``.
     """
 
     keys: torch.Tensor
@@ -116,14 +95,14 @@ class LayerKV:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Every tensor, in the order in which they are stored."""
+        """All tensors, in the order in which they are stored."""
         s = self.scales
         return (self.keys, self.values) if s is None else (self.keys, self.values, s.keys, s.zeros, s.values)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum([tensor.nbytes for tensor in self.tensors])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LayerKV:
         """Return the layer with every tensor changed."""
@@ -135,14 +114,9 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """KV of one chunk in all layers, on the host, or on the accelerator where it comes from the tier in its memory.
+    """KV of one chunk in all layers, layer 0 first; on the accelerator if it comes from the tier there, else on the host.
 
-    Parameters
-    ----------
-    layers
-        One :class:`LayerKV` per layer, layer 0 first.
-    kv_dtype
-        What the values have been rounded to, whether the layers hold the codes or what was read from them.
+    ``kv_dtype`` is what it was rounded to, whether the layers hold the codes or what was decoded from them.
     """
 
     layers: tuple[LayerKV, ...]
@@ -160,7 +134,7 @@ class ChunkKV:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(layer.num_bytes for layer in self.layers)
+        return sum([layer.num_bytes for layer in self.layers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +162,10 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class TextEntry:
-    """What the span scanner must know to find a chunk's text in a prompt; the text itself is not kept.
+    """What the span scanner needs to find a chunk's text in a prompt; the text itself is not kept.
 
-    Parameters
-    ----------
-    digest
-        SHA-256 of the stripped text, hex.
-    head, tail
-        Rolling hashes (uint64) of its first and its last :data:`kvrag.prompt.spans.ANCHOR_CHARS` characters.
-    num_chars
-        Length of the stripped text in characters (code points).
+    ``digest``: SHA-256 of the stripped text, hex; ``head``, ``tail``: rolling hashes (uint64) of its first and last
+    :data:`kvrag.prompt.spans.ANCHOR_CHARS` characters; ``num_chars``: its length in characters (code points).
     """
 
     digest: str
@@ -217,7 +185,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MissedChunk:
-    """A chunk of a prompt that has no KV. ``is_given``: as an explicit :class:`Chunk`; else its text is a registered one."""
+    """A chunk of a prompt that has no KV. ``is_given``: it is an explicit :class:`Chunk`; else the text of a document."""
 
     text: str
     is_given: bool
@@ -225,18 +193,10 @@ class MissedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """What one prompt held that had no KV, for :mod:`kvrag.precompute.on_miss`.
+    """The chunks of one prompt that had no KV, for :mod:`kvrag.precompute.on_miss`.
 
-    Parameters
-    ----------
-    chunks
-        Its chunks.
-    prefix
-        Text to encode them behind.
-    namespace
-        Digest of the namespace.
-    erasures
-        Erasures that this process had begun there when the prompt came.
+    ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the number of erasures that this process had
+    begun there when the prompt came.
     """
 
     chunks: tuple[MissedChunk, ...]
@@ -252,9 +212,9 @@ class PrecomputeReport:
     Parameters
     ----------
     stored, skipped
-        Chunks computed and written, and chunks that the store already had.
+        Chunks computed and written; chunks that are stored already or too short.
     failed
-        ``(id, reason)`` of every chunk that has no KV now; such a chunk is computed at query time.
+        ``(id, reason)`` of each chunk that has no KV now and is computed at query time.
     stored_bytes
         Bytes of KV written.
     seconds
@@ -279,36 +239,32 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """How the KV of a prompt was made; every token is counted once.
-
-    ``cached_tokens + repaired_tokens + computed_tokens == prompt_tokens``.
+    """How the KV of a prompt was made. ``cached_tokens + repaired_tokens + computed_tokens == prompt_tokens``.
 
     Parameters
     ----------
-    prompt_ids
-        Token ids of the prompt: the definition of what was answered.
-    prompt_tokens
-        Their number ``N``.
+    prompt_ids, prompt_tokens
+        Token ids of the prompt, and their number ``N``.
     cached_tokens
-        Rows whose KV came from the store and was used as stored, possibly with the residual shift.
+        Rows whose stored KV was used, possibly with the residual shift.
     repaired_tokens
-        Rows whose KV came from the store and was recomputed.
+        Rows that had stored KV and were recomputed.
     computed_tokens
-        Rows computed live: prefix without stored KV, glue, missing chunks, the question.
+        Rows without stored KV: prefix, glue, missing chunks, the question.
     exactness
         ``"exact"``: reuse that equals a full prefill; ``"repaired"``: approximate reuse; ``"full"``: no reuse.
     timings_ms
         Milliseconds per stage.
     loaded_bytes
-        Bytes of KV taken from the store.
+        Bytes of KV loaded from the store.
     fallback_reason
-        Why the answer used less reuse than asked for, or why this model's KV is never reused; ``None`` where neither is so.
+        Why there was less reuse than asked for, or why this model's KV is never reused; else ``None``.
     has_other_prefix
-        Whether chunks were used that had been encoded behind another prefix than this prompt has: nothing of them is exact.
+        Whether chunks were used that had been encoded behind another prefix than this prompt's: none of them is exact.
     holes
         Stored chunks that could not be loaded and were computed instead; all other chunks were loaded whole.
     kv_dtype
-        How the stored KV that was used is kept. Anything but ``"auto"`` was rounded, so the answer is not exact whatever stands where.
+        How the reused KV is stored. Unless ``"auto"``, it was rounded, and the answer is not exact.
     """
 
     prompt_ids: list[int]
@@ -330,34 +286,28 @@ class Accounting:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillResult(Accounting):
     """A prefilled prompt. ``logits``: float32 CPU tensor ``(vocab,)`` of the first answer token."""
 
-    logits: torch.Tensor = field(default_factory=_no_logits, repr=False)
-    ttft_ms: float = 0.0
+    logits: torch.Tensor = field(repr=False)
+    ttft_ms: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult(Accounting):
     """A scored continuation.
 
-    Parameters
-    ----------
-    logits
-        Float32 CPU tensor ``(T, vocab)``; row ``t`` predicts continuation token ``t``.
-    loss
-        Mean negative log-likelihood of the continuation, nats per token.
-    continuation_ids
-        Token ids of the continuation.
+    Row ``t`` of ``logits`` (float32 CPU tensor ``(T, vocab)``) predicts token ``t`` of ``continuation_ids``; ``loss`` is their mean
+    negative log-likelihood in nats per token.
     """
 
-    logits: torch.Tensor = field(default_factory=_no_logits, repr=False)
-    loss: float = float("nan")
-    continuation_ids: list[int] = field(default_factory=list)
+    logits: torch.Tensor = field(repr=False)
+    loss: float
+    continuation_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult(Accounting):
     """A generated answer.
 
@@ -370,25 +320,24 @@ class GenerationResult(Accounting):
     finish_reason
         ``"stop"`` (end-of-sequence or stop string), ``"length"`` or ``"cancelled"``.
     ttft_ms
-        Wall time from the call to the first token, everything included: scan, load, stitch, repair.
+        Wall time from the call to the first token, including planning, loading, stitching and repair.
     total_ms, tokens_per_s
-        Wall time of the whole call, and decode speed after the first token.
+        Wall time of the whole call; decoding speed after the first token.
     """
 
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: Literal["stop", "length", "cancelled"] = "stop"
-    ttft_ms: float = 0.0
-    total_ms: float = 0.0
-    tokens_per_s: float = 0.0
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "cancelled"]
+    ttft_ms: float
+    total_ms: float
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedSpan:
-    """One segment of a prompt as :meth:`KVRagEngine.explain` sees it.
+    """One segment of a prompt as :meth:`KVRagEngine.explain` reports it.
 
-    ``kind`` is ``"prefix"``, ``"chunk"`` or ``"live"``; ``hit`` says whether stored KV will be used, ``exact`` whether it needs no
-    repair, ``reason`` why not (``None`` where there is nothing to say).
+    ``hit``: stored KV will be used; ``exact``: it needs no repair; ``reason``: why not, or ``None``.
     """
 
     kind: Literal["prefix", "chunk", "live"]
@@ -402,7 +351,7 @@ class ExplainedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Spans, hits and reasons of misses for one prompt; print it."""
+    """Spans, hits and reasons of misses for one prompt; can be printed."""
 
     spans: list[ExplainedSpan]
     prompt_tokens: int
@@ -439,12 +388,11 @@ class VerifyRow:
 class VerifyReport:
     """Agreement of reuse with full prefill over some prompts.
 
-    ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats; ``top1_agreement`` and ``greedy_agreement`` are fractions of
-    prompts with the same first token and with the same greedy answer; ``passed`` compares them with the thresholds given.
+    ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats; ``top1_agreement`` and ``greedy_agreement`` are the shares of prompts
+    with the same first token and the same greedy answer; ``passed`` compares them with the thresholds.
 
-    Both sides run the same ids: those of the prompt's segments, joined. ``seams`` counts where segments meet, and ``changed_seams`` where
-    the prompt's text, tokenised at once, has other ids there; ``changed_tokens`` of ``prompt_tokens`` are concerned
-    (:func:`kvrag.prompt.tokenizer.count_seams`). They are information, and ``passed`` leaves them out.
+    For information, not part of ``passed``: both sides run the ids of the prompt's segments, joined. At ``changed_seams`` of ``seams``
+    places where segments meet, the prompt's whole text has other ids; this concerns ``changed_tokens`` of ``prompt_tokens``.
     """
 
     passed: bool

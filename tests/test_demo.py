@@ -23,6 +23,7 @@ from demo.questions import Question, read_questions, spread
 from demo.report import print_report
 from demo.run import Sizes, run_demo
 from kvrag.cli.app import app
+from kvrag.cli.demo import demo
 from kvrag.cli.documents import read_documents, split_documents, split_text
 from kvrag.cli.measure import full_prefill
 from kvrag.config import RepairConfig
@@ -199,6 +200,14 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(
     assert "Where is the [harbour]?" in shown
     assert "A second run starts warm: 8 chunks found on disk, 0 computed." in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_without_a_checkout_the_demo_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(demo.__globals__, "__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "demo.py"))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["demo", "--help"])
+    assert done.exit_code == 2
+    assert "examples/demo of kvrag's source code" in done.stderr
 
 
 # -- the real thing -----------------------------------------------------------------------------------------------------

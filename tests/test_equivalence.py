@@ -1,6 +1,6 @@
 """The promises of exactness, float32, on tiny random models of every accepted architecture. docs/promises.md lists them.
 
-Promises 1 to 4 are tested for every row of TINY; what doesn't depend on how a model turns its keys, for one row of each kind.
+Promises 1 to 4 are tested for every row of TINY; what doesn't depend on how a model rotates its keys, for one row of each kind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = [
     ),
     *("smollm3", "gpt_oss", "llama4_text", "gptj", "falcon-new", "bloom", "olmo"),
 ]
-"""One of each way to turn keys, to read them, to mask them and to attend."""
+"""One of each way to rotate keys, to read them, to mask them and to attend."""
 
 STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
 TOLERANCE = 1e-3
@@ -111,7 +111,7 @@ def plain_answer(engine: KVRagEngine, prompt_ids: list[int], count: int, *, use_
 
 def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefilled:
     """Prefill and keep the buffer, to look at the KV itself."""
-    plan = engine._answering.plan(engine._request(prompt, "stitch", repair, None))
+    plan = engine._answering.plan(engine._request(prompt, mode="stitch", repair=repair))
     return prefill(
         engine.loaded.lm,
         engine.store,
@@ -282,7 +282,7 @@ def test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair(n
 
 
 def test_longrope_reuses_within_one_regime_and_computes_beyond_it(stored: MakeEngine) -> None:
-    """Beyond its original context a longrope model turns by other angles: stored KV would be wrong there even behind its own prefix."""
+    """Beyond its original context a longrope model rotates by other angles: stored KV would be wrong there even behind its own prefix."""
     engine = stored("phi3-longrope")
     limit = engine.loaded.lm.reuse_window
     assert limit == 3000 < engine.loaded.lm.context_window

@@ -58,7 +58,7 @@ def test_the_last_layer_attends_for_the_rows_that_are_looked_at(lm: CausalLM, lo
     for layer in range(lm.num_layers):
         assert torch.equal(buffer.keys(layer), whole.keys(layer))
         assert torch.equal(buffer.values(layer), whole.values(layer))
-    last = TOKENS if lm._is_dense else logits
+    last = TOKENS if lm.is_dense else logits
     assert [seen[layer] for layer in range(lm.num_layers)] == [TOKENS] * (lm.num_layers - 1) + [last]
 
 
@@ -69,7 +69,7 @@ def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm: C
         out, mass = lm.forward(IDS, Rows.span(0, TOKENS), buffer, logits=0)
     assert out.numel() == 0
     assert mass is None
-    assert lm._is_dense or lm.num_layers - 1 not in seen
+    assert lm.is_dense or lm.num_layers - 1 not in seen
     assert all(torch.equal(buffer.keys(layer), whole.keys(layer)) for layer in range(lm.num_layers))
     assert all(torch.equal(buffer.values(layer), whole.values(layer)) for layer in range(lm.num_layers))
 
@@ -89,7 +89,7 @@ def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm: Causal
     _, buffer = filled(lm)
     with rows_of_each_layer(lm) as seen:
         lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=range(1))
-    assert lm._is_dense or not seen
+    assert lm.is_dense or not seen
 
 
 def test_the_probe_goes_by_its_span(lm: CausalLM) -> None:

@@ -127,7 +127,7 @@ def test_it_passes_the_same_gate(engine_of: MakeEngine, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="does not bear"):
         engine.prefill(PROMPT)
     assert asked == ["int4", "int4"]
-    assert engine.store.index.keys() == []
+    assert engine.store.catalog.keys() == []
 
 
 @pytest.mark.parametrize(

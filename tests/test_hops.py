@@ -20,10 +20,9 @@ BUDGETS = {
     "delete one document": {"modules": 14},
 }
 KNOWN = {
-    "generate, warm": {"modules": 56, "calls": 1758, "moves": 633, "threads": 3},
-    "generate, from disk": {"modules": 65, "moves": 997},
-    "precompute, 4 chunks": {"modules": 53, "moves": 2197},
-    "delete one document": {"modules": 29},
+    "generate, warm": {"modules": 40, "calls": 1327, "moves": 423, "threads": 3},
+    "generate, from disk": {"modules": 44, "moves": 596},
+    "precompute, 4 chunks": {"modules": 34, "moves": 905},
 }
 """Counts that are over budget so far. They may only fall; the table goes when it is empty."""
 

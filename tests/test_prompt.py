@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvrag import Chunk, ConfigError, InputError, TemplatePrefix
-from kvrag.prompt.template import Piece, PromptEncoder, cut, merge_live, prefix_text
+from kvrag.prompt.template import PromptEncoder, cut, merge_live, prefix_text
+from kvrag.prompt.tokenizer import Piece
 from kvrag.testing.tokenizers import tiny_tokenizer
 from kvrag.types import Span
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from texts import make_chunks
 
 import kvrag.model.load
@@ -17,7 +18,7 @@ import kvrag.model.proof
 from kvrag import Chunk, ConfigError, KVRagEngine, UnsupportedModelError
 from kvrag.model import CausalLM
 from kvrag.model.forward import Forward
-from kvrag.model.load import keep_proof, kept_proof, proof_file, proven
+from kvrag.model.load import kept_proof, proof_file, proven
 from kvrag.model.plain import PlainLM
 from kvrag.model.proof import Check, Proof, prove
 from kvrag.model.rope import RotaryTable
@@ -110,10 +111,10 @@ def test_a_dropped_window_is_found(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "option"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
 def test_a_dropped_option_of_attention_is_found(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvrag.model.forward as switch
+    import kvrag.model.forward as forward
 
-    real = switch.ragged_attention
-    monkeypatch.setattr(switch, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
+    real = forward.ragged_attention
+    monkeypatch.setattr(forward, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
     assert "0" in failed(prove(CausalLM(tiny_model(name))))
 
 
@@ -136,7 +137,7 @@ def test_where_transformers_attentions_disagree_the_eager_one_decides() -> None:
     assert model.config._attn_implementation == "sloppy"
 
 
-def test_keys_turned_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_rotated_one_row_too_far_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = CausalLM(tiny_model())
     real = RotaryTable.rotate
 
@@ -322,25 +323,20 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPa
     eager = tiny_model()
     eager.config._attn_implementation = "eager"
     names.append(proof_file(CausalLM(eager), "one"))
-    for target, value in ((kvrag, "__version__"), (torch, "__version__"), (kvrag.model.load, "PROOF_VERSION")):
+    for target, value in (
+        (kvrag, "__version__"),
+        (torch, "__version__"),
+        (transformers, "__version__"),
+        (kvrag.model.load, "PROOF_VERSION"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(target, value, "another")
             names.append(proof_file(lm, "one"))
-    with monkeypatch.context() as patch:
-        patch.setattr(kvrag.model.load, "_installed", lambda package: "another")
-        names.append(proof_file(lm, "one"))
     assert len(set(names)) == len(names)
     assert proof_file(lm, "one") == names[0]
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/somewhere")
     assert proof_file(lm, "one").is_relative_to("/somewhere/.cache/kvrag/proofs")
-
-
-def test_keeping_replaces_a_proof_as_a_whole(tmp_path: Path) -> None:
-    file = tmp_path / "proofs" / "x.json"
-    keep_proof(file, BAD)
-    keep_proof(file, GOOD)
-    assert kept_proof(file) == GOOD
 
 
 def test_proving_can_be_switched_off(count: Callable[[Proof], list[int]], tmp_path: Path) -> None:

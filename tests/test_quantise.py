@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag import StoreError
-from kvrag.blend.quantise import CODES, GROUP, convert, group_of, pack, parts, read
+from kvrag.blend.quantise import CODES, GROUP, convert, group_of, pack, parts, unpack
 from kvrag.types import ChunkKV, LayerKV
 
 LOSSY = ("int8", "int4", "fp8")
@@ -25,7 +25,7 @@ def rounded(layer: LayerKV, kv_dtype: str) -> LayerKV:
 
 
 def unpacked(layer: LayerKV, kv_dtype: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    return read(rounded(layer, kv_dtype), layer.keys.shape[1], device=torch.device("cpu"), dtype=dtype)
+    return unpack(rounded(layer, kv_dtype), layer.keys.shape[1], device=torch.device("cpu"), dtype=dtype)
 
 
 def groups_of(x: torch.Tensor, size: int, dim: int, fold: str) -> torch.Tensor:
@@ -199,7 +199,7 @@ def test_reading_first_or_while_stitching_gives_the_same_bits(kv_dtype: str, dty
     assert once.layers[0].scales is None
     assert convert(once, "auto") is once
     for rows in (1, 32, 33, 77):
-        direct = read(packed.layers[0], rows, device=torch.device("cpu"), dtype=dtype)
+        direct = unpack(packed.layers[0], rows, device=torch.device("cpu"), dtype=dtype)
         for part, whole in zip(direct, (once.layers[0].keys, once.layers[0].values), strict=True):
             assert part.dtype == dtype
             assert torch.equal(part, whole[:, :rows])

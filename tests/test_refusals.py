@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import kvrag.model.support as support
+import kvrag.model.plain as support
 from kvrag.errors import UnsupportedModelError
 from kvrag.model import CausalLM, check_supported
-from kvrag.model.masks import read_mask
 from kvrag.model.rows import EVERYTHING, Reach
+from kvrag.model.traits import read_mask
 from kvrag.testing.models import REFUSED, TINY, tiny_model
 
 REASONS = {
@@ -81,7 +81,7 @@ def test_weights_on_several_devices_are_refused() -> None:
     model = tiny_model()
     model.lm_head.to("meta")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
-    with pytest.raises(UnsupportedModelError, match="spread over cpu, meta"):
+    with pytest.raises(UnsupportedModelError, match=r"spread over several places \(cpu, meta\)"):
         CausalLM(model)
 
 

@@ -37,7 +37,7 @@ def test_rotation_depends_on_the_distance_only(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_adding_one_turned_vector_equals_the_general_path(name: str, dtype: torch.dtype) -> None:
+def test_adding_one_rotated_vector_equals_the_general_path(name: str, dtype: torch.dtype) -> None:
     table = CausalLM(tiny_model(name)).rotary(500)[0]
     target, vector = torch.randn(2, 40, 16).to(dtype), torch.randn(2, 1, 16)
     expected = (target.float() + table.unit_rotate(vector.expand(-1, 40, -1), slice(300, 340))).to(dtype)
@@ -59,7 +59,7 @@ def test_unrotate_undoes_the_magnitude_too(name: str) -> None:
     assert torch.allclose(table.unrotate(table.rotate(keys, rows), rows), keys, atol=1e-5)
 
 
-def test_each_layer_turns_by_its_own_table() -> None:
+def test_each_layer_rotates_by_its_own_table() -> None:
     gemma = CausalLM(tiny_model("gemma3_text")).rotary(100)
     assert gemma[0] is gemma[2]
     assert gemma[1] is gemma[3]
@@ -68,11 +68,12 @@ def test_each_layer_turns_by_its_own_table() -> None:
     keys = torch.randn(2, 5, 16)
     assert torch.equal(smollm[3].rotate(keys, slice(50, 55)), keys)
     assert not torch.allclose(smollm[2].rotate(keys, slice(50, 55)), keys)
-    assert len(CausalLM(tiny_model("llama")).rotary(100).tables) == 1
+    assert len(CausalLM(tiny_model("llama")).rotary(100)) == 4
+    assert len(set(map(id, CausalLM(tiny_model("llama")).rotary(100)))) == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi", "glm", "gptj", "falcon-new"])
-def test_cached_keys_turned_back_are_the_captured_ones(name: str) -> None:
+def test_cached_keys_rotated_back_are_the_captured_ones(name: str) -> None:
     """The way that is taken where no submodule gives position-free keys."""
     lm = CausalLM(tiny_model(name))
     ids = torch.arange(5, 45)
@@ -85,8 +86,8 @@ def test_cached_keys_turned_back_are_the_captured_ones(name: str) -> None:
     hooked = captured()
     assert all(trait.source is not None for trait in lm.traits)
     lm.traits = [replace(trait, source=None) for trait in lm.traits]
-    turned_back = captured()
-    assert all(torch.allclose(hooked[layer], turned_back[layer], atol=1e-5) for layer in range(lm.num_layers))
+    rotated_back = captured()
+    assert all(torch.allclose(hooked[layer], rotated_back[layer], atol=1e-5) for layer in range(lm.num_layers))
 
 
 @pytest.mark.parametrize("name", ["olmo", "nanochat", "llama4_text", "codegen"])

@@ -145,42 +145,32 @@ def test_texts_with_the_same_ends_and_length_are_told_apart():
     assert found(index, "\n\n".join(texts)) == texts[:5]
 
 
-def test_adding_twice_changes_nothing_and_discarding_forgets():
+def test_adding_twice_changes_nothing():
     index = index_of(LOREM, OTHER)
     index.add([text_entry(LOREM), text_entry(LOREM)])
     assert len(index) == 2
     assert found(index, LOREM + OTHER) == [LOREM, OTHER]
-    index.discard(text_digest(LOREM))
-    index.discard(text_digest(LOREM))
-    index.discard("unknown")
-    assert len(index) == 1
-    assert found(index, LOREM + OTHER) == [OTHER]
-    index.add([text_entry(LOREM)])
-    assert found(index, LOREM + OTHER) == [LOREM, OTHER]
 
 
-def test_a_discarded_long_text_no_longer_hides_a_short_one():
+def test_what_a_long_text_hides_is_found_without_it():
     index = index_of(LOREM, LOREM + OTHER)
     assert found(index, LOREM + OTHER) == [LOREM + OTHER]
-    index.discard(text_digest(LOREM + OTHER))
-    assert found(index, LOREM + OTHER) == [LOREM]
+    spans_left = index.scan(LOREM + OTHER, without={text_digest(LOREM + OTHER)})
+    assert spans_left == [Span(0, len(LOREM), text_digest(LOREM))]
 
 
 @pytest.mark.parametrize("tolerated", [0, 3, 1000])
-def test_any_order_of_adds_scans_and_discards_gives_the_same(monkeypatch, tolerated):
+def test_any_order_of_adds_and_scans_gives_the_same(monkeypatch, tolerated):
     monkeypatch.setattr(spans, "MIN_OVERFLOW", tolerated)
     texts = [f"{n:03d} {LOREM}" for n in range(40)]
     prompt = "\n".join(texts)
     index = SpanIndex()
     for n, text in enumerate(texts):
         index.add([text_entry(text)])
-        if n % 7 == 3:
-            index.discard(text_digest(texts[n - 3]))
-        expected = [t for i, t in enumerate(texts[: n + 1]) if not (i % 7 == 0 and i + 3 <= n)]
-        assert found(index, prompt) == expected
+        assert found(index, prompt) == texts[: n + 1]
 
 
-def test_threads_may_add_and_discard_while_others_scan():
+def test_threads_may_add_while_others_scan():
     index = index_of(LOREM)
     fresh = [f"{n} {OTHER}" for n in range(2000)]
     failures: list[BaseException] = []
@@ -198,8 +188,6 @@ def test_threads_may_add_and_discard_while_others_scan():
         thread.start()
     for text in fresh:
         index.add([text_entry(text)])
-        if text is not fresh[-1]:
-            index.discard(text_digest(text))
     done.set()
     for thread in threads:
         thread.join()

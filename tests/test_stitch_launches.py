@@ -122,7 +122,7 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
     layers = tuple(
         replace(layer, scales=replace(scales, values=scales.values.expand(-1, -1, 3))) for layer in odd.layers
     )
-    assert not module._is_said(buffer, layout, [ChunkKV(layers, "int4")] * 3)
+    assert not module._is_uniform(buffer, layout.reused, [ChunkKV(layers, "int4")] * 3)
     assert launches == []
 
 
@@ -222,12 +222,13 @@ def test_the_op_stitches_where_it_has_a_kernel(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     x, y = (
-        SimpleNamespace(device=torch.device(device), shape=(1, 2, 9, dim), dtype=torch.float16)
+        SimpleNamespace(
+            device=torch.device(device), is_cuda=device == "cuda", shape=(1, 2, 9, dim), dtype=torch.float16
+        )
         for dim in (key_dim, value_dim)
     )
-    buffer: Any = SimpleNamespace(keys=lambda _: x, values=lambda _: y)
-    rotary: Any = SimpleNamespace(tables=[SimpleNamespace(width=0), SimpleNamespace(width=width)])
-    assert module._has_kernel(buffer, rotary) is found
+    rotary: Any = [SimpleNamespace(width=0), SimpleNamespace(width=width)]
+    assert module._has_kernel(x, y, rotary) is found
 
 
 @pytest.mark.parametrize(

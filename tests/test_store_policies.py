@@ -14,7 +14,7 @@ import torch
 from texts import make_chunks
 
 import kvrag.generate.sequence
-from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, StoreError
+from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, StoreError, hooks
 from kvrag.hooks import prefetch_kv
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.spans import text_entry
@@ -199,6 +199,12 @@ def test_a_request_and_a_prefetch_that_is_not_over(engine_of: MakeEngine, held_u
     assert engine.prefill(ask(0, 1, 2), mode="stitch").holes == ()
 
 
+def _wait_for_prefetches() -> None:
+    for _ in range(hooks.MAX_PREFETCHES):
+        assert hooks._prefetches.acquire(timeout=30)
+    hooks._prefetches.release(hooks.MAX_PREFETCHES)
+
+
 def test_only_so_many_prefetches_are_planned_at_once(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, begun = threading.Event(), []
 
@@ -212,15 +218,11 @@ def test_only_so_many_prefetches_are_planned_at_once(engine: KVRagEngine, monkey
         prefetch_kv(CHUNKS[:1], llm=engine)
     assert time.monotonic() - start < 10
     go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "kvrag-prefetch":
-            thread.join(30)
+    _wait_for_prefetches()
     assert 1 <= len(begun) <= 4
     prefetch_kv([], llm=engine)
     prefetch_kv(CHUNKS[:1], llm=engine)  # there is room again
-    for thread in threading.enumerate():
-        if thread.name == "kvrag-prefetch":
-            thread.join(30)
+    _wait_for_prefetches()
     assert begun[-1] == CHUNKS[:1]
     assert 2 <= len(begun) <= 5
 

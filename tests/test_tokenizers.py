@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, Pre
 from kvrag import Chunk, ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
 from kvrag.generate.sampling import TextStream
 from kvrag.prompt.spans import SpanIndex, text_entry
-from kvrag.prompt.template import Piece, PromptEncoder, cut
-from kvrag.prompt.tokenizer import SeamCount, control_tokens, count_seams
+from kvrag.prompt.template import PromptEncoder, cut
+from kvrag.prompt.tokenizer import Piece, SeamCount, control_tokens, count_seams
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE, sentencepiece_parts, tiny_sentencepiece_tokenizer, tiny_tokenizer
 

@@ -158,8 +158,8 @@ def test_live_text_that_begins_like_a_chunk_is_not_stored_either(
     prompt = [{"role": "user", "content": f"{CHUNKS[0][:150]}, is what I said\n\nWho?"}]
     answer(engine, prompt)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.store, "contains", lambda key: False)
-        patch.setattr(engine.store.index, "variants", lambda content: [])
+        patch.setattr(engine.store, "known", lambda keys: set())
+        patch.setattr(engine.store.catalog, "variants", lambda content: [])
         assert not any(span.hit for span in engine.explain(prompt).spans)
         assert any(span.kind == "chunk" for span in engine.explain(prompt).spans)
         answer(engine, prompt)

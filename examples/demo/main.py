@@ -106,7 +106,7 @@ def _forget(kv_dir: Path) -> None:
     if not kv_dir.exists():
         return
     if not (kv_dir / "format.json").is_file():
-        raise ConfigError(f"--fresh would delete {str(kv_dir)!r}, which is no KV store; choose another --kv-dir")
+        raise ConfigError(f"--fresh would delete {str(kv_dir)!r}, which is not a KV store; choose another --kv-dir")
     shutil.rmtree(kv_dir)
 
 

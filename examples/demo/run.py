@@ -94,7 +94,7 @@ def run_demo(
     sizes: Sizes,
     console: Console,
 ) -> DemoReport:
-    """Run all of it, and say on the console what is going on.
+    """Run all of it, and report progress on the console.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def _faster(row: Row, other: Row) -> Row:
 
 
 def _warn_of_load(say: Callable[[str], None]) -> None:
-    """Say that times will be off where other programs keep the cores busy: the two ways suffer unequally from that."""
+    """Warn where other programs keep the cores busy: the two ways suffer unequally from that."""
     load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
     if load > cores / 2:
         say(f"[yellow]other programs are busy here (load {load:.1f} on {cores} cores): don't trust times or ratios[/]")

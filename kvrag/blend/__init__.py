@@ -1,1 +1,10 @@
-"""Room."""
+"""From a plan to a prefilled prompt: integers first, then tensors.
+
+::
+
+    Plan ─▶ layout ─▶ decide ─▶ (load) ─▶ stitch ─▶ select ─▶ repair ─▶ logits
+               └───────────── prefill runs them ─────────────┘
+                                 quantise: reads and writes codes
+
+Imports ``types errors config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
+"""

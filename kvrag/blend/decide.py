@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.select import estimated_rows
 from kvrag.config import RepairConfig
 from kvrag.prompt.plan import Plan
-from kvrag.types import Mode
+from kvrag.types import Hole, Mode
 
 OVERHEAD_TOKENS = 160
 """Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
@@ -20,12 +22,19 @@ def because(cause: str | None, reason: str | None) -> str | None:
     return "; ".join(filter(None, (cause, None if cause and reason in _NOT_STORED else reason))) or None
 
 
+def in_words(holes: Sequence[Hole]) -> str | None:
+    """Say which chunks could not be loaded, and why; ``None`` if there are none."""
+    if not holes:
+        return None
+    return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {'; '.join(map(str, holes))}"
+
+
 def decide_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
     """Lay a planned prompt out, and decide: as :func:`decide`, with the reasons that the plan itself gives."""
     layout = lay_out(plan)
     refusal = plan.refusal
     if mode == "prefix" and plan.kv_dtype != "auto":
-        refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's KV is quantised to {plan.kv_dtype}"
+        refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
     if refusal is not None:
         return _nothing(layout), refusal
     layout, reason = decide(layout, mode, config, num_layers=num_layers)

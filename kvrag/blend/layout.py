@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -50,28 +51,28 @@ class Segment:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The ordered segments of one prompt; they cover ``0:num_tokens`` without gap or overlap, and the last row is live."""
 
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Rows of the prompt, ``N``."""
         return self.segments[-1].stop
 
-    @property
+    @cached_property
     def reused(self) -> list[Segment]:
         """Segments with stored KV."""
         return [s for s in self.segments if s.kind != "live"]
 
-    @property
+    @cached_property
     def stale(self) -> list[Segment]:
         """Reused chunks whose KV lacks what stands before them here: the candidates for repair."""
         return [s for s in self.segments if s.kind == "chunk" and not s.exact]
 
-    @property
+    @cached_property
     def live(self) -> list[Segment]:
         """Segments to compute: glue, chunks without stored KV, suffix."""
         return [s for s in self.segments if s.kind == "live"]
@@ -116,9 +117,9 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
     """
     placed: list[Segment] = []
     start = 0
-    for length, *fields in segments:
+    for length, kind, exact, source, is_mismatched in segments:
         if length:
-            placed.append(Segment(start, start + length, *fields))
+            placed.append(Segment(start, start + length, kind, exact, source, is_mismatched))
             start += length
     last = placed.pop()
     if last.kind != "live":

@@ -1,4 +1,4 @@
-"""The query-time stages in their order, for one planned prompt: decide, load, stitch, select, repair. Ends with the first token's logits."""
+"""The query-time stages of one planned prompt: decide, load, stitch, select, repair. Ends with the first token's logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvrag.blend.decide import because, decide, decide_plan
+from kvrag.blend.decide import because, decide, decide_plan, in_words
 from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import needs_of, select_rows
@@ -67,6 +67,11 @@ class Prefilled:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     missed: Missed | None = None
+
+    def release(self) -> None:
+        """Free the buffer's memory now, whoever still holds this."""
+        if self.buffer is not None:
+            self.buffer.layers = ()
 
 
 def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
@@ -130,7 +135,7 @@ def prefill(
     if holes:
         layout, also = decide(layout.without(holes), mode, config, num_layers=model.num_layers)
         reason = because(because(in_words(list(holes.values())), also), reason)
-    loaded_bytes = sum([kv.num_bytes for kv in kvs]) if layout.reused else 0
+    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors]) if layout.reused else 0
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     selected, logits = _blend(model, buffer, layout, kvs, ids, config, clock)
@@ -148,16 +153,10 @@ def prefill(
         exactness="full" if not layout.reused else "exact" if is_exact else "repaired",
         fallback_reason=reason,
         loaded_bytes=loaded_bytes,
-        has_other_prefix=any([segment.is_mismatched for segment in layout.stale]),
+        has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
     )
-
-
-def in_words(holes: Sequence[Hole]) -> str:
-    """Say which chunks could not be loaded, and why."""
-    what = "; ".join(map(str, holes))
-    return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {what}"
 
 
 def _load(
@@ -201,7 +200,8 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
     if len(kv.layers) != len(shapes):
         return False
     for layer, shape in zip(kv.layers, shapes, strict=True):
-        keys, values = ((shape.num_heads, num_tokens, dim) for dim in (shape.key_dim, shape.value_dim))
+        rows = shape.num_heads, num_tokens
+        keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
         if layer.scales is None:
             if (layer.keys.shape, layer.values.shape) != (keys, values):
                 return False

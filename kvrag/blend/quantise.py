@@ -1,4 +1,4 @@
-"""Keys and values rounded to 8 or 4 bits: what is kept is codes and scales, what is read is ``code · scale (+ zero)``.
+"""Keys and values rounded to 8 or 4 bits: codes and scales are stored, and stand for ``code · scale (+ zero)``.
 
 Scales run along KIVI's axes (arXiv 2402.02750): per channel for keys, per token for values. Some channels of keys are many times larger
 than the others, for all tokens; along the other axis they would set the scale of every channel. Keys are position-free, so a channel keeps
@@ -13,9 +13,8 @@ fp8     a zero per channel, one scale       one scale                           
                                                                                         or scale / 1024 if larger
 ======  ==================================  ==========================================  ================================
 
-Each head has its own. Scales and zeros are float16, scales rounded up, so that no code is clipped. The
-layouts are those that :func:`kvrag_kernels.stitch` reads.
-Measured errors: docs/quantised.md.
+Each head has its own. Scales and zeros are float16, scales rounded up, so that no code is clipped. The layouts are those of
+:func:`kvrag_kernels.stitch`. Measured errors: docs/quantised.md.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LARGEST_SCALE = 65504.0
 
 
 def convert(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
-    """Return a chunk kept as ``kv_dtype``, or the chunk itself where it is; for ``"auto"``, codes are read.
+    """Return a chunk kept as ``kv_dtype``, or the chunk itself where it is; for ``"auto"``, codes are unpacked.
 
     Raises
     ------
@@ -129,7 +128,7 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:
-    """Round positive numbers up to float16, to its smallest at least; what is too large becomes infinite."""
+    """Round positive numbers up to float16, to its smallest at least; numbers too large for it become infinite."""
     half = x.half()
     bits = half.view(torch.int16) + (half.float() < x).to(torch.int16)  # the next float16 is the next integer
     return bits.clamp_min(1).view(torch.float16)
@@ -140,10 +139,10 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
     return unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
 
 
-def read(
+def unpack(
     layer: LayerKV, num_rows: int, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of a layer's first rows, on a device; codes travel there as they are, and are read there.
+    """Return keys and values of a layer's first rows on a device; codes are moved there as they are, and unpacked there.
 
     Parameters
     ----------
@@ -152,7 +151,7 @@ def read(
     num_rows
         Of its ``T`` rows.
     device, dtype
-        Of the result; codes are read in float32 and rounded to ``dtype`` once.
+        Of the result; codes are unpacked in float32 and rounded to ``dtype`` once.
 
     Returns
     -------
@@ -177,7 +176,7 @@ def read(
 
 def _unpacked(layer: LayerKV) -> LayerKV:
     assert layer.scales is not None
-    return LayerKV(*read(layer, layer.keys.shape[1], device=layer.keys.device, dtype=layer.scales.dtype))
+    return LayerKV(*unpack(layer, layer.keys.shape[1], device=layer.keys.device, dtype=layer.scales.dtype))
 
 
 def _floats(codes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Repair: recompute chosen rows against the whole stitched prompt, and carry what they teach to the rows left alone.
+"""Repair: recompute chosen rows against the whole stitched prompt, and carry their mean change to the rows left alone.
 
 All strategies share one forward (:meth:`kvrag.model.CausalLM.forward`) over the chosen rows, the glue and the suffix, each at its own
 position, with an exact causal limit per row. Its last row's logits choose the first answer token: no other forward stands before it.
@@ -6,9 +6,8 @@ position, with an exact causal limit per row. Its last row's logits choose the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -19,7 +18,7 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import Rows
 
 SHIFT_SKIP = 4
-"""Head rows of a chunk that don't count towards its mean change: as former attention sinks they change in a way of their own."""
+"""Head rows of a chunk that don't count towards its mean change: former attention sinks change in their own way."""
 
 SHIFT_MIN_ROWS = 3
 """Fewer repaired rows than this give no estimate of a chunk's change worth applying."""
@@ -53,7 +52,7 @@ def probe(
     Returns
     -------
     torch.Tensor
-        Float32 ``(N,)`` on the host: probability per row, averaged over layers, heads and suffix rows would differ by a constant only.
+        Float32 ``(N,)`` on the host: probability per row, summed over layers, heads and suffix rows.
     """
     rows = rows_of(layout.live).to(model.device)
     layers = probed_layers(span, model.num_layers)
@@ -92,27 +91,16 @@ def deviation(
     return found[0].cpu()
 
 
-class PlaceAgain(Protocol):
-    """Writes a layer's stored rows once more, with residuals: :meth:`kvrag.blend.stitch.Stitcher.place_again`."""
-
-    def __call__(
-        self,
-        layer: int,
-        chunks: Sequence[Segment],
-        key_residuals: torch.Tensor,
-        value_residuals: torch.Tensor,
-        computed: torch.Tensor | None,
-    ) -> bool:
-        """Return whether it could; else the rows are as they were."""
-        ...
+PlaceAgain = Callable[[int, Sequence[Segment], torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
+"""Writes a layer's stored rows again, with residuals, and returns whether it could: :meth:`kvrag.blend.stitch.Stitcher.place_again`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualShift:
     """Shift a chunk's unrepaired rows by the mean change of its repaired ones, layer by layer, before attention.
 
-    What a stored chunk lacks is what stands before it in this prompt, and much of that is common to its rows (the nearest published
-    idea is AgentKVShift, arXiv 2607.21604). Keys are averaged position-free and turned back to each row.
+    A stored chunk lacks what stands before it in this prompt, and much of that is common to its rows (the nearest published idea is
+    AgentKVShift, arXiv 2607.21604). Keys are averaged position-free and rotated back to each row.
 
     Parameters
     ----------
@@ -120,19 +108,15 @@ class ResidualShift:
         Factor in (0, 1].
     chunks
         Stale chunks with enough repaired rows, ``C`` of them.
-    picked
-        The repaired rows that count, of all chunks, as indices into the forward's rows, int64 ``(M,)``.
-    at
-        The same rows as positions in the prompt.
+    picked, at
+        The repaired rows that count, of all chunks: as indices into the forward's rows and as positions, int64 ``(M,)``.
     average
         Float32 ``(C, M)``: takes the mean over each chunk's picked rows.
     rotary
         Rotations of the prompt's positions.
-    place_again
-        Writes the shifted rows from what is stored, in one pass and with one rounding; where it can't, or there is none, the change is
-        added to what stands in the buffer.
-    computed
-        For ``place_again``: bool ``(N,)``, the prompt's rows that this forward computes.
+    place_again, computed
+        Writes the shifted rows from what is stored, with one rounding, but for the rows that this forward computes, bool ``(N,)``; where
+        it can't, or is ``None``, the change is added to what stands in the buffer.
     """
 
     strength: float
@@ -153,7 +137,7 @@ class ResidualShift:
         fresh_values: torch.Tensor,
     ) -> None:
         """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
-        if layer == 0:  # keys and values of layer 0 depend on the token alone: nothing to learn there
+        if layer == 0:  # its keys and values depend on the token alone
             return
         table = self.rotary[layer]
         change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
@@ -185,7 +169,7 @@ def residual_shift(
     rotary: Rotations,
     place_again: PlaceAgain | None = None,
 ) -> ResidualShift | None:
-    """Plan the residual shift for a forward over ``rows``; ``None`` where there is nothing to shift or to learn from."""
+    """Make the residual shift for a forward over ``rows``; ``None`` where no chunk has both repaired rows enough and others to shift."""
     chunks, picked = [], []
     for chunk in layout.stale if strength > 0 else ():
         inside = (rows >= chunk.start) & (rows < chunk.stop)

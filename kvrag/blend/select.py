@@ -215,6 +215,6 @@ def _heads(layout: Layout, config: RepairConfig) -> list[Segment]:
 
 def effective_ratio(layout: Layout, config: RepairConfig) -> float:
     """Return the recompute ratio for this prompt: larger where chunks were encoded behind another prefix."""
-    if config.recompute_ratio > 0 and any([segment.is_mismatched for segment in layout.stale]):
+    if config.recompute_ratio > 0 and any(segment.is_mismatched for segment in layout.stale):
         return max(config.recompute_ratio, config.mismatch_ratio)
     return config.recompute_ratio

@@ -7,14 +7,15 @@ layer. What the repair will shift stays on the device, and :class:`Stitcher` pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
-from kvrag.blend.quantise import GROUP, read
+from kvrag.blend.quantise import unpack
 from kvrag.model.kv import KVBuffer
 from kvrag.model.rope import Rotations
+from kvrag.store.layers import GROUP
 from kvrag.types import ChunkKV, LayerKV, Scales
 
 LAYERS_PER_LAUNCH = 8
@@ -34,7 +35,7 @@ def stitch(
     skip: torch.Tensor | None = None,
     keep: bool = False,
 ) -> Stitcher | None:
-    """Copy the KV of every reused segment into the buffer; codes are read, and keys turned from position-free to their rows.
+    """Copy the KV of every reused segment into the buffer; codes are unpacked, and position-free keys rotated to their rows.
 
     Parameters
     ----------
@@ -54,41 +55,42 @@ def stitch(
     Returns
     -------
     Stitcher or None
-        What places kept KV again; ``None`` where nothing is kept.
+        Places kept KV again; ``None`` where nothing is kept.
     """
-    device = buffer.keys(0).device
-    angles = (
-        _angles(rotary) if layout.reused and _has_kernel(buffer, rotary) and _is_said(buffer, layout, kvs) else None
-    )
-    stitcher = None
+    segments, stitcher = layout.reused, None
+    keys, values = buffer.layers[0]
+    has_kernel = bool(segments) and _has_kernel(keys, values, rotary) and _is_uniform(buffer, segments, kvs)
+    angles = _angles(rotary) if has_kernel else None
     if angles is None:
-        _stitch_by_torch(buffer, layout, kvs, rotary)
+        _stitch_by_torch(buffer, segments, kvs, rotary)
     else:
         stitcher = Stitcher(buffer, angles)
-        is_kept = keep and _has_room(_kept_bytes(layout, kvs, device), device)
+        is_kept = keep and _has_room(_kept_bytes(layout, kvs, keys.device), keys.device)
         stitcher.place_all(layout, kvs, skip=skip, keep=is_kept)
-    if device.type == "cuda":  # what is read next may take the pinned memory that these copies are from
-        torch.cuda.current_stream(device).synchronize()
+    if keys.is_cuda:  # the next read may reuse the pinned memory that these copies are from
+        torch.cuda.current_stream(keys.device).synchronize()
     return stitcher if stitcher is not None and stitcher.has_kept else None
 
 
-def _stitch_by_torch(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
-    for segment in layout.reused:
-        rows = slice(segment.start, segment.stop)
-        for index, layer in enumerate(kvs[segment.source].layers):
-            all_keys, all_values = buffer.keys(index), buffer.values(index)
-            keys, values = read(layer, segment.num_rows, device=all_keys.device, dtype=all_keys.dtype)
-            all_keys[0, :, rows] = rotary[index].rotate(keys, rows)
+def _stitch_by_torch(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
+    for segment in segments:
+        rows, count = slice(segment.start, segment.stop), segment.stop - segment.start
+        for layer, table, (all_keys, all_values) in zip(kvs[segment.source].layers, rotary, buffer.layers, strict=True):
+            device, dtype = all_keys.device, all_keys.dtype
+            if layer.scales is None:
+                keys, values = layer.keys[:, :count].to(device, dtype, non_blocking=True), layer.values[:, :count]
+            else:
+                keys, values = unpack(layer, count, device=device, dtype=dtype)
+            all_keys[0, :, rows] = table.rotate(keys, rows)
             all_values[0, :, rows] = values
 
 
-@dataclass(frozen=True, slots=True)
-class Angles:
-    """Cosines and sines ``(kinds, N, R / 2)`` of all kinds of layers; each layer's kind, or -1 where it does not turn; which are pairs."""
+class Angles(NamedTuple):
+    """Cosines and sines ``(kinds, N, R / 2)`` of all kinds of layers; each layer's kind, or -1 where it doesn't rotate; which are pairs."""
 
     cos: torch.Tensor
     sin: torch.Tensor
-    tables: list[int]
+    kinds: list[int]
     is_neighbours: bool
 
 
@@ -114,7 +116,7 @@ class Stitcher:
 
     def place_all(self, layout: Layout, kvs: Sequence[ChunkKV], *, skip: torch.Tensor | None, keep: bool) -> None:
         """Place every reused segment in all layers, some layers to a launch; see :func:`stitch`."""
-        segments, layers = layout.reused, range(len(self._angles.tables))
+        segments, layers = layout.reused, range(len(self._angles.kinds))
         stale = {segment.start for segment in layout.stale} if keep else set()
         mask = None
         if skip is not None and len(skip):
@@ -133,14 +135,14 @@ class Stitcher:
         value_residuals: torch.Tensor,
         computed: torch.Tensor | None,
     ) -> bool:
-        """Place a layer's kept chunks anew with residuals, in one launch; returns whether it could.
+        """Place a layer's kept chunks again with residuals, in one launch; returns whether it could.
 
         Parameters
         ----------
         layer, chunks
-            Where; only what is kept of all of them.
+            Where; only if all of them are kept.
         key_residuals, value_residuals
-            Float32 ``(H_kv, C, D)``: what is added to every row of each chunk, to keys before they turn.
+            Float32 ``(H_kv, C, D)``: added to every row of each chunk, to keys before they are rotated.
         computed
             Bool ``(N,)``: the prompt's rows that the running forward computes, which are left as they are.
         """
@@ -151,7 +153,7 @@ class Stitcher:
         return True
 
     def forget(self, layers: Iterable[int]) -> None:
-        """Let go of layers whose rows in the buffer are no longer the stored ones, and must not be written over."""
+        """Drop layers whose rows in the buffer are no longer the stored ones, and must not be overwritten."""
         gone = set(layers)
         self._kept = {at: part for at, part in self._kept.items() if at[0] not in gone}
 
@@ -175,7 +177,7 @@ class Stitcher:
             [segment.start for segment in segments],
             angles.cos,
             angles.sin,
-            [angles.tables[i] for i in layers],
+            [angles.kinds[i] for i in layers],
             interleaved=angles.is_neighbours,
             key_scales=[s.keys for s in scales] or None,
             value_scales=[s.values for s in scales] or None,
@@ -187,14 +189,13 @@ class Stitcher:
     def _moved(self, kv: LayerKV, num_rows: int, layer: int) -> LayerKV:
         """Return a part's first rows on the buffer's device: codes as they are, all else in the buffer's dtype."""
         like = self._buffer.keys(layer)
-        kv = _first_rows(kv, num_rows)
+        if num_rows < kv.keys.shape[1]:  # rarely; views of hundreds of parts take longer than planning their launch
+            kv = _first_rows(kv, num_rows)
         dtype = like.dtype if kv.scales is None else None
         return kv.map(lambda x: x.to(like.device, dtype or x.dtype, non_blocking=True))
 
 
 def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
-    if num_rows == kv.keys.shape[1]:  # as a rule; views of hundreds of parts take longer than planning their launch
-        return kv
     s, rows = kv.scales, slice(0, num_rows)
     if s is not None:
         groups = slice(0, -(-num_rows // GROUP) if s.keys.shape[1] > 1 else 1)
@@ -203,21 +204,20 @@ def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
     return LayerKV(kv.keys[:, rows], kv.values[:, rows], s)
 
 
-def _has_kernel(buffer: KVBuffer, rotary: Rotations) -> bool:
+def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> bool:
     """Whether the op's kernel has a form for the buffer. Where torch would compute in its place, it does so better from here."""
-    keys, values = buffer.keys(0), buffer.values(0)
-    if keys.device.type != "cuda":
+    if not keys.is_cuda:
         return False
     import kvrag_kernels
 
-    width = max(table.width for table in rotary.tables)
+    width = max(table.width for table in rotary)
     return keys.shape == values.shape and kvrag_kernels.has_stitch(keys.shape[-1], width, keys.dtype, keys.device)
 
 
-def _is_said(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV]) -> bool:
+def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV]) -> bool:
     """Whether one call of the op can say how all this KV is kept: of one kind, and scales for equal groups of channels."""
     kinds = set()
-    for segment in layout.reused:
+    for segment in segments:
         for index, layer in enumerate(kvs[segment.source].layers):
             s = layer.scales
             kinds.add(None if s is None else layer.keys.dtype)
@@ -227,7 +227,7 @@ def _is_said(buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV]) -> bool:
 
 
 def _kept_bytes(layout: Layout, kvs: Sequence[ChunkKV], device: torch.device) -> int:
-    """Return what keeping the stale chunks' KV takes, beside what is in the device's memory anyway."""
+    """Return the bytes that keeping the stale chunks' KV adds to the device's memory."""
     needed = [kvs[segment.source] for segment in layout.stale]
     return sum(kv.num_bytes for kv in needed if kv.layers[0].keys.device != device)
 
@@ -241,12 +241,11 @@ def _has_room(num_bytes: int, device: torch.device) -> bool:
 
 
 def _angles(rotary: Rotations) -> Angles | None:
-    """Return the angles of a prompt's positions, or ``None`` where no layer turns, or one turns otherwise than in pairs."""
-    turning = [table for table in rotary.tables if table.width]
-    pairs = [table.pairs() for table in turning]
+    """Return the angles of a prompt's positions, or ``None`` where no layer rotates, or one rotates otherwise than in pairs."""
+    tables = {id(table): table for table in rotary if table.width}
+    pairs = [table.pairs() for table in tables.values()]
     found = [pair for pair in pairs if pair is not None]
     if not found or len(found) < len(pairs) or len({(cos.shape, kind) for cos, _, kind in found}) > 1:
         return None
-    index = {id(table): i for i, table in enumerate(turning)}
-    tables = [index.get(id(rotary.tables[kind]), -1) for kind in rotary.kinds]
-    return Angles(torch.stack([c for c, _, _ in found]), torch.stack([s for _, s, _ in found]), tables, found[0][2])
+    kinds = [list(tables).index(id(table)) if table.width else -1 for table in rotary]
+    return Angles(torch.stack([c for c, _, _ in found]), torch.stack([s for _, s, _ in found]), kinds, found[0][2])

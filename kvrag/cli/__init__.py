@@ -1,5 +1,10 @@
-"""The commands of ``kvrag``, one module each.
+"""The command line, ``kvrag COMMAND``.
 
-Nothing here imports torch or transformers at module level, which takes seconds: ``kvrag --help`` and an estimate from a preset need
-neither. Every command imports what it runs inside its function.
+::
+
+    app ─▶ ask (ask, explain, verify) · precompute · estimate ─▶ measure · store (stats, fsck, gc, rm, export, import) · kernels · demo
+              └──────────┴──────────────────┴─▶ options (flags ─▶ configs ─▶ engine) · documents (files ─▶ prompts, chunks) · output
+
+May import every other room but ``testing``. Nothing here imports torch or transformers at module level, which takes seconds:
+``kvrag --help`` and an estimate from a preset need neither. Commands import what they run inside their functions.
 """

@@ -19,6 +19,7 @@ from kvrag.cli.options import (
     AsJson,
     Given,
     ModeName,
+    is_on_command_line,
     open_engine,
     takes,
 )
@@ -158,20 +159,14 @@ def verify(
 
     Exit status 1 if the proof fails, if the model is refused, or if the answers differ too much.
     """
-    source = context.get_parameter_source("model")
-    is_named = source is not None and source.name == "COMMANDLINE"  # not from the environment
-    to_prove, files = _split(what or [], engine.get("model"), is_named=is_named)
+    to_prove, files = _split(what or [], engine.get("model"), is_named=is_on_command_line(context, "model"))
     if to_prove is not None:
         options: Given = {name: engine[name] for name in ("dtype", "device") if name in engine}
         is_passed = _prove(to_prove, options, max_error, as_json=as_json)
     else:
-        prompts = read_prompts(files)
-        with (
-            closing(open_engine(engine, repair=repair)) as opened,
-            progress(f"verifying {len(prompts)} prompt(s), each by full prefill and with reuse ..."),
-        ):
-            limits = {"max_mean_kl": max_kl, "min_top1": min_top1}
-            report = opened.verify(prompts, mode=mode, max_new_tokens=max_new_tokens, **limits)
+        prompts, limits = read_prompts(files), dict[str, Any](mode=mode, max_mean_kl=max_kl, min_top1=min_top1)
+        with closing(open_engine(engine, repair=repair)) as opened, progress(f"verifying {len(prompts)} prompt(s) ..."):
+            report = opened.verify(prompts, max_new_tokens=max_new_tokens, **limits)
         is_passed = report.passed
         if as_json:
             print_json(asdict(report))
@@ -182,7 +177,7 @@ def verify(
 
 
 def _split(what: list[str], model: str | None, *, is_named: bool) -> tuple[str | None, list[Path]]:
-    """Tell a model to prove from prompts to compare on; ``is_named``: ``model`` is ``--model``'s, so every argument is a prompt file."""
+    """Distinguish a model to prove from prompt files. ``is_named``: ``--model`` was given, so every argument is a prompt file."""
     if not what:
         if model is None:
             raise InputError("pass a model to prove reuse on, or prompt files and --model")

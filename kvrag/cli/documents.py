@@ -1,7 +1,7 @@
 """Files that commands read: prompts, and texts with a small splitter (applications have their own).
 
-The splitter cuts at paragraphs, then sentences, then words, and packs the parts to about the size asked for. Every chunk is a verbatim, stripped
-substring of its text, so a prompt that holds the whole text holds its chunks too.
+The splitter cuts at paragraphs, then sentences, then words, and packs the parts to about the size asked for. Every chunk is a verbatim,
+stripped substring of its text, so a prompt that holds the whole text holds its chunks too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
     Raises
     ------
     InputError
-        If a path does not exist, is no UTF-8 text, or nothing was found.
+        If a path does not exist, is not UTF-8 text, or nothing was found.
     """
     texts: dict[str, str] = {}
     for path in paths:
@@ -80,7 +80,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except UnicodeDecodeError:
-        raise InputError(f"{str(file)!r} is no UTF-8 text; convert it, or leave it out") from None
+        raise InputError(f"{str(file)!r} is not UTF-8 text; convert it, or leave it out") from None
     except OSError as error:
         raise InputError(f"{str(file)!r} can't be read: {error.strerror or error}; check the path") from error
 
@@ -208,10 +208,10 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
             try:
                 value = json.loads(line)
             except ValueError as error:
-                raise InputError(f"{where} is no JSON ({error}); write one JSON prompt per line") from None
+                raise InputError(f"{where} is not JSON ({error}); write one JSON prompt per line") from None
             prompts.append(_prompt(value, where))
     if not prompts:
-        raise InputError("there is no prompt in these files; write one JSON prompt per line of a .jsonl file")
+        raise InputError("these files hold no prompt; write one JSON prompt per line of a .jsonl file")
     return prompts
 
 
@@ -226,5 +226,5 @@ def _prompt(value: Any, where: str) -> Prompt:
     if all(isinstance(v, dict) for v in items):
         return items
     raise InputError(
-        f'{where} is no prompt: write a string, a list of chat messages, or of strings and {{"chunk": text}}'
+        f'{where} is not a prompt: write a string, a list of chat messages, or of strings and {{"chunk": text}}'
     )

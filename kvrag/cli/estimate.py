@@ -60,30 +60,37 @@ def estimate(
     """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""
     if config_only and measure:
         raise ConfigError("--config-only loads nothing and --measure loads the model; pass one of them")
-    for flag, value in (("--disk-gbps", disk_gbps), ("--prefill-tps", prefill_tps)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{flag} is {value}; it must be a number above 0")
-    model, shape = engine["model"], shape_of(engine["model"])
+    _check_positive(**{"--disk-gbps": disk_gbps, "--prefill-tps": prefill_tps})
+    model, shape, kept = (
+        engine["model"],
+        shape_of(engine["model"]),
+        StoreConfig(kv_dtype=engine.get("kv_dtype", "auto")).kv_dtype,
+    )
     name = shape.dtype if engine["dtype"] == "auto" else engine["dtype"]
-    kept = StoreConfig(kv_dtype=engine.get("kv_dtype", "auto")).kv_dtype
     counted = (
         _count(model, corpus, config_only, chunk_tokens)
         if corpus
         else Corpus(chunks, chunks * chunk_tokens, "as given")
     )
-    mean_tokens = max(1, round(counted.tokens / counted.chunks))
+    mean_tokens = round(counted.tokens / counted.chunks)  # no chunk is empty
     per_token = kept_bytes_per_token(shape, kept, chunk_tokens=mean_tokens, dtype=name)
-    disk = None if disk_gbps is None else disk_gbps * 1e9
+    disk = disk_gbps and disk_gbps * 1e9
     if measure:
         prefill_tps, disk = _measured(engine, prefill_tps, disk)
     values: dict[str, float | None] = {"bytes_per_token": per_token, "corpus_bytes": round(per_token * counted.tokens)}
     values |= _speeds(per_token, prefill_tps, disk, ratio)
     if as_json:
         about = {"model": model, **asdict(shape), "dtype": name, "kv_dtype": kept, "corpus": asdict(counted)}
-        print_json({**about, **values})
+        print_json(about | values)
         return
-    console().print(facts(f"KV of {model}", _size_rows(shape, name, kept, per_token, counted)))
-    console().print(facts("When loading beats computing", _speed_rows(values, ratio)))
+    sizes = facts(f"KV of {model}", _size_rows(shape, name, kept, per_token, counted))
+    console().print(sizes, facts("When loading beats computing", _speed_rows(values, ratio)))
+
+
+def _check_positive(**options: float | None) -> None:
+    for flag, value in options.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag} is {value}; it must be a number above 0")
 
 
 def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) -> Corpus:
@@ -218,7 +225,7 @@ def _gguf_config(path: Path) -> dict[str, Any]:
         of = fields["general.architecture"].contents()
         return {new: fields[f"{of}.{old}"].contents() for old, new in names.items() if f"{of}.{old}" in fields}
     except Exception as error:  # the reader's errors for damaged files share no base class
-        raise ModelError(f"{str(path)!r} is no readable GGUF file ({type(error).__name__}: {error})") from error
+        raise ModelError(f"{str(path)!r} is not a readable GGUF file ({type(error).__name__}: {error})") from error
 
 
 def _hub_config(model: str) -> dict[str, Any]:
@@ -227,7 +234,7 @@ def _hub_config(model: str) -> dict[str, Any]:
         config: dict[str, Any] = transformers.AutoConfig.from_pretrained(model).to_dict()
     except Exception as error:  # no such name, no connection, gated: all the same here
         raise ModelError(
-            f"{model!r} is no preset ({', '.join(PRESETS)}), directory or .gguf file, and its config can't be had from the hub; "
-            f"check the name and the connection ({type(error).__name__})"
+            f"{model!r} is neither a preset ({', '.join(PRESETS)}), a directory nor a .gguf file, and its config can't be read from "
+            f"the hub; check the name and the connection ({type(error).__name__})"
         ) from error
     return config

@@ -147,6 +147,12 @@ LIMITS = Group(
 SAMPLING = Group("sampling", *(_field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature")))
 
 
+def is_on_command_line(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given on the command line, not by the environment or a default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def key_options() -> Given:
     """Return the option of :class:`kvrag.StoreConfig` for the key that the environment has."""
     return {"encryption_key": f"env:{KEY_VARIABLE}"} if os.environ.get(KEY_VARIABLE) else {}

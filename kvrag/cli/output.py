@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 110
-"""Columns where the output is no terminal; rich's own guess of 80 breaks tables."""
+"""Columns where the output is not a terminal; rich's own guess of 80 breaks tables."""
 
 
 def console(*, err: bool = False) -> Console:
@@ -23,7 +23,7 @@ def console(*, err: bool = False) -> Console:
 
 
 def progress(text: str) -> AbstractContextManager[Any]:
-    """Show what is going on while it takes time; on standard error, so that results can be piped."""
+    """Show progress on standard error, so that results can be piped."""
     return console(err=True).status(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from kvrag.cli.documents import read_documents, split_documents
 from kvrag.cli.options import ENGINE, LIMITS, AsJson, Given, open_engine, takes
 from kvrag.cli.output import console, facts, print_json
 from kvrag.estimate import human_bytes
+
+if TYPE_CHECKING:
+    from kvrag.types import PrecomputeReport
 
 
 @takes(ENGINE, LIMITS)
@@ -50,16 +53,20 @@ def precompute(
     if as_json:
         print_json({"documents": len(documents), "chunks": len(chunks), "tokens": num_tokens, **asdict(report)})
     else:
-        rows: dict[str, object] = {
-            "documents": len(documents),
-            "chunks": f"{len(chunks)} of {num_tokens} tokens in all",
-            "stored": report.stored,
-            "skipped": f"{report.skipped} (stored before, or shorter than 32 tokens)",
-            "failed": len(report.failed),
-            "written": human_bytes(report.stored_bytes),
-            "time": f"{report.seconds:.1f} s",
-        }
-        rows.update({f"failed: {name}": reason for name, reason in report.failed[:10]})
-        console().print(facts(f"KV in {engine['kv_dir']}", rows))
+        made = f"{len(chunks)} of {num_tokens} tokens in all"
+        console().print(facts(f"KV in {engine['kv_dir']}", _rows(report, len(documents), made)))
     if report.failed:
         raise typer.Exit(1)
+
+
+def _rows(report: PrecomputeReport, documents: int, chunks: str) -> dict[str, object]:
+    rows: dict[str, object] = {
+        "documents": documents,
+        "chunks": chunks,
+        "stored": report.stored,
+        "skipped": f"{report.skipped} (stored before, or shorter than 32 tokens)",
+        "failed": len(report.failed),
+        "written": human_bytes(report.stored_bytes),
+        "time": f"{report.seconds:.1f} s",
+    }
+    return rows | {f"failed: {name}": reason for name, reason in report.failed[:10]}

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvrag.cli.options import DEFAULT_KV_DIR, LIMITS, AsJson, Given, KVDir, Namespace, key_options, takes
+from kvrag.cli.options import (
+    DEFAULT_KV_DIR,
+    LIMITS,
+    AsJson,
+    Given,
+    KVDir,
+    Namespace,
+    is_on_command_line,
+    key_options,
+    takes,
+)
 from kvrag.cli.output import console, facts, grid, print_json
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, InputError, StoreError
@@ -28,7 +38,7 @@ def check_is_store(kv_dir: Path) -> None:
     if kv_dir.exists() and not kv_dir.is_dir():
         raise StoreError(f"{str(kv_dir)!r} is a file; --kv-dir must name the directory of a KV store")
     if not (kv_dir / "format.json").is_file():
-        fault = f"{str(kv_dir)!r} is no KV store" if kv_dir.exists() else f"there is no KV store {str(kv_dir)!r}"
+        fault = f"{str(kv_dir)!r} is not a KV store" if kv_dir.exists() else f"there is no KV store {str(kv_dir)!r}"
         raise StoreError(f"{fault}; check --kv-dir, or run kvrag precompute first")
 
 
@@ -72,9 +82,9 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
 
 def fsck(
     kv_dir: KVDir = DEFAULT_KV_DIR,
-    verify_data: Annotated[bool, typer.Option("--verify-data", help="Read and prove every byte.")] = False,
+    verify_data: Annotated[bool, typer.Option("--verify-data", help="Read and verify every byte.")] = False,
     sample: Annotated[
-        str, typer.Option("--sample", metavar="N/T", help="Prove every byte of the n-th of t parts.")
+        str, typer.Option("--sample", metavar="N/T", help="Verify every byte of the n-th of t parts.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -105,7 +115,10 @@ def gc(
         typer.Option("--disk-bytes", min=0, help="Evict what is worth least until this many bytes are left."),
     ] = None,
     foreign: Annotated[
-        bool, typer.Option("--foreign", help="Also what another key than that of the environment protects, or none.")
+        bool,
+        typer.Option(
+            "--foreign", help="Remove files of other keys too, and plain ones where the environment has a key."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -142,12 +155,11 @@ def rm(
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Erase documents with the KV that only they hold on to, for every model and prefix. Exit status 1 if none was known."""
+    """Erase documents with the KV that no other document refers to, for every model and prefix. Exit status 1 if none was known."""
     if everything:
         if document or collection:
             raise InputError("--all erases every document; pass it without the options that name some")
-        source = context.get_parameter_source("namespace")
-        is_named = source is not None and source.name == "COMMANDLINE"
+        is_named = is_on_command_line(context, "namespace")
         _rm_all(kv_dir, namespace if is_named else None, yes=yes, as_json=as_json)
         return
     if not document and not collection:
@@ -200,7 +212,7 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy all chunks, or those of some documents; every byte is proven. The copy can be opened with read_only=True.
+    """Copy all chunks, or those of some documents; every byte is verified. The copy can be opened with read_only=True.
 
     Exit status 1 if a document is not known, or a chunk can't be read; the rest is copied. Without any, no copy is made.
     """
@@ -233,7 +245,7 @@ def import_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take over what proves itself byte by byte; whoever wrote the source, nothing in it is run or trusted."""
+    """Import the chunks of another store, each verified byte by byte; nothing in it is run or trusted."""
     check_is_store(source)
     from kvrag.store import check, open_store
 
@@ -258,7 +270,7 @@ def _report_copy(title: str, counts: tuple[int, int, int], more: dict[str, list[
 
 
 def _raise_unknown(names: list[str], namespace: str) -> NoReturn:
-    """Say that no document has these ids, and end with status 1."""
+    """Report that no document has these ids, and end with status 1."""
     are = "documents are" if len(names) > 1 else "document is"
     typer.echo(
         f"kvrag: {', '.join(map(repr, names))}: no such {are} in the namespace {namespace!r}; check the id, which ends in #0, #1 ... for "

@@ -1,1 +1,8 @@
-"""Room."""
+"""From a request to an answer.
+
+::
+
+    streams (thread of a request) ─▶ sequence ─▶ prompt.plan ─▶ turn ─▶ blend.prefill ─▶ sampling ─▶ text
+
+Imports everything that runs before it: ``store``, ``model``, ``prompt``, ``blend``, ``precompute`` and what they may import.
+"""

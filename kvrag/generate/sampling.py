@@ -1,4 +1,4 @@
-"""Decode: one token after the other behind the prefilled prompt, and text that is safe to show while it grows."""
+"""Decode: choose tokens one after the other behind the prefilled prompt, and release text that is safe to show."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def decode_tokens(
     eos_ids: frozenset[int],
     cancel: threading.Event,
 ) -> Iterator[int]:
-    """Yield answer tokens; the first comes from ``logits``, so no forward stands before it.
+    """Yield answer tokens, the one that ends the answer included; the first needs no forward.
 
     Parameters
     ----------
@@ -87,12 +87,8 @@ def decode_tokens(
         Computes the rows after the prefilled prompt; there is room for ``max_new_tokens - 1`` of them.
     logits
         Of the prompt's last row, ``(vocab,)``.
-    sampler
-        Chooses tokens.
-    max_new_tokens
-        Upper bound.
-    eos_ids
-        Tokens that end the answer; the ending token is yielded.
+    sampler, max_new_tokens, eos_ids
+        Choose tokens, and end the answer.
     cancel
         Checked before every forward.
     """
@@ -137,10 +133,9 @@ class TextStream:
         return shown if self.is_stopped else shown + rest
 
     def _new_text(self, *, is_last: bool) -> str:
-        """Text of tokens not read yet. Decoding a few tokens before them keeps spaces and joined characters right.
+        """Return the text of tokens not read yet, decoded behind a few tokens before them, which keeps spaces and joined characters right.
 
-        Those before them must have text: behind nothing but tokens that are left out, a SentencePiece decoder would take the first
-        word's space for a dummy prefix and drop it.
+        Those before them must have text: a SentencePiece decoder that leaves them all out drops the first word's space as a dummy prefix.
         """
         before = self._decode(self._ids[self._context : self._read])
         now = self._decode(self._ids[self._context :])
@@ -163,7 +158,7 @@ class TextStream:
         return shown
 
     def _held_back(self) -> int:
-        """Length of the longest end of the pending text that may become a stop string."""
+        """Return the length of the longest end of the pending text that may become a stop string."""
         lengths = (n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n]))
         return max(lengths, default=0)
 

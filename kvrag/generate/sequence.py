@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from kvrag.prompt.plan import Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.store import Naming, TieredStore
-from kvrag.threads import Deadline, ForkLock, Turns
+from kvrag.threads import Deadline, Turns, fork_lock
 from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -70,20 +71,22 @@ class Answering:
     store_config: StoreConfig
     write_back: WriteBack | None = None
     names: Naming = field(default_factory=Naming)
-    _lock: ForkLock = field(default_factory=ForkLock)
+    _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
         with self._lock:
-            spans, cursor = self._spans.setdefault(namespace, (SpanIndex(self.names.digest), 0))
+            if namespace not in self._spans:
+                self._spans[namespace] = SpanIndex(self.names.digest), 0
+            spans, cursor = self._spans[namespace]
         nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
             lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's catalog"
         )
         if new:
-            spans.add([self.names.unmask(entry) for entry in new])
+            spans.add(new)
         with self._lock:  # a request that read less does no harm: texts that are known are skipped
             self._spans[namespace] = (spans, cursor)
         return spans
@@ -153,36 +156,35 @@ class Answering:
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
-        lm, window = self.loaded.lm, self.loaded.lm.context_window
-        total = len(plan.token_ids) + max_new_tokens
-        if total > window:
-            raise ContextLengthError(
-                f"the prompt has {total - max_new_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's "
-                f"context window of {window}; retrieve fewer chunks or lower max_new_tokens"
-            )
+        total = self._check_length(len(plan.token_ids), max_new_tokens)
         missed = _missed(request, plan, erasures) if self.write_back else None
         plan = self._checked(plan, request.mode, total)
-
-        def attempt(mode: Mode) -> Prefilled:
-            return prefill(
-                lm,
-                self.store,
-                plan,
-                mode=mode,
-                config=request.repair,
-                max_new_tokens=max_new_tokens,
-                load_timeout_s=deadline.left_s,
-                clock=clock,
-            )
-
+        attempt = partial(
+            prefill,
+            self.loaded.lm,
+            self.store,
+            plan,
+            config=request.repair,
+            max_new_tokens=max_new_tokens,
+            load_timeout_s=deadline.left_s,
+            clock=clock,
+        )
         with TURNS.turn(cancel):
-            mode: Mode = "full" if plan.refusal else request.mode
-            done = _retry_without_reuse(attempt, mode, self._release)
-            yield replace(done, missed=missed) if missed else done, clock
+            done = _retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self.store.release)
+            try:
+                yield replace(done, missed=missed) if missed else done, clock
+            finally:
+                done.release()
 
-    def _release(self) -> bool:
-        """Free the memory of the store's uppermost tier, where another one is below it; return whether that is any."""
-        return self.store.release() > 0
+    def _check_length(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the tokens of prompt and answer together; raise if the model's context window is smaller."""
+        total, window = num_tokens + max_new_tokens, self.loaded.lm.context_window
+        if total > window:
+            raise ContextLengthError(
+                f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's context window of "
+                f"{window}; retrieve fewer chunks or lower max_new_tokens"
+            )
+        return total
 
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
@@ -258,36 +260,34 @@ def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
     chunks = tuple(dict.fromkeys([*plan.missed, *given]))
     if request.mode == "full" or not chunks:
         return None
-    head = plan.pieces[
-        0
-    ].piece.text  # where it is no known prefix, it may hold a question: nothing is encoded behind that
+    head = plan.pieces[0].piece.text  # no known prefix may hold a question: nothing is encoded behind that
     prefix = head if head in request.prefixes else request.prefixes[0]
     return Missed(chunks, prefix, request.namespace, erasures)
 
 
-def _retry_without_reuse(attempt: Callable[[Mode], Prefilled], mode: Mode, release: Callable[[], bool]) -> Prefilled:
-    """Run a prefill; when memory runs out, once more without reuse and with the memory that ``release`` frees, then give up."""
+def _retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]) -> Prefilled:
+    """Run a prefill; when memory runs out, once more without reuse, where ``release`` has freed the store's memory."""
     done, reason = _attempt(attempt, mode)
-    if done is None and (release() or mode != "full"):
+    if done is not None:
+        return done
+    if release() or mode != "full":
         logger.warning("out of memory with reuse (%s); trying once more without", reason)
         gc.collect()  # the failed attempt's buffers go before the next one allocates
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         done, reason = _attempt(attempt, "full")
-        if done is not None:
-            return replace(done, fallback_reason=None if mode == "full" else "memory ran out with reuse")
     if done is None:
         raise OutOfMemoryError(
             "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
             f"or use a smaller model or dtype ({reason})"
         )
-    return done
+    return done if mode == "full" else replace(done, fallback_reason="memory ran out with reuse")
 
 
-def _attempt(attempt: Callable[[Mode], Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
+def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
     """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
     try:
-        return attempt(mode), ""
+        return attempt(mode=mode), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -317,7 +317,7 @@ class EngineStats:
     """How answers were made since an engine was opened: totals over requests, thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = ForkLock()
+        self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
 
     def count(self, result: Accounting) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvrag.types import ChunkIdentity, ChunkKey
 
@@ -118,6 +119,7 @@ def content_key(identity: ChunkIdentity) -> str:
     return key_digest("content", fields)
 
 
+@lru_cache(maxsize=4096)  # one request asks for the same few keys several times
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:
     """Key of a chunk behind its prefix and context."""
     fields = {

@@ -1,7 +1,7 @@
 """The identity of a model in use. It follows adapters that are switched or merged and weights that are changed in place.
 
-Hashing weights takes seconds and requests take less, so each request first makes a cheap check: are these the tensors of last time, unchanged
-by torch's count of in-place changes, and with the same values at a few places? Only if not is anything hashed again.
+Hashing weights takes seconds and requests take less, so each request first makes a cheap check: are these the tensors of last time,
+unchanged by torch's count of in-place changes, and with the same values at a few places? Only if not is anything hashed again.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class _Digests:
 
 
 def _note(layer: Any) -> object:
-    """What a layer does with its adapters, tensors left out."""
+    """Describe what a layer does with its adapters, tensors left out."""
     names, note = state_of(layer)
     found = ((key, value) for name in names for key, value in settings_of(layer, name) if isinstance(value, PLAIN))
     plain = [(key, repr(value) if isinstance(value, list) else value) for key, value in found]

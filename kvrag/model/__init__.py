@@ -1,21 +1,22 @@
-"""The only package that knows transformers' internals: a causal LM as kvrag's stages see it.
+"""The only room that knows transformers' internals: a causal LM as kvrag's stages see it.
 
-Nothing is patched, and no architecture is accepted by its name. Structure says where keys, rotations and masks are to be looked for;
-one forward of a few tokens at load proves, layer by layer, that what was found is what the model attends to (:mod:`.probe`).
+Nothing is patched, and no architecture is accepted by its name. Structure gives candidates; one forward of a few tokens at load shows,
+layer by layer, which of them hold; a proof compares the loaded model with transformers' own forward.
 
-```
-support   what can't be moved, from the config or the module tree, each with its reason
-switch    the attention function and the mask function that are switched in for the time of a forward
-layers    the attention modules, and where position-free keys can be taken from them
-masks     who sees whom, read from the model's own mask functions
-rotary    the rotary tables and the model's own rotation, whatever its signature
-probe     which of these hold for which layer; a refusal where none does
-lm        forwards over chosen rows, rotations, capture
-```
+::
+
+    source → load → plain (refused: full prefill, and why)
+               └──→ lm ← traits ← candidates, rope        what was found out about each layer
+                    ├──→ proof                            reuse is exact on this model, or refused
+    ids, Rows, KV ──┴──→ forward → attention → rows       one forward: cache and attention, limits of each row
+                            └──→ kv                       arena in slots, a request's buffer is a view
+    flash                                                 the attention alone, under transformers' own generate
+
+May import ``types errors config threads`` and ``identity``.
 """
 
 from kvrag.model.forward import StopForward
 from kvrag.model.lm import CausalLM
-from kvrag.model.support import check_supported
+from kvrag.model.plain import check_supported
 
 __all__ = ["CausalLM", "StopForward", "check_supported"]

@@ -9,12 +9,27 @@ prompts and single rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from kvrag.errors import UnsupportedModelError
 from kvrag.model.rows import EVERYTHING, Block, Limits, Reach
+
+UNDERSTOOD = frozenset(
+    [
+        "sliding_window",
+        "position_ids",
+        "cache_position",
+        "dropout",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+    ]
+)
+"""Options that change nothing here: limits come from the model's own mask, rows from Rows, and dropout is off outside training."""
 
 
 class Mass(NamedTuple):
@@ -86,7 +101,7 @@ def ragged_attention(
 def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a CUDA kernel computes this: several rows, for one row sees all its keys and torch's own kernels take it without a mask.
 
-    The package that holds the kernels is only looked at where there is a CUDA device.
+    The package that holds the kernels is imported only where there is a CUDA device.
     """
     if not query.is_cuda or query.shape[2] == 1:
         return False
@@ -163,3 +178,17 @@ def _collect(probabilities: torch.Tensor, shape: torch.Size, skip: int) -> torch
     counted = (torch.arange(rows, device=probabilities.device) >= skip).float()
     packed = counted.repeat(heads // probabilities.shape[1])
     return torch.matmul(packed, probabilities).sum(dim=(0, 1))
+
+
+def refuse_unknown(
+    module: torch.nn.Module, others: Mapping[str, object], then: str = "the model is answered by full computation"
+) -> None:
+    """Refuse options that may change the attention: dropping one silently would give a wrong answer; ``then`` says what is left."""
+    known = UNDERSTOOD | {"is_causal"}
+    unknown = [name for name, given in others.items() if name not in known and given is not None and given is not False]
+    if others.get("is_causal") is False or not getattr(module, "is_causal", True):
+        unknown.append("is_causal=False")
+    if unknown:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention function, which kvrag doesn't apply; {then}"
+        )

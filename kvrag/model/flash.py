@@ -1,8 +1,8 @@
 """kvrag's attention alone, for a model that transformers runs: ``generate``, its caches and its padding stay as they are.
 
-Where the engine can't be used (another serving loop, another cache) the kernels still can: :func:`install_flash_attention` has transformers
-dispatch to :func:`kvrag_kernels.ragged_attention` by name. Nothing is patched. Instead of a mask of rows × keys, a forward carries the
-rows' indices and the padding's bounds; each layer adds its window, which was read from the model's own mask function at installation.
+Where the engine can't be used (another serving loop, another cache) the kernels still can: transformers dispatches to
+:func:`kvrag_kernels.ragged_attention` by name. Instead of a mask of rows × keys, a forward carries the rows' indices and the padding's
+bounds; each layer adds its window, which was read from the model's own mask function at installation.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 import kvrag_kernels
 from kvrag.errors import InputError, UnsupportedModelError
-from kvrag.model.forward import MaskFunction, lock_of, refuse_unknown
-from kvrag.model.key_sources import attention_modules
+from kvrag.model.attention import refuse_unknown
+from kvrag.model.candidates import attention_modules
+from kvrag.model.forward import MaskFunction, lock_of
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
 
 NAME = "kvrag_rows"
-"""Name of the implementation for transformers: neither "flash" nor "/", to which it gives a meaning of its own."""
+"""Name of the implementation for transformers. It holds neither "flash" nor "/", which transformers treats specially."""
 
 _reaches: weakref.WeakKeyDictionary[torch.nn.Module, Reach] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
@@ -40,10 +41,8 @@ class _Forward:
         First and last real key of each batch entry, int64 ``(B, 1)`` each; ``None``: no padding.
     offset
         Index of the first key that the cache returns (a sliding cache drops the oldest).
-    seen
-        Bool ``(B, S, K)``: what the model's own mask function says of the rows ``sample``, padding left out; to compare each reach with.
-    sample
-        Int64 ``(S,)``, indices into ``rows``.
+    seen, sample
+        Bool ``(B, S, K)``: what the model's own mask function gives for the rows ``sample``, int64 ``(S,)``, padding left out.
     limits
         By reach: ``hi``, ``lo`` and the kernels' plan.
     """
@@ -79,8 +78,8 @@ class _Forward:
         expected = (keys <= rows) & (keys >= reach.lo(rows, rows))
         if not bool((self.seen == expected).all()):
             raise InputError(
-                "the model's mask is not causal attention with this layer's window: packed sequences and masks of other kinds are not "
-                "served; call uninstall_flash_attention(model) before such a forward"
+                "the model's mask is not causal attention with this layer's window: packed sequences and other masks are not supported; "
+                "call uninstall_flash_attention(model) before such a forward"
             )
 
 
@@ -112,13 +111,7 @@ def _rows_mask(
 
 
 def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the first and last real key of each batch entry.
-
-    Raises
-    ------
-    InputError
-        If padding stands between real tokens.
-    """
+    """Return the first and last real key of each batch entry; raises ``InputError`` if padding stands between real tokens."""
     if attention_mask is None or bool(attention_mask.all()):
         return None
     real = attention_mask.bool()
@@ -128,7 +121,7 @@ def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Te
     index = torch.arange(real.shape[1], device=real.device)
     if not bool((real == ((index >= first) & (index <= last))).all()):
         raise InputError(
-            "attention_mask has padding between real tokens; kvrag's attention serves padding at the left or at the right alone"
+            "attention_mask has padding between real tokens; kvrag's attention supports padding at the left or at the right only"
         )
     return first, last
 
@@ -151,13 +144,13 @@ def _rows_attention(
     forward, reach = getattr(attention_mask, "kvrag", None), _reaches.get(module)
     if reach is None:
         raise InputError(
-            f"{type(module).__name__} asks for kvrag's attention and is of a model that it was not installed in, a copy perhaps; call "
-            "install_flash_attention(model) on that one"
+            f"kvrag's attention is not installed in the model of this {type(module).__name__}, perhaps a copy of another; call "
+            "install_flash_attention(model) on it"
         )
     if forward is None:
         raise InputError(
-            f"{type(module).__name__} was given a mask of its own; kvrag's attention makes its limits from 2-D attention masks alone: pass "
-            "one, or call uninstall_flash_attention(model)"
+            f"{type(module).__name__} was given a 4-D mask; kvrag's attention takes 2-D attention masks only: pass one, or call "
+            "uninstall_flash_attention(model)"
         )
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
         raise InputError(
@@ -185,9 +178,8 @@ AttentionMaskInterface.register(NAME, _rows_mask)
 def install_flash_attention(model: PreTrainedModel) -> int:
     """Have transformers compute a model's attention with kvrag's kernels, until :func:`uninstall_flash_attention`.
 
-    For ``generate`` and forwards of your own, with any cache of transformers; :class:`~kvrag.KVRagEngine` needs none of this. Prompts,
-    answers, padding at either side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only.
-    Installing twice is installing once.
+    For ``generate`` and your own forwards, with any cache of transformers; :class:`~kvrag.KVRagEngine` doesn't need it. Padding at either
+    side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only; idempotent.
 
     Parameters
     ----------
@@ -197,7 +189,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     Returns
     -------
     int
-        Number of attention layers that it serves: all of them.
+        Number of attention layers: all of them.
 
     Raises
     ------
@@ -209,7 +201,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     lm = CausalLM(model)
     if lm.is_dense:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes its attention itself and asks for no attention function, so none can be put in its place"
+            f"{type(model).__name__} computes its attention itself and asks for no attention function, so it can't be replaced"
         )
     modules = attention_modules(model)
     with lock_of(model):
@@ -223,7 +215,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
 
 
 def uninstall_flash_attention(model: PreTrainedModel) -> None:
-    """Give a model its attention back; does nothing where none was installed."""
+    """Give a model its own attention back, if kvrag's was installed."""
     with lock_of(model):
         if model not in _before:
             return

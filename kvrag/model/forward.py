@@ -1,9 +1,9 @@
-"""One forward, as transformers sees it: the cache that its layers write to, and the attention and the mask that it finds by name.
+"""One forward as transformers sees it: the cache that its layers write to, and the attention and the mask that it finds by name.
 
 Nothing is patched. For the time of a forward the model's config names kvrag's attention; transformers dispatches to :func:`_attention`
-and :func:`_mask`, and they ask which forward of kvrag's runs in this thread. In any other thread the model's own attention runs: a model
-that was handed in stays usable by its owner meanwhile. Where attention can't be replaced (it never asks for an attention function),
-the model's own mask is evaluated at the rows' true positions instead.
+and :func:`_mask`, which look up the forward of kvrag's that runs in this thread. In any other thread the model's own attention runs, so its
+owner can use a model meanwhile. Attention that can't be replaced (it calls no attention function) gets the model's own mask instead,
+evaluated at the rows' true positions.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
-from kvrag.errors import UnsupportedModelError
-from kvrag.model.attention import Mass, ragged_attention
+from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.kv import KVBuffer
 from kvrag.model.rows import EVERYTHING, Limits, Reach, Rows
 
 ATTENTION = "kvrag"
-"""Name of the implementation: neither "flash" nor "/", to which transformers gives a meaning of its own."""
+"""Name of the implementation. It holds neither "flash" nor "/", which transformers treats specially."""
 
 EAGER = "eager"
 """Transformers' reference attention: the code of the modelling file itself."""
@@ -36,19 +36,6 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``(layer, all keys, all values, fresh keys, fresh values)``, tensors ``(1, H_kv, ·, D)``: may change the buffers in place."""
-
-_UNDERSTOOD = frozenset(
-    # The limits come from the model's own mask function (see traits), the rows from Rows, and dropout is off outside training.
-    (
-        "sliding_window",
-        "position_ids",
-        "cache_position",
-        "dropout",
-        "use_cache",
-        "output_attentions",
-        "output_router_logits",
-    )
-)
 
 
 class StopForward(Exception):
@@ -68,23 +55,16 @@ class Forward(Cache):  # type: ignore[misc]
 
     Parameters
     ----------
-    rows, kv
-        What is computed, and where it is written.
-    device
-        Of the model.
+    rows, kv, device
+        What is computed, where it is written, and where the model is.
     reach
         How far back each attention module sees, by its ``id``.
-    weighed
-        The ``id``s of the modules whose attention is collected in ``mass``.
-    mass
-        Collects attention mass, or ``None``.
-    final
-        The ``id`` of the last attention module that is needed: what it returns matters for the last ``outputs`` rows alone, because
-        nothing mixes rows after it.
-    outputs
-        Last rows that somebody will look at.
+    weighed, mass
+        The ``id``s of the modules whose attention is collected, and where.
+    final, outputs
+        The ``id`` of the last attention module that is needed, and the last rows that somebody will look at: nothing mixes rows after it.
     before_write
-        Called in each layer before its fresh rows are written, or ``None``.
+        Called in each layer before its fresh rows are written.
     tells_offsets
         Whether a layer takes the positions of its fresh rows from the cache's length (Llama 4 scales queries by them): then the length
         that it is told is such that counting on from it gives the rows' own positions, scattered or not.
@@ -99,7 +79,7 @@ class Forward(Cache):  # type: ignore[misc]
         device: torch.device,
         *,
         reach: Mapping[int, Reach] | None = None,
-        weighed: frozenset[int] = frozenset(),
+        weighed: Sequence[int] = (),
         mass: Mass | None = None,
         final: int | None = None,
         outputs: int = 0,
@@ -112,7 +92,8 @@ class Forward(Cache):  # type: ignore[misc]
         self.limits = Limits(self.hi, rows.stop, rows.positions, rows.first, rows.prefix)
         self.positions = self.hi if rows.positions is None else rows.positions
         self.reach, self.weighed, self.mass, self.final, self.outputs = reach or {}, weighed, mass, final, outputs
-        self.is_dense, self.observed = is_dense, None
+        self.is_dense = is_dense
+        self.observed: Observed | None = None
         self._rows, self._kv, self._before_write, self._tells_offsets = rows, kv, before_write, tells_offsets
 
     def update(
@@ -120,7 +101,8 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
         stop, slots = self._rows.stop, self._rows.slots
-        keys, values = (x[:, :, :stop] for x in self._kv.layers[layer_idx])
+        keys, values = self._kv.layers[layer_idx]
+        keys, values = keys[:, :, :stop], values[:, :, :stop]
         if self._before_write is not None:
             self._before_write(layer_idx, keys, values, key_states, value_states)
         keys[:, :, slots] = key_states
@@ -137,29 +119,24 @@ class Forward(Cache):  # type: ignore[misc]
         """Return the visible length and offset 0: a row's index is its position."""
         return self._rows.stop, 0
 
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    def attend_last(
+        self, query: torch.Tensor, value: torch.Tensor, mass: Mass | None, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Attend in one layer; in the last layer that is needed, only for the rows that somebody will look at: the others get zeros.
+        """Attend in the last layer that is needed: for the rows that somebody will look at, the others get zeros.
 
         Raises
         ------
         StopForward
             If nobody looks at the layer's output at all.
         """
-        mass = self.mass if id(module) in self.weighed else None
-        if id(module) != self.final:
-            return ragged_attention(query, key, value, self.limits, mass=mass, **options)
         total, wanted = query.shape[2], max(self.outputs, 0 if mass is None else mass.rows)
-        if wanted >= total:
-            out = ragged_attention(query, key, value, self.limits, mass=mass, **options)
-        else:
-            out = query.new_zeros((*query.shape[:3], value.shape[-1]))
-            if wanted:
-                last = slice(total - wanted, total)
-                out[:, :, last] = ragged_attention(
-                    query[:, :, last], key, value, self.limits.last(wanted), mass=mass, **options
-                )
+        out = (
+            attend(query, limits=self.limits)
+            if wanted >= total
+            else query.new_zeros((*query.shape[:3], value.shape[-1]))
+        )
+        if 0 < wanted < total:
+            out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], limits=self.limits.last(wanted))
         if not self.outputs:
             raise StopForward
         return out
@@ -181,10 +158,39 @@ class _Current(threading.local):
     running: Forward | str | None = None
 
 
+@dataclass(slots=True)
+class _Own:
+    """What a model has outside kvrag's forwards: its attention, whether that can't be replaced, and the lock of who switches it."""
+
+    attention: str = EAGER
+    is_dense: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
 _current = _Current()
 _ATTENTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
-_own: dict[int, tuple[str, bool]] = {}
-"""By ``id`` of a config: the attention that the model has outside kvrag's forwards, and whether it can't be replaced."""
+_own: dict[int, _Own] = {}  # by id of the config, which the switch is part of
+_guard = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Make new locks in a forked process: the threads that held them are not there."""
+    global _guard
+    _guard = threading.Lock()
+    for own in _own.values():
+        own.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def lock_of(model: PreTrainedModel) -> threading.RLock:
+    """Return the one lock of a model, however many engines use it: its attention is switched during a forward."""
+    with _guard:
+        if id(model.config) not in _own:
+            _own[id(model.config)] = _Own()
+            weakref.finalize(model.config, _own.pop, id(model.config), None)
+        return _own[id(model.config)].lock
 
 
 def running() -> Forward | str | None:
@@ -194,28 +200,21 @@ def running() -> Forward | str | None:
 
 @contextmanager
 def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
-    """Run the model's forwards of this thread inside as ``what``, without dropout; the caller holds the model's lock.
+    """Run the model's forwards of this thread inside as a forward, or by transformers' attention of this name, without dropout.
 
-    Parameters
-    ----------
-    model
-        The model.
-    what
-        A forward, or the name of one of transformers' attentions.
+    The caller holds the model's lock.
     """
-    config = model.config
-    before = config._attn_implementation
-    if id(config) not in _own:
-        weakref.finalize(config, _own.pop, id(config), None)
-    if before != ATTENTION:  # else a forked process found it so
-        _own[id(config)] = before or EAGER, isinstance(what, Forward) and what.is_dense
+    config, own = model.config, _own[id(model.config)]
+    if config._attn_implementation != ATTENTION:  # else a forked process found it so
+        own.attention = config._attn_implementation or EAGER
+        own.is_dense = isinstance(what, Forward) and what.is_dense
     config._attn_implementation = ATTENTION
     _current.running = what
     try:
-        with evaluating(model):
+        with evaluating(model) if model.training else nullcontext():
             yield
     finally:
-        config._attn_implementation = _own[id(config)][0] if before == ATTENTION else before
+        config._attn_implementation = own.attention
         _current.running = None
 
 
@@ -230,26 +229,6 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         if was_training:
             model.train()
-
-
-_locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_guard = threading.Lock()
-
-
-def lock_of(model: PreTrainedModel) -> threading.RLock:
-    """Return the one lock of a model, however many engines use it: its attention is switched during a forward."""
-    with _locks_guard:
-        return _locks.setdefault(model, threading.RLock())
-
-
-def _forget_locks() -> None:
-    """Start afresh in a forked process: the threads that held the locks are not there."""
-    global _locks_guard
-    _locks_guard = threading.Lock()
-    _locks.clear()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _attention(
@@ -270,60 +249,44 @@ def _attention(
         options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         others |= {name: given for name, given in options.items() if given is not None}
         return _attention_of(module, forward)(module, query, key, value, attention_mask, **others)
-    if not others.keys() <= _UNDERSTOOD or not getattr(module, "is_causal", True):
+    if not others.keys() <= UNDERSTOOD or not getattr(module, "is_causal", True):
         refuse_unknown(module, others)
     if forward.observed is not None:
         forward.observed.masks[id(module)] = forward.observed.made.get(id(attention_mask), (None, None))[1]
-    out = forward.attend(
-        module,
-        query,
-        key,
-        value,
+    mass = forward.mass if id(module) in forward.weighed else None
+    attend = partial(
+        ragged_attention,
+        keys=key,
+        values=value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         reach=forward.reach.get(id(module), EVERYTHING),
         softcap=softcap,
         sinks=s_aux,
+        mass=mass,
     )
-    return out.transpose(1, 2), None
+    if id(module) == forward.final:
+        return forward.attend_last(query, value, mass, attend).transpose(1, 2), None
+    return attend(query, limits=forward.limits).transpose(1, 2), None
 
 
 def _attention_of(module: Any, name: str | None) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Return transformers' attention of this name; ``None``: the one that the module's model has outside kvrag's forwards."""
-    name = _own[id(module.config)][0] if name is None else name
+    name = _own[id(module.config)].attention if name is None else name
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _ATTENTIONS.get(name, by_default)
     return found
 
 
 def _mask(batch_size: int, *, mask_function: MaskFunction, config: Any = None, **options: Any) -> torch.Tensor | None:
-    """Make no mask where the attention needs none, and the model's own one for forwards that are not kvrag's."""
+    """Make no mask where kvrag's attention needs none, and the model's own one for any other forward."""
     forward = _current.running
     if not isinstance(forward, Forward):
-        name, is_dense = _own[id(config)] if forward is None else (forward, False)
-        make = _MASKS[EAGER if is_dense else name]
-        return make(  # type: ignore[no-any-return]
-            batch_size=batch_size, mask_function=mask_function, config=config, **options
-        )
+        own = _own[id(config)] if forward is None else _Own(forward)
+        make: Callable[..., torch.Tensor | None] = _MASKS[EAGER if own.is_dense else own.attention]
+        return make(batch_size=batch_size, mask_function=mask_function, config=config, **options)
     if forward.is_dense or forward.observed is not None:
         return forward.dense_mask(batch_size, mask_function, options["dtype"])
     return None
-
-
-def refuse_unknown(
-    module: torch.nn.Module, others: Mapping[str, object], then: str = "the model is answered by full computation"
-) -> None:
-    """Refuse options that may change the attention: dropping one silently would give a wrong answer; ``then`` says what is left."""
-    unknown = [
-        name for name, given in others.items() if name not in _UNDERSTOOD and given is not None and given is not False
-    ]
-    if others.get("is_causal") is False or not getattr(module, "is_causal", True):
-        unknown.append("is_causal=False")
-    elif "is_causal" in unknown:
-        unknown.remove("is_causal")
-    if unknown:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention function, which kvrag doesn't apply; {then}"
-        )
 
 
 _ATTENTIONS.register(ATTENTION, _attention)

@@ -76,10 +76,12 @@ class KVArena(KVBuffer):
         batch: int = 1,
         keeps_ids: bool = False,
     ) -> None:
-        def empty(heads: int, dim: int) -> torch.Tensor:
-            return torch.empty((batch, heads, slots, dim), dtype=dtype, device=device)
-
-        super().__init__([(empty(s.num_heads, s.key_dim), empty(s.num_heads, s.value_dim)) for s in shapes])
+        layers = []
+        for shape in shapes:
+            keys = torch.empty((batch, shape.num_heads, slots, shape.key_dim), dtype=dtype, device=device)
+            values = torch.empty((batch, shape.num_heads, slots, shape.value_dim), dtype=dtype, device=device)
+            layers.append((keys, values))
+        super().__init__(layers)
         self._keeps_ids = keeps_ids
 
     def view(self, start: int, capacity: int) -> KVBuffer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -11,15 +11,13 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.attention import Mass
+from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import BeforeWrite, Forward, StopForward, lock_of, running, switched
-from kvrag.model.key_sources import attention_modules, decoder_of
-from kvrag.model.kv import KVArena, KVBuffer, LayerShape
-from kvrag.model.plain import Extend
-from kvrag.model.rope import Rotations
-from kvrag.model.rotary import Turning
+from kvrag.model.kv import KVArena, KVBuffer
+from kvrag.model.plain import Extend, check_placement, check_supported, context_window, regime_limit
+from kvrag.model.rope import Rotation, Rotations
 from kvrag.model.rows import Rows
-from kvrag.model.support import check_placement, check_supported, context_window, regime_limit
-from kvrag.model.traits import LayerTraits, accepted, observe, probe_positions, prove
+from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
 
 
 class CausalLM:
@@ -30,6 +28,22 @@ class CausalLM:
     model
         A decoder-only causal LM on one device.
 
+    Attributes
+    ----------
+    num_layers
+        Number of decoder layers ``L``.
+    traits, shapes
+        What is known of each layer, and the shape of its KV.
+    context_window
+        Largest number of tokens of prompt and answer together.
+    reuse_window
+        Largest number of tokens of prompt and answer together that stored KV holds for. Less than the context window where longer prompts
+        rotate by other angles (longrope): those are computed.
+    is_dense
+        Whether its attention can't be replaced: it calls no attention function and gets a mask instead.
+    kv_bytes_per_token
+        Bytes of KV per token over all layers, in the model's dtype.
+
     Raises
     ------
     UnsupportedModelError
@@ -39,56 +53,52 @@ class CausalLM:
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config)
         check_placement(model)
-        self.model = model
-        self.config = model.config
+        self.model, self.config = model, model.config
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._base = decoder_of(model)
-        self._attentions = attention_modules(model)
-        self.traits: list[LayerTraits] = []
-        self._turnings: list[Turning] = []
-        self._kinds: list[int] = []
-        self._captured: dict[int, torch.Tensor] | None = None
+        self.vocab_size = int(model.config.vocab_size)
+        self.context_window = context_window(model.config)
+        self.reuse_window = min(self.context_window, regime_limit(model.config) or self.context_window)
+        self._base, self._attentions = decoder_of(model), attention_modules(model)
+        self.num_layers = len(self._attentions)
         self._accepted = {True: accepted(model), False: accepted(self._base)}
-        self._prove_capture()
+        self._captured: dict[int, torch.Tensor] | None = None
+        self._find_traits()
+        self.shapes = [trait.shape for trait in self.traits]
+        self.kv_bytes_per_token = self.dtype.itemsize * sum(
+            s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes
+        )
 
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers ``L``."""
-        return len(self._attentions)
+    @torch.inference_mode()
+    def _find_traits(self) -> None:
+        """Run a few tokens through the model and prove that captured keys, rotated, are the keys it attends to."""
+        positions = torch.tensor(sample_positions(self.context_window), device=self.device)
+        with lock_of(self.model):
+            seen = observe(self.model, self._attentions, positions)
+            self.traits: list[LayerTraits] = find_traits(self.model, self._attentions, seen, positions)
+        self.is_dense = not seen.masks
+        self._final = next(reversed(seen.masks), None)
+        self._reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
+        self._tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
+        self._can_pack = "position_ids" in self._accepted[False] and not (self.is_dense or self._tells_offsets)
+        self._rotations: list[Rotation] = []
+        for trait in self.traits:
+            if trait.rotation not in self._rotations:
+                self._rotations.append(trait.rotation)
+        self._kinds = [self._rotations.index(trait.rotation) for trait in self.traits]
+        self._check_angles(positions)
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether its attention can't be replaced: it asks for no attention function and gets a mask instead."""
-        return self._is_dense
-
-    @property
-    def context_window(self) -> int:
-        """Largest number of tokens of prompt and answer together."""
-        return context_window(self.config)
-
-    @property
-    def reuse_window(self) -> int:
-        """Largest number of tokens of prompt and answer together that stored KV holds for.
-
-        Less than the context window where longer prompts turn by other angles (longrope): those are computed.
-        """
-        return min(self.context_window, regime_limit(self.config) or self.context_window)
-
-    @property
-    def shapes(self) -> list[LayerShape]:
-        """Shape of each layer's KV."""
-        return [trait.shape for trait in self.traits]
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return int(self.config.vocab_size)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of KV per token over all layers, in the model's dtype."""
-        return sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes) * self.dtype.itemsize
+    def _check_angles(self, positions: torch.Tensor) -> None:
+        """Refuse a model whose angles at a position depend on what comes after it, unless it is known from which length on they do."""
+        if self.reuse_window < self.context_window:
+            return
+        for rotation in self._rotations:
+            short, long = rotation.tables(positions[:3]), rotation.tables(positions)
+            if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
+                raise UnsupportedModelError(
+                    f"the rotary angles of {type(self.model).__name__} ({rotation.name}) change with the prompt's length, so stored keys "
+                    "can't be moved exactly"
+                )
 
     def arena(self, slots: int, *, batch: int = 1) -> KVArena:
         """Allocate KV in slots, for one request or several; see :class:`~kvrag.model.kv.KVArena`."""
@@ -102,7 +112,8 @@ class CausalLM:
     def rotary(self, num_positions: int) -> Rotations:
         """Return the rotations of positions 0 to ``num_positions - 1`` in every layer, float32."""
         positions = torch.arange(num_positions, device=self.device)
-        return Rotations([turning.at(positions) for turning in self._turnings], self._kinds)
+        tables = [rotation.at(positions) for rotation in self._rotations]
+        return [tables[kind] for kind in self._kinds]
 
     @property
     def can_share_forwards(self) -> bool:
@@ -163,26 +174,26 @@ class CausalLM:
         """
         if rows.first is not None and not self._can_pack:
             raise ValueError("this model computes one request at a time; see CausalLM.can_share_forwards")
-        ids = token_ids if token_ids.dim() == 2 else token_ids[None]
+        lock, ids = lock_of(self.model), token_ids if token_ids.dim() == 2 else token_ids[None]
         if kv.token_ids is not None:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
         mass = Mass(torch.zeros(rows.stop, device=self.device), mass_rows) if mass_rows else None
-        layers = mass_layers or range(self.num_layers)
-        weighed = [id(self._attentions[layer]) for layer in layers] if mass is not None else []
+        weighed = [id(self._attentions[i]) for i in mass_layers or range(self.num_layers)] if mass_rows else []
+        final = self._final if logits or not weighed else weighed[-1]
         forward = Forward(
             rows,
             kv,
             self.device,
             reach=self._reach,
-            weighed=frozenset(weighed),
+            weighed=weighed,
             mass=mass,
-            final=self._final if logits or not weighed else weighed[-1],
+            final=final,
             outputs=logits,
             before_write=before_write,
             tells_offsets=self._tells_offsets,
-            is_dense=self._is_dense,
+            is_dense=self.is_dense,
         )
-        with lock_of(self.model):
+        with lock:
             out = self._run(ids.to(self.device), forward, logits)
             if self._captured is not None:
                 self._capture_cached(kv, rows, self._captured)
@@ -209,12 +220,13 @@ class CausalLM:
     def _run(self, ids: torch.Tensor, forward: Forward, logits: int) -> torch.Tensor:
         positions = forward.positions[None].expand(ids.shape[0], -1)
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": logits}
-        if self._is_dense:  # ALiBi is made from the mask of padding
+        if self.is_dense:  # ALiBi is made from the mask of padding
             options["attention_mask"] = positions.new_ones((ids.shape[0], forward.limits.num_keys))
         names = self._accepted[bool(logits)]
         options = {name: value for name, value in options.items() if name in names}
         run = self.model if logits else self._base
-        with switched(self.model, forward), self._weighing(forward), suppress(StopForward):
+        weighing = self._weighing(forward) if self.is_dense and forward.mass is not None else nullcontext()
+        with switched(self.model, forward), weighing, suppress(StopForward):
             out = run(input_ids=ids, past_key_values=forward, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
@@ -224,12 +236,9 @@ class CausalLM:
     def _weighing(self, forward: Forward) -> Iterator[None]:
         """Collect the mass of attention that can't be replaced from the weights that it returns."""
         mass = forward.mass
-        if mass is None or not self._is_dense:
-            yield
-            return
 
         def collect(_: torch.nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            if running() is forward:
+            if mass is not None and running() is forward:
                 mass.total.add_(output[1][:, :, -mass.rows :].float().sum(dim=(0, 1, 2)))
 
         handles = [a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed]
@@ -269,33 +278,3 @@ class CausalLM:
             keys = kv.keys(layer)[:, :, rows.slots]
             free = rotations[layer].unrotate(keys.flatten(0, 1), rows.own_positions)
             captured[layer] = free.reshape(keys.shape).transpose(1, 2)
-
-    @torch.inference_mode()
-    def _prove_capture(self) -> None:
-        """Run a few tokens through the model and prove that captured keys, rotated, are the keys it attends to."""
-        positions = torch.tensor(probe_positions(self.context_window), device=self.device)
-        with lock_of(self.model):
-            observed = observe(self.model, self._attentions, positions)
-            self.traits = prove(self.model, self._attentions, observed, positions)
-        self._is_dense = not observed.masks
-        self._final = next(reversed(observed.masks), None)
-        self._reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
-        self._tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
-        self._can_pack = "position_ids" in self._accepted[False] and not (self._is_dense or self._tells_offsets)
-        for trait in self.traits:
-            if trait.turning not in self._turnings:
-                self._turnings.append(trait.turning)
-            self._kinds.append(self._turnings.index(trait.turning))
-        self._check_angles(positions)
-
-    def _check_angles(self, positions: torch.Tensor) -> None:
-        """Refuse a model whose angles at a position depend on what comes after it, unless it is known from which length on they do."""
-        if self.reuse_window < self.context_window:
-            return
-        for turning in self._turnings:
-            short, long = turning.tables(positions[:3]), turning.tables(positions)
-            if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
-                raise UnsupportedModelError(
-                    f"the rotary angles of {type(self.model).__name__} ({turning.name}) change with the prompt's length, so stored keys "
-                    "can't be moved exactly"
-                )

@@ -11,54 +11,51 @@ import json
 import logging
 import os
 import platform
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+import transformers
+from pydantic import TypeAdapter
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvrag
-from kvrag.config import check_prove
-from kvrag.errors import ConfigError, ModelError, UnsupportedModelError, require
+from kvrag.errors import UnsupportedModelError
 from kvrag.identity.adapters import check_adapters
 from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
-from kvrag.identity.weights import cache_dir, source_identity
+from kvrag.identity.weights import cache_dir, keep, source_identity
 from kvrag.model.lm import CausalLM
-from kvrag.model.plain import PlainLM, check_generates
+from kvrag.model.plain import PlainLM, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
 from kvrag.model.source import (
     ModelSource,
     base_directory,
-    check_given,
+    check_source,
     directory,
-    gguf_options,
-    hub_options,
+    load_tokenizer,
+    loading_options,
     resolve_device,
-    resolve_dtype,
     trying,
 )
-from kvrag.model.support import check_placement
 
 logger = logging.getLogger(__name__)
 
 PROOF_VERSION = 2
-"""Version of what is proven; a change makes every kept proof void."""
+"""Version of the checks; a change invalidates every kept proof."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LoadedModel:
     """A model ready for use: forwards, prompts, and its identity.
 
-    ``encoder`` is what the caller of :func:`load` made of the tokenizer; ``shares`` is the loaded model whose weights these are, if another.
+    ``encoder`` is what the caller of :func:`load` made of the tokenizer; ``shares`` is the loaded model that has these weights, if another.
     """
 
     lm: CausalLM | PlainLM
@@ -68,7 +65,7 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """What every key of its KV holds, looked up anew each time: adapters may have been switched, or weights changed in place."""
+        """Part of every key of its KV; looked up each time: adapters may have been switched, or weights changed in place."""
         return self.identity.fingerprint
 
     @property
@@ -93,7 +90,7 @@ _load_lock = threading.Lock()
 def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) -> LoadedModel:
     """Load a model, or return the one that this process has loaded from the same source and still uses.
 
-    A model that was handed in is looked at each time.
+    A model that was handed in is examined each time.
 
     Parameters
     ----------
@@ -123,48 +120,15 @@ def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) 
     return replace(found, identity=found.identity.with_extra_keys(source.extra_keys), shares=found)
 
 
-def check_source(source: ModelSource) -> None:
-    """Find the faults that can be found without loading weights: no such model, no such device, no causal LM.
-
-    Raises
-    ------
-    ModelError, ConfigError
-        As :func:`load`.
-    """
-    if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
-        raise ConfigError(
-            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "
-            "PeftModel"
-        )
-    check_prove(source.prove)
-    resolve_device(source)
-    resolve_dtype(source)
-    if isinstance(source.model, PreTrainedModel):
-        check_given(source, source.model)
-        check_generates(source.model)
-        check_placement(source.model)
-        return
-    path = Path(os.fspath(source.model))
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
-        for module in ("gguf", "accelerate"):
-            require(module, extra="gguf", purpose="reading GGUF files")
-        return  # parsing a GGUF header takes seconds: its kind is checked when it is loaded
-    if base_directory(source) != os.fspath(source.model):
-        require("peft", extra="adapters", purpose="loading adapters")
-    check_generates(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))
-
-
 def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> LoadedModel:
     check_source(source)
     given = source.model if isinstance(source.model, PreTrainedModel) else None
     model = _load_weights(source) if given is None else given
-    tokenizer = _load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
-    # Identified after a first forward: quantised layers may pack their weights anew in it, and adapters unmerge.
+    # Identified after a first forward: quantised layers may repack their weights in it, and adapters unmerge.
     weights = (_origin(source, model) if given is None else None) or weights_digest(model)
     identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=_regime(lm)))
     if source.prove == "auto" and isinstance(lm, CausalLM):
@@ -180,7 +144,7 @@ def _regime(lm: CausalLM | PlainLM) -> str:
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
-    options = {"dtype": resolve_dtype(source), **hub_options(source), **gguf_options(source), **source.hf_kwargs}
+    options = loading_options(source)
     model = trying(source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options))
     check_generates(model)
     check_placement(model)
@@ -190,23 +154,11 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
     return trying(source, lambda: model.to(device))
 
 
-def _load_tokenizer(source: ModelSource) -> Any:
-    if source.tokenizer is not None and not isinstance(source.tokenizer, (str, os.PathLike)):
-        return source.tokenizer
-    if source.tokenizer is not None:
-        home, options = os.fspath(source.tokenizer), hub_options(source, revision=False)
-    else:
-        home, options = directory(source), hub_options(source) | gguf_options(source)
-        if not os.path.exists(os.path.join(home, "tokenizer_config.json")):
-            home = base_directory(source)
-    return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
-
-
 @cache
 def _keep_freed_memory() -> None:
     """Tell glibc to keep freed memory for the next forward instead of returning it to the kernel.
 
-    A repair forward allocates its buffers in pieces of a few MB; taken from the kernel anew each time, their page faults cost a visible
+    A repair forward allocates its buffers in pieces of a few MB; taken from the kernel each time, their page faults cost a visible
     part of a stitched request on a CPU. Other allocators are left alone, and so is a process that sets glibc's own variables.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
@@ -230,12 +182,7 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
 
 
 def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
-    """Look at a model's structure: one that reuse can be built on, or one that answers without.
-
-    Parameters
-    ----------
-    model
-        A loaded causal LM.
+    """Look at the structure of a loaded causal LM: one that reuse can be built on, or one that answers without.
 
     Raises
     ------
@@ -266,15 +213,7 @@ def refuse(model: PreTrainedModel, reason: str) -> PlainLM:
 
 
 def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
-    """Return the model if reuse is proven for it, now or in an earlier process, else the one that answers without.
-
-    Parameters
-    ----------
-    lm
-        A model whose structure is accepted.
-    fingerprint
-        Its fingerprint: weights, config, dtype, tokenizer.
-    """
+    """Return an accepted model if reuse is proven for it, now or in an earlier process, else the one that answers without."""
     file = proof_file(lm, fingerprint)
     if kept_proof(file) is not None:
         return lm
@@ -292,7 +231,7 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
             lm.dtype,
         )
     logger.info("reuse is proven for this model in %.2f s (largest difference %.1e)", proof.seconds, proof.max_error)
-    keep_proof(file, proof)
+    keep(file, json.dumps(proof.to_dict()))  # where it can't be written, it is proven again next time
     return lm
 
 
@@ -302,24 +241,14 @@ def proof_file(lm: CausalLM, fingerprint: str) -> Path:
 
 
 def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Path:
-    """Return where something found out about a model is kept: the name holds everything that it depends on.
-
-    Parameters
-    ----------
-    kind
-        What it is; the folder is named after it.
-    lm, fingerprint
-        The model.
-    **versions
-        What it depends on beside the model, the device and the versions of the packages.
-    """
+    """Return where something of this kind, found out about a model, is kept: the name holds everything that it depends on."""
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type
     fields = {
         "fingerprint": fingerprint,
         **versions,
         "kvrag": kvrag.__version__,
         "torch": torch.__version__,
-        "transformers": _installed("transformers"),
+        "transformers": transformers.__version__,
         "dtype": str(lm.dtype),
         "device": device,
         "attention": str(lm.model.config._attn_implementation),
@@ -331,30 +260,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
 def kept_proof(file: Path) -> Proof | None:
     """Read a proof that passed; anything else in its place, damaged or failed, is none."""
     try:
-        proof = Proof.from_dict(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        proof = TypeAdapter(Proof).validate_json(file.read_bytes())
+    except (OSError, ValueError):
         return None
     return proof if proof.passed else None
-
-
-def keep_proof(file: Path, proof: Proof) -> None:
-    """Write a proof; see :func:`keep_json`."""
-    keep_json(file, proof.to_dict())
-
-
-def keep_json(file: Path, values: dict[str, Any]) -> None:
-    """Write a file as a whole or not at all; where the directory can't be written, its content is found out again next time."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
-            json.dump(values, part)
-        os.replace(part.name, file)
-    except OSError as error:
-        logger.debug("%s could not be kept: %s", file, error)
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

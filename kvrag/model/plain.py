@@ -1,7 +1,9 @@
-"""A causal LM whose KV kvrag does not reuse: transformers' own forward, attention and cache, one token after the other.
+"""Models whose KV is not reused: why, as far as the config or the module tree shows it, and how they answer all the same.
 
-Whatever ``generate`` can run is answered: learned positions, ALiBi, state space models, hybrids. ``generate`` itself prepares the first
-call (``custom_generate`` is its documented way in), so cache, mask and positions are those of this version of transformers.
+A deny list with reasons, not a list of names to accept: what passes here is then proven or refused by :mod:`.traits` and :mod:`.proof`.
+Whatever ``generate`` can run is answered (learned positions, state space models, hybrids) by transformers' own forward, attention and
+cache. ``generate`` itself prepares the first call (``custom_generate`` is its documented way in), so cache, mask and positions are those
+of this version of transformers.
 """
 
 from __future__ import annotations
@@ -13,16 +15,125 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from kvrag.errors import ModelError
+from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.model.forward import evaluating, lock_of
+
+UNLIMITED = 2**20
+"""Context window of a model whose KV is reused and whose config names none."""
+
+NO_LIMIT = 2**31 - 1
+"""Context window of other models whose config names none (state space models)."""
 
 Extend = Callable[[torch.Tensor], torch.Tensor]
 """``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
 
-NO_LIMIT = 2**31 - 1
-"""Context window of models whose config names none (state space models, ALiBi)."""
+_LEARNED = (
+    "adds a learned embedding of the absolute position to each token, so a chunk's KV fits one position only: reuse is possible "
+    "there alone, as a prefix"
+)
+_STATE = "keeps a running state instead of keys and values per token, so a chunk's part of it can't be stored and moved"
+_MIXED = "mixes attention with layers that keep a running state over all tokens before, so a chunk's part of it can't be stored and moved"
 
-_WINDOW_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+_BY_NAME: dict[str, str] = {
+    **dict.fromkeys(("biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"), _LEARNED),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _STATE),
+    **dict.fromkeys(("bamba", "jamba", "nemotron_h", "recurrent_gemma", "zamba", "zamba2"), _MIXED),
+}
+"""Known families that would fail the proof at load anyway, but only after their weights have been read."""
+
+_STATEFUL_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "moe_mamba", "ssm")
+_OTHER_INPUTS = ("vision_config", "audio_config", "image_token_id", "image_token_index", "audio_token_id")
+
+
+def check_supported(config: Any) -> None:
+    """Raise :class:`UnsupportedModelError` if the config shows that this model's KV can't be moved; the message gives the reason."""
+    reason = refusal(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"architecture {config.model_type!r} {reason}")
+
+
+def refusal(config: Any) -> str | None:
+    """Return why a model of this config is refused, as the rest of a sentence about it, or ``None``."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder-decoder: its decoder attends to an encoded input, not to a prompt's own keys and values"
+    if config.get_text_config() is not config or any(getattr(config, name, None) is not None for name in _OTHER_INPUTS):
+        return "takes images or sound beside text, and those attend in both directions; load its text model on its own, as a causal LM"
+    if config.model_type == "falcon" and config.alibi:
+        return "adds ALiBi once in one of transformers' own attentions and twice in the one that takes a mask; kvrag can run only that"
+    if config.model_type in _BY_NAME:
+        return _BY_NAME[config.model_type]
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    stateful = sorted(kind for kind in kinds if kind.startswith(_STATEFUL_LAYERS))
+    if stateful:
+        return f"{_MIXED} (layer types: {', '.join(stateful)})"
+    return _rope_refusal(config)
+
+
+def _rope_refusal(config: Any) -> str | None:
+    for rope in rope_parameters(config):
+        if "dynamic" in str(rope.get("rope_type", "default")):
+            return (
+                f"has RoPE type {rope['rope_type']!r}, which changes its angles with the prompt's length, so stored keys can't be moved "
+                "exactly; set another rope_type, such as 'yarn'"
+            )
+    return None
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Return the RoPE parameters of a config: one set, or one per layer type."""
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]
+
+
+def regime_limit(config: Any) -> int | None:
+    """Return the longest prompt whose angles are those of shorter ones, or ``None`` where the length doesn't matter.
+
+    Longrope (Phi 3) rotates prompts beyond the original context by other angles than shorter ones.
+    """
+    limits = [
+        int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
+        for rope in rope_parameters(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
+
+
+def check_placement(model: PreTrainedModel) -> None:
+    """Raise :class:`UnsupportedModelError` unless all weights of a loaded model are on one device: KV is kept in one buffer there."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    if len(places) > 1 or "disk" in places or len(devices) > 1 or "meta" in devices or is_sharded:
+        where = ", ".join(sorted(places or devices))
+        raise UnsupportedModelError(
+            f"the weights of {type(model).__name__} are spread over several places ({where}), and kvrag keeps KV on one device; load the "
+            'whole model onto one with device="cuda" or device_map={"": 0}, in a smaller dtype or quantised if it does not fit'
+        )
+
+
+def context_window(config: Any, unlimited: int = UNLIMITED) -> int:
+    """Return the largest number of tokens of prompt and answer together; ``unlimited`` where the config names none (ALiBi)."""
+    names = ("max_position_embeddings", "max_seq_len", "n_positions", "max_sequence_length")
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), unlimited)  # XLNet writes -1
+
+
+def check_generates(model_or_config: Any) -> None:
+    """Raise :class:`ModelError` unless a ``PreTrainedModel``, or the model of a ``PretrainedConfig``, is a causal LM."""
+    is_model = isinstance(model_or_config, PreTrainedModel)
+    config = model_or_config.config if is_model else model_or_config
+    remedy = "load a model that AutoModelForCausalLM takes"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs; {remedy}")
+    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if is_model:
+        if not model_or_config.can_generate():
+            raise ModelError(f"{type(model_or_config).__name__} has no language model's head to answer with; {remedy}")
+    elif not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"transformers has no causal LM for {config.model_type!r} (it may need images or sound, or answer by an encoder); {remedy}"
+        )
 
 
 class PlainLM:
@@ -46,8 +157,7 @@ class PlainLM:
     @property
     def context_window(self) -> int:
         """Largest number of tokens of prompt and answer together; :data:`NO_LIMIT` where the config names none."""
-        found = (getattr(self.config, name, None) or 0 for name in _WINDOW_NAMES)
-        window = next((int(length) for length in found if length > 0), NO_LIMIT)  # XLNet writes -1
+        window = context_window(self.config, NO_LIMIT)
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":  # stretches its angles beyond the length that it was trained at
             return int(window * float(rope.get("factor", 1.0)))
@@ -60,22 +170,7 @@ class PlainLM:
 
     @torch.inference_mode()
     def prefill(self, token_ids: torch.Tensor, *, max_new_tokens: int) -> tuple[torch.Tensor, Extend]:
-        """Run a prompt.
-
-        Parameters
-        ----------
-        token_ids
-            Ids of the prompt, ``(N,)``, int64.
-        max_new_tokens
-            Room for the answer.
-
-        Returns
-        -------
-        logits : torch.Tensor
-            ``(vocab,)`` of the prompt's last row, in the model's dtype.
-        extend : Extend
-            Goes on from there.
-        """
+        """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, in the model's dtype, and what goes on from there."""
         run = _Run(self, token_ids.to(self.device)[None], max_new_tokens)
         logits = run.forward()
         return logits, run.extend
@@ -134,26 +229,3 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
         custom_generate=take,
     )
     return found
-
-
-def check_generates(model_or_config: Any) -> None:
-    """Raise :class:`ModelError` unless a model, or the model of a config, is a causal LM: no reuse is asked for, only answers.
-
-    Parameters
-    ----------
-    model_or_config
-        A ``PreTrainedModel`` or a ``PretrainedConfig``.
-    """
-    is_model = isinstance(model_or_config, PreTrainedModel)
-    config = model_or_config.config if is_model else model_or_config
-    remedy = "load a model that AutoModelForCausalLM takes"
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs; {remedy}")
-    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if is_model:
-        if not model_or_config.can_generate():
-            raise ModelError(f"{type(model_or_config).__name__} has no language model's head to answer with; {remedy}")
-    elif not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"transformers has no causal LM for {config.model_type!r} (it may need images or sound, or answer by an encoder); {remedy}"
-        )

@@ -1,16 +1,15 @@
 """Prove, for one loaded model, that reuse is exact where kvrag says so: its weights, its dtype, its device, this version of transformers.
 
-A few dozen random tokens are encoded as chunks, moved and repaired as a prompt would be, and run through transformers' own forward with
-its own attention. What the two must agree on is what the tests promise for tiny models (docs/promises.md).
+A few dozen random tokens are encoded as chunks, moved and repaired as a prompt would be, and run through transformers' own forward. What
+the two must agree on is what the tests promise for tiny models (docs/promises.md).
 
 **Limits.** A check may differ by 1e-3; float32 stays far below. Where it differs by more, the rounding of this model is measured between
-transformers and itself: the prompt in one piece against two, and against embeddings that are moved by one unit in the last place. Twice
-as much is then allowed. The effect of a planted mistake (a chunk's keys one row off) is measured, too: a limit above it proves little.
-A mixture of experts may send a row to another expert for a rounding; such a chance does not repeat, a mistake does, so a proof that
-fails is tried with other tokens, twice.
+transformers and itself (in two pieces, and from embeddings moved by one unit in the last place), and twice as much is allowed. The effect
+of a planted mistake is measured, too: a limit above it proves little. A mixture of experts may send a row to another expert for a
+rounding; such a chance does not repeat, a mistake does, so a proof that fails is tried with other tokens, twice.
 
-**Which attention.** The model's own, as it was loaded. Some models don't mean the same by all of them (SDPA drops Gemma 2's soft cap, and
-is the default with transformers 5.17): where the own one differs, the eager one, the modelling file's, decides, and a note says so.
+**Which attention.** The model's own, as it was loaded. Where that differs (SDPA drops Gemma 2's soft cap, and is the default with
+transformers 5.17), the eager one, the modelling file's, decides, and a note says so.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 from transformers import DynamicCache
 
 from kvrag.model.forward import EAGER, evaluating, lock_of, switched
@@ -51,10 +49,9 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was compared.
+    """One thing that was compared: the promise it belongs to, the claim, the largest difference found, the largest allowed.
 
-    ``promise`` is the number of the promise, or what it rests on; ``claim`` must hold; ``error`` is the largest difference found and
-    ``limit`` the largest allowed; ``unit`` is ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
+    ``unit`` is ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
     """
 
     promise: str
@@ -76,11 +73,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared for one model, and what it cost.
-
-    ``checks`` are the comparisons, ``notes`` say in sentences what the proof can't, ``tokens`` is the length of its prompt, ``fault`` the
-    difference of logits that a planted mistake makes, ``seconds`` the wall time.
-    """
+    """What was compared for one model: checks, notes on what they can't say, length of the prompt, effect of a planted mistake, time."""
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
@@ -115,11 +108,6 @@ class Proof:
         """Return plain values for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Proof:
-        """Read what :meth:`to_dict` gave; raises ``ValueError`` for anything else."""
-        return TypeAdapter(cls).validate_python(values)
-
 
 def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
     """Prove that reuse is exact for a loaded model, by a dozen small forwards over tokens drawn by ``seed``."""
@@ -138,7 +126,7 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
 
 
 class _Trial:
-    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix; ``attention`` is transformers' (``None``: own)."""
+    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix; ``attention``: transformers' to compare with."""
 
     def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
         self._lm, self._attention, self._seed = lm, attention, seed
@@ -150,7 +138,7 @@ class _Trial:
         drawn = _draw(lm, sum(lengths) + 1, seed)
         self._ids, self._other = drawn[:-1], int(drawn[-1])
         spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
-        self._prefix, self._first, self._glue, self._moved, self._suffix = spans
+        self._prefix, self._first, self._glue, self._moved, _ = spans
 
     @torch.inference_mode()
     def prove(self) -> Proof:
@@ -206,9 +194,7 @@ class _Trial:
             others.append(self._run_own(moved=True))
         return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
 
-    def _blend(
-        self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, *, plant: bool = False
-    ) -> Measured:
+    def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False) -> Measured:
         """Stitch what is stored and compute the selected and all other rows; ``plant`` puts the first chunk's keys one row off."""
         kv, rotary = self._lm.buffer(len(ids)), self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)
@@ -231,11 +217,11 @@ class _Trial:
         head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
         # From the end: the prompt's head is causal, what follows doesn't matter.
         reference = own.logits[len(head) - 1 - len(self._ids)]
-        sound, faulty = (self._blend(head, stored, nothing, plant=plant).logits[-1] for plant in (False, True))
+        sound, faulty = (self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True))
         return gap(sound, reference), gap(faulty, reference)
 
     def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
-        """Repair half of the moved chunk's rows twice, the second time with another token in the last of them; compare what stands before."""
+        """Repair half of the moved chunk's rows, and again with another token in the last of them; compare the rows before it."""
         order = torch.randperm(len(moved), generator=torch.Generator().manual_seed(self._seed))
         selected = moved[order[: (len(moved) + 1) // 2]].sort().values
         changed, last = self._ids.clone(), int(selected[-1])
@@ -247,7 +233,6 @@ class _Trial:
         """Run some tokens far from the beginning through transformers, and compare its cache with captured keys, rotated there.
 
         Keys of the first layer depend on the token alone, so they are captured at the beginning; those of the others in the same run.
-        Returns the largest error, relative to the largest key of the layer, and a limit of a few roundings of the dtype.
         """
         lm, limit = self._lm, 8 * torch.finfo(self._lm.dtype).eps + 1e-6
         tokens = self._ids[:8].to(lm.device)

@@ -1,25 +1,30 @@
 """Rotary positions: rotate position-free keys to their final rows, and back, in float32 with one cast.
 
-A rotary embedding is linear in its table: ``rotate(k) = cos · k + sin · J(k)``, whatever the pairing ``J`` (halves, interleaved,
-partial). So the model's own function serves every layout: with ``-sin`` it is the inverse, and no formula of ours can disagree
-with the model's (RoFormer, arXiv 2104.09864).
+A rotary embedding is linear in its table: ``rotate(k) = cos · k + sin · J(k)``, whatever the pairing ``J`` (halves, interleaved, partial).
+So the model's own function serves every layout: with ``-sin`` it is the inverse, and no formula of ours can disagree with the model's
+(RoFormer, arXiv 2104.09864).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(keys (1, H, T, W), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
 
+MakeTables = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""``positions (N,) -> cos, sin``, float32 ``(N, R)`` each."""
+
 Index = slice | torch.Tensor
 """Positions of a prompt: a slice, or an int64 index tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RotaryTable:
     """Rotations of the positions 0 to ``N - 1`` of one prompt, for layers of one kind.
 
@@ -28,13 +33,13 @@ class RotaryTable:
     cos, sin
         Float32 tables ``(N, R)`` as the model's rotary module gives them, ``magnitude`` included.
     apply
-        The model's own rotation of the ``width`` dimensions that turn.
+        The model's own rotation of the ``width`` dimensions that rotate.
     magnitude
-        Factor in ``cos`` and ``sin`` (YaRN and longrope scale the keys as well as turning them).
+        Factor in ``cos`` and ``sin`` (YaRN and longrope scale the keys as well as rotating them).
     width
-        How many dimensions turn, from ``start`` on; the others pass as they are. 0: none, a layer without positions.
+        How many dimensions rotate, from ``start`` on; the others pass as they are. 0: none, a layer without positions.
     start
-        First dimension that turns.
+        First dimension that rotates.
     is_aligned
         Whether column ``d`` of the table belongs to dimension ``start + d``. It does not where ``apply`` spreads half a table over
         pairs (GLM, GPT-J) or over halves (GPT-OSS).
@@ -49,53 +54,57 @@ class RotaryTable:
     is_aligned: bool = True
     unit_cos: torch.Tensor = field(init=False)
     unit_sin: torch.Tensor = field(init=False)
-    _spread: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
+    rotating: slice = field(init=False)
+    _columns: tuple[torch.Tensor, torch.Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         is_unit = self.magnitude == 1.0
-        object.__setattr__(self, "unit_cos", self.cos if is_unit else self.cos / self.magnitude)
-        object.__setattr__(self, "unit_sin", self.sin if is_unit else self.sin / self.magnitude)
+        self.unit_cos = self.cos if is_unit else self.cos / self.magnitude
+        self.unit_sin = self.sin if is_unit else self.sin / self.magnitude
         if self.width < 0:
-            object.__setattr__(self, "width", self.cos.shape[-1])
+            self.width = self.cos.shape[-1]
+        self.rotating = slice(self.start, self.start + self.width)
 
     def rotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Turn position-free keys ``(H, T, D)`` to the positions ``rows`` as the model does; float32 inside, cast back once."""
-        return self._turn(keys, self.cos[rows], self.sin[rows])
+        """Rotate position-free keys ``(H, T, D)`` to the positions ``rows`` as the model does; float32 inside, cast back once."""
+        if self.width == keys.shape[-1]:  # as a rule; a prompt has hundreds of parts
+            return self.apply(keys.float()[None], self.cos[rows][None], self.sin[rows][None])[0].to(keys.dtype)
+        return self._apply(keys, self.cos[rows], self.sin[rows])
 
     def unrotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Invert :meth:`rotate`: the position-free keys of ``(H, T, D)``, for models that give only turned ones."""
+        """Invert :meth:`rotate`: the position-free keys of ``(H, T, D)``, for models that give only rotated ones."""
         square = self.magnitude * self.magnitude
-        return self._turn(keys, self.cos[rows] / square, -self.sin[rows] / square)
+        return self._apply(keys, self.cos[rows] / square, -self.sin[rows] / square)
 
     def unit_rotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Turn ``(H, T, D)`` without the magnitude: for differences of keys, which carry it already."""
-        return self._turn(vectors, self.unit_cos[rows], self.unit_sin[rows])
+        """Rotate ``(H, T, D)`` without the magnitude: for differences of keys, which carry it already."""
+        return self._apply(vectors, self.unit_cos[rows], self.unit_sin[rows])
 
     def unit_unrotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
         """Invert :meth:`unit_rotate`."""
-        return self._turn(vectors, self.unit_cos[rows], -self.unit_sin[rows])
+        return self._apply(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
     def without_magnitude(self, differences: torch.Tensor) -> torch.Tensor:
-        """Return differences of turned keys ``(H, T, D)``, turned back by :meth:`unit_unrotate`, as differences of stored keys.
+        """Return differences of rotated keys ``(H, T, D)``, rotated back by :meth:`unit_unrotate`, as differences of stored keys.
 
         What :meth:`rotate` makes of these carries the magnitude once.
         """
         if self.magnitude == 1.0 or not self.width:
             return differences
         stored = differences.clone()
-        stored[..., self._turning] /= self.magnitude
+        stored[..., self.rotating] /= self.magnitude
         return stored
 
     def partner(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return ``J(vectors)``, ``(H, C, width)`` for ``(H, C, D)``: what the sines multiply, the same at every row."""
-        turning = vectors[..., self._turning]
+        found = vectors[..., self.rotating]
         if not self.width:
-            return turning
+            return found
         zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
-        return self.apply(turning[None], zero[None], one[None])[0]
+        return self.apply(found[None], zero[None], one[None])[0]
 
     def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, partner: torch.Tensor, rows: Index) -> None:
-        """Add one vector, turned to each of the rows, to ``target`` in place.
+        """Add one vector, rotated to each of the rows, to ``target`` in place.
 
         The same as ``target += unit_rotate(vector.expand(...), rows)`` in two fused passes and without a copy of the target's size.
 
@@ -108,30 +117,32 @@ class RotaryTable:
         rows
             ``T`` positions.
         """
-        turns = self._turning
-        turning = target[..., turns]
+        part = target[..., self.rotating]
         if self.width:
-            cos, sin = self._columns()
+            if self._columns is None:  # a column per dimension that rotates
+                aligned = self.unit_cos, self.unit_sin
+                self._columns = aligned if self.is_aligned else spread(self.apply, *aligned, self.width)
+            cos, sin = self._columns
             if target.dtype == torch.float32:
-                turning.addcmul_(cos[rows], vector[..., turns])
-                turning.addcmul_(sin[rows], partner)
+                part.addcmul_(cos[rows], vector[..., self.rotating])
+                part.addcmul_(sin[rows], partner)
             else:  # one rounding, not two
-                turning += cos[rows] * vector[..., turns] + sin[rows] * partner
-        for still in (slice(0, turns.start), slice(turns.stop, target.shape[-1])):  # they don't turn (partial rotary)
-            if still.start < still.stop:
-                target[..., still] += vector[..., still]
+                part += cos[rows] * vector[..., self.rotating] + sin[rows] * partner
+        for fixed in (slice(0, self.start), slice(self.rotating.stop, target.shape[-1])):  # partial rotary
+            if fixed.start < fixed.stop:
+                target[..., fixed] += vector[..., fixed]
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
         """Return the cosine and sine of each pair, ``(N, width / 2)``, and whether pairs are neighbours rather than halves.
 
-        ``None`` if the rotation is of neither kind, or the dimensions that turn are not the first.
+        ``None`` if the rotation is of neither kind, or the dimensions that rotate are not the first.
         """
         half, is_odd = divmod(self.width, 2)
         if not self.width or is_odd or self.start:
             return None
         count = torch.arange(1.0, self.width + 1, device=self.cos.device)
         found = self.partner(count[None, None])[0, 0]
-        sign = -float(found[0].sign())  # some turn the other way (nanochat)
+        sign = -float(found[0].sign())  # some rotate the other way (nanochat)
         is_halves = torch.equal(found * sign, torch.cat([-count[half:], count[:half]]))
         is_neighbours = torch.equal(found * sign, torch.stack([-count[1::2], count[::2]], dim=1).flatten())
         if not (is_halves or is_neighbours):
@@ -143,50 +154,83 @@ class RotaryTable:
         cos, sin = (x[:, first].contiguous() for x in columns)
         return cos, sin * sign, is_neighbours
 
-    @property
-    def _turning(self) -> slice:
-        return slice(self.start, self.start + self.width)
-
-    def _columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return unit tables with a column per turning dimension, read off the model's own rotation where they are not aligned."""
-        if self.is_aligned:
-            return self.unit_cos, self.unit_sin
-        if not self._spread:
-            self._spread.append(spread(self.apply, self.unit_cos, self.unit_sin, self.width))
-        return self._spread[0]
-
-    def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _apply(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if not self.width:
             return keys
         if self.width == keys.shape[-1]:
             return self.apply(keys.float()[None], cos[None], sin[None])[0].to(keys.dtype)
-        turned = self.apply(keys[..., self._turning].float()[None], cos[None], sin[None])[0].to(keys.dtype)
-        return torch.cat([keys[..., : self.start], turned, keys[..., self.start + self.width :]], dim=-1)
+        rotated = self.apply(keys[..., self.rotating].float()[None], cos[None], sin[None])[0].to(keys.dtype)
+        return torch.cat([keys[..., : self.start], rotated, keys[..., self.rotating.stop :]], dim=-1)
+
+
+Rotations = Sequence[RotaryTable]
+"""The rotations of one prompt's positions: a table per layer, shared by layers of one kind (Gemma 3 has two kinds)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rotations:
-    """The rotations of one prompt's positions in every layer: one table per kind of layer.
+class Rotation:
+    """One way of rotating keys: where its tables come from, the rotation, and which dimensions rotate.
 
-    Parameters
-    ----------
-    tables
-        One per kind (Gemma 3 turns its local layers otherwise than its global ones; some layers of SmolLM 3 don't turn at all).
-    kinds
-        For each layer the index of its table.
+    ``name`` says it in a word; the other fields are those of :class:`RotaryTable`.
     """
 
-    tables: Sequence[RotaryTable]
-    kinds: Sequence[int]
+    name: str
+    tables: MakeTables
+    apply: ApplyRotary
+    magnitude: float
+    width: int
+    start: int
+    is_aligned: bool
 
-    def __getitem__(self, layer: int) -> RotaryTable:
-        """Return the table of a layer."""
-        return self.tables[self.kinds[layer]]
+    def at(self, positions: torch.Tensor) -> RotaryTable:
+        """Return the rotations of these positions: row ``i`` of the table rotates to ``positions[i]``."""
+        cos, sin = self.tables(positions)
+        return RotaryTable(cos, sin, self.apply, self.magnitude, self.width, self.start, self.is_aligned)
+
+
+def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    empty = torch.empty((len(positions), 0), device=positions.device)
+    return empty, empty
+
+
+NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True)
+"""Keys without positions."""
 
 
 def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosine and sine that each turning dimension meets, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
+    """Return the cosine and sine that each rotating dimension meets, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
     ones = torch.ones((1, 1, len(cos), width), dtype=cos.dtype, device=cos.device)
     zeros = torch.zeros_like(cos)[None]
     signs = apply(ones[:, :, :1], zeros[:, :1], torch.ones_like(cos[None, :1]))  # J(1): +1 or -1
     return apply(ones, cos[None], zeros)[0, 0], (apply(ones, zeros, sin[None]) * signs)[0, 0]
+
+
+def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
+    """Return a modelling module's rotation behind our signature; ``None`` if it takes other arguments than are known."""
+    parameters = list(inspect.signature(function).parameters)
+    if parameters[:4] == ["q", "k", "cos", "sin"]:
+        return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
+    if parameters == ["tensor", "sin", "cos"]:  # GPT-J: (B, T, H, D), sine first
+        return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)
+    return None
+
+
+def complex_product(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Multiply pairs of neighbours as complex numbers: the rotation by a complex table."""
+    pairs = torch.view_as_complex(keys.reshape(*keys.shape[:-1], -1, 2).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)
+
+
+def from_module(
+    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables of a rotary module; ``kinds``: the layer type, where it asks for one."""
+    made = module(torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds)
+    cos, sin = (made.real, made.imag) if is_complex else made
+    return cos[0].float(), sin[0].float()
+
+
+def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables of a buffer of sinusoids, sine first (GPT-J)."""
+    sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
+    return cos, sin

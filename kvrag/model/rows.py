@@ -6,7 +6,7 @@ forward: blocks of rows for torch, int32 limits for the kernels; all layers with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ BLOCK_ROWS = 64
 """Query rows per block: enough to fill a core, few enough that cutting keys at the block's last limit saves work."""
 
 MAX_CACHED_MASK = 2**24
-"""Mask elements of one forward that are kept for all its layers; larger masks are made anew in each layer."""
+"""Mask elements of one forward that are kept for all its layers; larger masks are made again in each layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Reach:
 
     def is_whole(self, num_keys: int) -> bool:
         """Whether no row of a prompt of this length misses a key before it."""
-        return all(limit is None or limit >= num_keys for limit in (self.window, self.chunk))
+        return (self.window or num_keys) >= num_keys and (self.chunk or num_keys) >= num_keys
 
 
 EVERYTHING = Reach()
@@ -174,24 +174,40 @@ class Limits:
 
         Behind a shared prefix, a layer's reach must cut no chunk: see :meth:`kvrag.model.CausalLM.can_pack`.
         """
-        if self.prefix or reach.is_whole(self.num_keys):
+        if self.prefix or reach == EVERYTHING or reach.is_whole(self.num_keys):
             return self.first
         lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
         return lo if self.first is None else torch.maximum(lo, self.first)
 
     def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
         """Return the blocks for a layer with this reach and so many heads per key head; made once unless they are large."""
-        made = _cut(self.hi, self.lo(reach), groups, dtype)
+        reach, asked = EVERYTHING if reach.is_whole(self.num_keys) else reach, reach
+        lo = self.lo(reach)
+        cuts = _cut(self.hi.tolist(), None if lo is None else lo.tolist())
         if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
-            return made
-        kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
-        found = self.kept.get(kind) or list(made)
-        self.kept[kind] = self.kept[(reach, groups, dtype)] = found
-        return found
+            return (self._block(rows, keys, sure, lo, groups, dtype) for rows, keys, sure in cuts)
+        kind = (reach, groups, dtype)
+        if kind not in self.kept:
+            self.kept[kind] = [self._block(rows, keys, sure, lo, groups, dtype) for rows, keys, sure in cuts]
+        self.kept[(asked, groups, dtype)] = self.kept[kind]
+        return self.kept[kind]
+
+    def _block(
+        self, rows: slice, keys: slice, sure: int, lo: torch.Tensor | None, groups: int, dtype: torch.dtype
+    ) -> Block:
+        if rows.stop - rows.start == 1:  # one row that sees all its keys needs no mask: every decode step
+            return Block(rows, keys, None, sure)
+        j = torch.arange(keys.start, keys.stop, device=self.hi.device)
+        hidden = j > self.hi[rows, None]
+        if lo is not None and not sure:
+            hidden |= j < lo[rows, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=j.device).masked_fill_(hidden, float("-inf"))
+        return Block(rows, keys, mask.repeat(groups, 1), sure)
 
     def last(self, count: int) -> Limits:
         """Return the limits of the last ``count`` rows alone."""
-        positions, first = (None if x is None else x[-count:] for x in (self.positions, self.first))
+        positions = None if self.positions is None else self.positions[-count:]
+        first = None if self.first is None else self.first[-count:]
         return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
@@ -208,29 +224,16 @@ class Limits:
         return self.for_kernels[kind]
 
 
-def _cut(hi: torch.Tensor, lo: torch.Tensor | None, groups: int, dtype: torch.dtype) -> Iterator[Block]:
-    """Cut rows into blocks; one that goes back, or begins far behind the last one's end, is of another request and begins a block."""
-    last = hi.tolist()
-    first = [0] * len(last) if lo is None else lo.tolist()
-    for start, stop in _runs(first, last):
-        rows, keys = slice(start, stop), slice(first[start], last[stop - 1] + 1)
-        # One row that sees all its keys needs no mask: every decode step.
-        if stop - start == 1:
-            yield Block(rows, keys, None, keys.stop - keys.start)
-            continue
-        j = torch.arange(keys.start, keys.stop, device=hi.device)
-        hidden = j > hi[rows, None]
-        if lo is not None and first[stop - 1] > keys.start:
-            hidden |= j < lo[rows, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hi.device).masked_fill_(hidden, float("-inf"))
-        sure = last[start] + 1 if first[stop - 1] == keys.start else keys.start
-        yield Block(rows, keys, mask.repeat(groups, 1), sure - keys.start)
+def _cut(last: list[int], first: list[int] | None) -> list[tuple[slice, slice, int]]:
+    """Cut rows into blocks: rows, keys, and how many of these every row of the block sees.
 
-
-def _runs(first: list[int], last: list[int]) -> Iterator[tuple[int, int]]:
-    start = 0
+    A row whose keys begin behind the last one's, or that goes back, is of another request and begins a block.
+    """
+    cuts, start, first = [], 0, first or [0] * len(last)
     for i in range(1, len(last) + 1):
-        is_other = i < len(last) and (first[i] > last[i - 1] or last[i] < last[i - 1])
-        if i == len(last) or is_other or i - start == BLOCK_ROWS:
-            yield start, i
-            start = i
+        if i < len(last) and i - start < BLOCK_ROWS and first[i] <= last[i - 1] < last[i]:
+            continue
+        keys = slice(first[start], last[i - 1] + 1)
+        cuts.append((slice(start, i), keys, last[start] + 1 - keys.start if first[i - 1] == keys.start else 0))
+        start = i
+    return cuts

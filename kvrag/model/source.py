@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from kvrag.errors import ConfigError, KVRagError, ModelError
+from kvrag.config import check_prove
+from kvrag.errors import ConfigError, KVRagError, ModelError, require
 from kvrag.identity.adapters import unwrap
+from kvrag.model.plain import check_generates, check_placement
 from kvrag.types import Prove
 
 T = TypeVar("T")
@@ -118,13 +120,7 @@ def resolve_dtype(source: ModelSource) -> str | torch.dtype:
 
 
 def check_given(source: ModelSource, model: PreTrainedModel) -> None:
-    """Refuse what a model that was loaded already can't follow: it stays as it is, wherever it is.
-
-    Raises
-    ------
-    ConfigError
-        If the tokenizer is missing, or an option is for loading or says something else of the model than what holds.
-    """
+    """Raise ``ConfigError`` for a loaded model without a tokenizer, or with options for loading or that contradict it."""
     if source.tokenizer is None:
         raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
     usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()  # they tell where its files are
@@ -132,8 +128,8 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
     if idle or source.revision is not None:
         name = idle[0] if idle else "revision"
         raise ConfigError(
-            f"{name!r} is given with a model that is loaded already, and would change nothing: leave it out, or pass it to what loads "
-            "the model"
+            f"{name!r} is given with a model that is loaded already, and would have no effect: leave it out, or pass it to the function "
+            "that loads the model"
         )
     if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
         raise ConfigError(
@@ -187,8 +183,26 @@ def hub_options(source: ModelSource, *, revision: bool = True) -> dict[str, Any]
     return options if source.revision is None or not revision else {**options, "revision": source.revision}
 
 
+def loading_options(source: ModelSource) -> dict[str, Any]:
+    """Return the options to load the weights with."""
+    return {"dtype": resolve_dtype(source), **hub_options(source), **gguf_options(source), **source.hf_kwargs}
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """Return the tokenizer: the one given, or that of the directory given, or the model's own."""
+    if source.tokenizer is not None and not isinstance(source.tokenizer, (str, os.PathLike)):
+        return source.tokenizer
+    if source.tokenizer is not None:
+        home, options = os.fspath(source.tokenizer), hub_options(source, revision=False)
+    else:
+        home, options = directory(source), hub_options(source) | gguf_options(source)
+        if not os.path.exists(os.path.join(home, "tokenizer_config.json")):
+            home = base_directory(source)
+    return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
+
+
 def trying(source: ModelSource, action: Callable[[], T]) -> T:
-    """Run a transformers call and turn its faults into ours."""
+    """Run a transformers call and translate its errors into kvrag's."""
     try:
         return action()
     except KVRagError:
@@ -200,3 +214,30 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
             f"could not load {source.name!r}: it is neither a usable local directory nor a model of the hub that can be reached, or its "
             f"files are damaged; check the name and the connection ({type(error).__name__}: {str(error)[:300]})"
         ) from error
+
+
+def check_source(source: ModelSource) -> None:
+    """Raise ``ModelError`` or ``ConfigError`` for faults that show without loading weights: no such model or device, no causal LM."""
+    if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
+        raise ConfigError(
+            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "
+            "PeftModel"
+        )
+    check_prove(source.prove)
+    resolve_device(source)
+    resolve_dtype(source)
+    if isinstance(source.model, PreTrainedModel):
+        check_given(source, source.model)
+        check_generates(source.model)
+        check_placement(source.model)
+        return
+    path = Path(os.fspath(source.model))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
+        for module in ("gguf", "accelerate"):
+            require(module, extra="gguf", purpose="reading GGUF files")
+        return  # parsing a GGUF header takes seconds: its kind is checked when it is loaded
+    if base_directory(source) != os.fspath(source.model):
+        require("peft", extra="adapters", purpose="loading adapters")
+    check_generates(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.template import check_chunk_text
-from kvrag.store import Catalog
-from kvrag.store.base import below_collection, members
+from kvrag.store import Catalog, below_collection, members
 from kvrag.types import ChunkKey
 
 Item = tuple[str | None, str]

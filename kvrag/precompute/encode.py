@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -31,19 +31,11 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer,
     kv : ChunkKV or None
         The same KV, position-free, for the store; ``None`` for an empty prefix.
     """
-    buffer = model.buffer(len(prefix_ids))
-    if not prefix_ids:
+    length = len(prefix_ids)
+    buffer = model.buffer(length)
+    if not length:
         return buffer, None
-    with model.capture() as captured:
-        model.forward(torch.tensor(prefix_ids), Rows.span(0, len(prefix_ids)), buffer, logits=0)
-    layers = tuple(
-        LayerKV(
-            keys=captured[layer][0].transpose(0, 1).contiguous().cpu(),
-            values=buffer.values(layer)[0].contiguous().cpu(),
-        )
-        for layer in range(model.num_layers)
-    )
-    return buffer, ChunkKV(layers)
+    return buffer, _encode(model, prefix_ids, Rows.span(0, length), buffer, [(0, 0, length)])[0]
 
 
 @torch.inference_mode()
@@ -51,7 +43,7 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     """Encode several chunks in one forward, each as if it stood alone behind the prefix.
 
     On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart; elsewhere,
-    and where a window cuts them, they are a padded batch (:func:`encode_padded`), which is faster on a CPU.
+    and where a window cuts them, they are a padded batch, which is faster on a CPU.
 
     Parameters
     ----------
@@ -67,64 +59,64 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     list of ChunkKV
         In the order given, contiguous on the host, in the model's dtype.
     """
-    longest = max(len(ids) for ids in chunks)
-    is_packed = len(chunks) > 1 and _has_kernel(model) and model.can_pack(prefix.capacity + longest)
+    longest = prefix.capacity + max(map(len, chunks))
+    is_packed = len(chunks) > 1 and model.device.type == "cuda" and model.can_pack(longest) and _has_kernel(model)
     return (encode_packed if is_packed else encode_padded)(model, prefix, chunks)
 
 
 def _has_kernel(model: CausalLM) -> bool:
     """Whether the attention that packing is made for is computed by a kernel; without one, a padded batch keeps torch's fused attention."""
-    if model.device.type != "cuda":
-        return False
     import kvrag_kernels
 
     return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"
 
 
 def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode chunks as a batch; see :func:`encode_chunks`.
+    """Encode chunks as a batch, shorter ones padded on the right; see :func:`encode_chunks`.
 
-    Shorter chunks are padded on the right: attention is causal and a row's index is its position, so no row of a chunk sees padding
-    and the result is that of encoding one at a time.
+    Attention is causal and a row's index is its position, so no row of a chunk sees padding and the result is that of encoding one at a
+    time.
     """
-    start, longest = prefix.capacity, max(len(ids) for ids in chunks)
+    start, longest = prefix.capacity, max(map(len, chunks))
+    padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
     buffer = _behind(model, prefix, start + longest, len(chunks))
-    padded = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in chunks])
-    with model.capture() as captured:
-        model.forward(padded, Rows.span(start, start + longest), buffer, logits=0)
-    return [_slice(model, buffer, captured, item, start, slice(0, len(ids))) for item, ids in enumerate(chunks)]
+    runs = [(item, start, start + len(ids)) for item, ids in enumerate(chunks)]
+    return _encode(model, padded, Rows.span(start, start + longest), buffer, runs)
 
 
 def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
     """Encode chunks as one run of rows after the other, without padding and with the prefix's KV once; see :func:`encode_chunks`."""
-    start, lengths = prefix.capacity, [len(ids) for ids in chunks]
-    buffer = _behind(model, prefix, start + sum(lengths), 1)
-    with model.capture() as captured:
-        token_ids = torch.tensor([token for ids in chunks for token in ids])
-        model.forward(token_ids, Rows.packed(start, lengths, model.device), buffer, logits=0)
-    ends = list(accumulate(lengths))
-    rows = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    return [_slice(model, buffer, captured, 0, start, own) for own in rows]
+    ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
+    buffer = _behind(model, prefix, ends[-1], 1)
+    rows = Rows.packed(prefix.capacity, [len(ids) for ids in chunks], model.device)
+    runs = [(0, start, stop) for start, stop in pairwise(ends)]
+    return _encode(model, [token for ids in chunks for token in ids], rows, buffer, runs)
 
 
 def _behind(model: CausalLM, prefix: KVBuffer, capacity: int, batch: int) -> KVBuffer:
     """Return a buffer that begins with the prefix's rows."""
-    buffer = model.buffer(capacity, batch=batch)
-    for layer in range(model.num_layers):
-        buffer.keys(layer)[:, :, : prefix.capacity] = prefix.keys(layer)
-        buffer.values(layer)[:, :, : prefix.capacity] = prefix.values(layer)
+    buffer, length = model.buffer(capacity, batch=batch), prefix.capacity
+    for (keys, values), (prefix_keys, prefix_values) in zip(buffer.layers, prefix.layers, strict=True):
+        keys[:, :, :length] = prefix_keys
+        values[:, :, :length] = prefix_values
     return buffer
 
 
-def _slice(
-    model: CausalLM, buffer: KVBuffer, captured: dict[int, torch.Tensor], item: int, start: int, rows: slice
-) -> ChunkKV:
-    """Take one chunk's KV out: batch entry ``item``, rows counted from the prefix's end."""
-    layers = tuple(
-        LayerKV(
-            keys=captured[layer][item, rows].transpose(0, 1).contiguous().cpu(),
-            values=buffer.values(layer)[item, :, start + rows.start : start + rows.stop].contiguous().cpu(),
-        )
-        for layer in range(model.num_layers)
-    )
-    return ChunkKV(layers)
+def _encode(
+    model: CausalLM,
+    ids: Sequence[int] | Sequence[Sequence[int]],
+    rows: Rows,
+    buffer: KVBuffer,
+    runs: Sequence[tuple[int, int, int]],
+) -> list[ChunkKV]:
+    """Run a forward and take the KV of each run out: batch entry, first slot, one past the last one."""
+    with model.capture() as captured:
+        model.forward(torch.tensor(ids), rows, buffer, logits=0)
+    found, offset = [], rows.stop - captured[0].shape[1]
+    for item, start, stop in runs:
+        layers = []
+        for layer, (_, values) in enumerate(buffer.layers):
+            keys = captured[layer][item, start - offset : stop - offset].transpose(0, 1)
+            layers.append(LayerKV(keys.contiguous().cpu(), values[item, :, start:stop].contiguous().cpu()))
+        found.append(ChunkKV(tuple(layers)))
+    return found

@@ -1,10 +1,10 @@
-"""Index time: texts → token ids → keys → KV → store, in batches. What is stored is skipped, so a run that was killed is simply run again."""
+"""Index time: texts → token ids → keys → KV → store, in batches. Stored chunks are skipped, so a killed run is simply run again."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ PREFIX_PRIORITY = 85
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """One distinct text to store, and the documents that refer to it."""
+    """One distinct text to store, and the documents that refer to it. ``entry``: ``None`` if the text is too short to be found."""
 
     doc_ids: tuple[str | None, ...]
     entry: TextEntry | None
@@ -45,7 +45,7 @@ class NewChunk:
 
 
 class Guard:
-    """May hold up or end a run, for one in the background; this one never does."""
+    """May hold up or end a run in the background; this one never does."""
 
     def before_forward(self) -> None:
         """Return when the next forward may run; whatever it raises ends the run."""
@@ -60,7 +60,7 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
     replaced = []
     for name, text in items:
         held = store.catalog.document_texts(namespace, name) if name is not None else []
-        entry = _stored_entry(text, store) if held else None
+        entry = text_entry(text) if held else None
         if name is not None and held and held != [entry.digest if entry else None]:
             replaced.append(name)
     return replaced
@@ -80,7 +80,7 @@ class Precompute:
     namespace
         Digest of the namespace.
     retention
-        Retention of the chunks, including those stored already; ``None``: the default, and stored ones keep theirs. The prefix gets at
+        Retention of the chunks, including those stored already; ``None``: the default, and stored ones keep theirs. The prefix has at
         least :data:`PREFIX_PRIORITY`. Without a cost, the cost is measured: each forward's time, divided among its chunks by their tokens.
     guard
         Asked before each forward and each write.
@@ -99,11 +99,13 @@ class Precompute:
     ) -> None:
         self._loaded, self._store, self._config, self._guard = loaded, store, config, guard or Guard()
         self._retention = retention
-        self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
         ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
-        self._prefix_identity = ChunkIdentity(loaded.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
-        self._prefix: KVBuffer | None = None
+        identity = ChunkIdentity(loaded.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
+        self._prefix = NewChunk((None,), None, identity)
+        self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
+        self._prefix_kv: KVBuffer | None = None
         self._write: Future[None] | None = None  # one batch is written while the next one is computed
+        self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
         self.failed: list[tuple[str, str]] = []
@@ -122,7 +124,9 @@ class Precompute:
         """
         start = time.perf_counter()
         chunks = self._distinct(items)
-        todo = self._missing(chunks)
+        todo = [chunk for chunk in chunks if self._is_missing(chunk)]
+        todo.sort(key=lambda chunk: len(chunk.identity.token_ids))  # neighbours of similar length need little padding
+        self._retain_linked()
         with tqdm(total=len(chunks), initial=len(chunks) - len(todo), disable=not show_progress, unit="chunk") as bar:
             try:
                 for first in range(0, len(todo), batch_size):
@@ -140,74 +144,59 @@ class Precompute:
         named: dict[str, dict[str | None, None]] = {}
         for name, text in items:
             named.setdefault(text, {})[name] = None
-        behind = replace(self._prefix_identity, prefix=ids_digest(self._prefix_identity.token_ids))
+        behind = replace(self._prefix.identity, prefix=ids_digest(self._prefix.identity.token_ids))
+        encode = self._loaded.encoder.chunk_ids
         return [
-            NewChunk(
-                tuple(ids),
-                _stored_entry(text, self._store),
-                replace(behind, token_ids=self._loaded.encoder.chunk_ids(text)),
-            )
+            NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
             for text, ids in named.items()
         ]
 
-    def _missing(self, chunks: list[NewChunk]) -> list[NewChunk]:
-        """Return the chunks to compute, shortest first: neighbours of similar length need little padding."""
-        prefix_tokens = len(self._prefix_identity.token_ids)
-        room = self._loaded.reusable.reuse_window - prefix_tokens
-        todo, linked = [], []
-        for chunk in chunks:
-            length = len(chunk.identity.token_ids)
-            if length < self._config.min_chunk_tokens or chunk.entry is None:
-                logger.info("chunk %s has %d tokens and remains live text", chunk.label, length)
-                self.skipped += 1
-            elif length >= room:
-                self._fail(
-                    chunk, f"{length} tokens behind a prefix of {prefix_tokens} exceed the context window of reuse"
-                )
-            elif self._link(chunk):
-                self.skipped += 1
-                linked.append(chunk)
-            else:
-                todo.append(chunk)
-        self._retain(linked)
-        return sorted(todo, key=lambda chunk: len(chunk.identity.token_ids))
-
-    def _link(self, chunk: NewChunk) -> bool:
-        """Add references to a chunk that is stored already; return whether it is."""
+    def _is_missing(self, chunk: NewChunk) -> bool:
+        """Whether a chunk is to be computed; if it is stored already, its documents are added."""
+        length, prefix_length = len(chunk.identity.token_ids), len(self._prefix.identity.token_ids)
+        if length < self._config.min_chunk_tokens or chunk.entry is None:
+            logger.info("chunk %s has %d tokens and remains live text", chunk.label, length)
+            self.skipped += 1
+            return False
+        if length >= self._loaded.reusable.reuse_window - prefix_length:
+            self._fail(chunk, f"{length} tokens behind a prefix of {prefix_length} exceed the context window of reuse")
+            return False
         for doc_id in chunk.doc_ids:
             with self._guard.storing(chunk.entry):
                 if not self._store.link(chunk.identity, text=chunk.entry, doc_id=doc_id):
-                    return False
-        return True
+                    return True
+        self._linked.append(chunk)
+        self.skipped += 1
+        return False
 
-    def _retain(self, linked: list[NewChunk]) -> None:
-        """Give stored chunks the retention of this run, if it has one; the prefix's priority is never lowered.
-
-        If the store can't be changed now, chunks keep their retention, and the run goes on.
-        """
+    def _retain_linked(self) -> None:
+        """Give stored chunks the retention of this run, if it has one; the prefix's priority is never lowered."""
         if self._retention is None:
             return
-        key = chunk_key(self._prefix_identity)
+        key = chunk_key(self._prefix.identity)
         try:
-            if linked:
-                self._store.retain([chunk_key(chunk.identity) for chunk in linked], self._retention)
+            if self._linked:
+                self._store.retain([chunk_key(chunk.identity) for chunk in self._linked], self._retention)
             held = self._store.retention(key) or Retention()
             if self._prefix_retention.priority > held.priority and self._store.known([key]):
                 self._store.retain([key], self._prefix_retention)
-        except StoreError as error:
+        except StoreError as error:  # no reason to compute nothing
             logger.warning("stored chunks keep their retention: %s", error)
 
     def _store_batch(self, chunks: list[NewChunk]) -> None:
         """Encode some chunks and begin to write them; failures are reported, and the run goes on."""
         kvs, ms_per_token, reason = self._encode(chunks)
         if (
-            self._loaded.fingerprint != self._prefix_identity.model
+            self._loaded.fingerprint != self._prefix.identity.model
         ):  # after the forward: its KV may be of another adapter
             for chunk in chunks:
                 self._fail(chunk, "the model's adapters or weights changed while it was computed; precompute again")
         elif kvs:
             self._finish_write()
-            self._write = _begin(lambda: self._put_all(chunks, kvs, ms_per_token))
+            try:
+                self._write = POOL.submit(lambda: self._put_all(chunks, kvs, ms_per_token))
+            except RuntimeError:  # no thread
+                self._put_all(chunks, kvs, ms_per_token)
         elif len(chunks) == 1:
             self._fail(chunks[0], f"out of memory ({reason})")
         else:
@@ -229,8 +218,10 @@ class Precompute:
         try:
             prefix = self._encode_prefix()
             start, token_ids = time.perf_counter(), [chunk.identity.token_ids for chunk in chunks]
-            kvs = encode_chunks(self._loaded.reusable, prefix, token_ids)
-            return kvs, _ms_since(start) / sum(map(len, token_ids)), ""  # on the host: nothing is still being computed
+            kvs = encode_chunks(
+                self._loaded.reusable, prefix, token_ids
+            )  # on the host: nothing is still being computed
+            return kvs, 1e3 * (time.perf_counter() - start) / sum(map(len, token_ids)), ""
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -238,16 +229,16 @@ class Precompute:
 
     def _encode_prefix(self) -> KVBuffer:
         """Run the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
-        if self._prefix is None:
+        if self._prefix_kv is None:
             start = time.perf_counter()
-            self._prefix, kv = encode_prefix(self._loaded.reusable, self._prefix_identity.token_ids)
-            retention = replace(self._prefix_retention, cost_ms=_ms_since(start))
-            if kv is not None and self._loaded.fingerprint == self._prefix_identity.model:
+            self._prefix_kv, kv = encode_prefix(self._loaded.reusable, self._prefix.identity.token_ids)
+            retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
+            if kv is not None and self._loaded.fingerprint == self._prefix.identity.model:
                 try:
-                    self._put(NewChunk((None,), None, self._prefix_identity), kv, retention)
+                    self._put(self._prefix, kv, retention)
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)
-        return self._prefix
+        return self._prefix_kv
 
     def _put_all(self, chunks: list[NewChunk], kvs: list[ChunkKV], ms_per_token: float) -> None:
         retention = self._retention or Retention()
@@ -272,36 +263,15 @@ class Precompute:
     def _recount(self) -> None:
         """Report chunks that later ones have evicted already."""
         keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
-        for key in keys.keys() - self._store.known(keys):
-            remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
-            if "disk" not in self._store.stats():
-                remedy = "ram_bytes or ram_fraction, or pass kv_dir"
+        known = self._store.known(keys)
+        remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
+        if "disk" not in self._store.stats():
+            remedy = "ram_bytes or ram_fraction, or pass kv_dir"
+        for chunk in [chunk for key, chunk in keys.items() if key not in known]:
             self.stored -= 1
-            self._fail(
-                keys[key], f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}"
-            )
+            self._fail(chunk, f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}")
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Note that a chunk has no KV now and is computed at query time."""
         logger.warning("chunk %s was not stored: %s", chunk.label, reason)
         self.failed.append((chunk.label, reason))
-
-
-def _stored_entry(text: str, store: TieredStore) -> TextEntry | None:
-    """Return a text's entry as it is stored; ``None`` if the text is too short to be found in a prompt."""
-    entry = text_entry(text)
-    return None if entry is None else store.names.mask(entry)
-
-
-def _begin(write: Callable[[], None]) -> Future[None]:
-    """Run a write in another thread, or here if there is none."""
-    try:
-        return POOL.submit(write)
-    except RuntimeError:
-        done: Future[None] = Future()
-        done.set_result(write())
-        return done
-
-
-def _ms_since(start: float) -> float:
-    return 1e3 * (time.perf_counter() - start)

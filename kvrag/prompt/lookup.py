@@ -43,21 +43,21 @@ class Lookup:
     def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
         """Return those whose KV is stored."""
         keys = {chunk_key(identity): identity for identity in identities}
-        nothing: set[ChunkKey] = set()
+        nothing = set[ChunkKey]()
         found = self.deadline.ask(lambda: self.store.known(keys), nothing, what="the KV store")
         return {keys[key] for key in found}
 
     def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
         """Return, where there is one, each chunk's newest variant behind any prefix; else one kept with another dtype."""
-        dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
 
         def find() -> dict[TokenIds, ChunkIdentity]:
             found: dict[TokenIds, ChunkIdentity] = {}
+            dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
             for ids in runs:
                 for dtype in dtypes:
                     identity = replace(self.identity(ids, ""), kv_dtype=dtype)
                     if variants := self.store.catalog.variants(content_key(identity)):
-                        found[ids] = replace(identity, prefix=variants[-1].prefix)
+                        found[ids] = replace(identity, prefix=variants[-1].prefix, context=variants[-1].context)
                         break
             return found
 
@@ -74,6 +74,8 @@ class Lookup:
         )
         own = self.identity((), "")
         return {
-            digest: list(dict.fromkeys([i.token_ids for i in ids if replace(i, prefix="", token_ids=()) == own]))
+            digest: list(
+                dict.fromkeys([i.token_ids for i in ids if replace(i, prefix="", context="", token_ids=()) == own])
+            )
             for digest, ids in found.items()
         }

@@ -19,7 +19,8 @@ from typing import Protocol
 
 from kvrag.prompt.lookup import TokenIds
 from kvrag.prompt.spans import ANCHOR_CHARS
-from kvrag.prompt.template import Piece, PromptEncoder
+from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.tokenizer import Piece
 from kvrag.types import TextEntry
 
 MAX_TEXTS = 8

@@ -15,7 +15,8 @@ from kvrag.errors import InputError
 from kvrag.identity.fingerprint import ids_digest
 from kvrag.prompt.lookup import Lookup, TokenIds
 from kvrag.prompt.partial import HeadScanner, PartFinder
-from kvrag.prompt.template import Piece, Prompt, PromptEncoder, cut, merge_live
+from kvrag.prompt.template import Prompt, PromptEncoder, cut, merge_live
+from kvrag.prompt.tokenizer import Piece
 from kvrag.types import ChunkIdentity, KVDtype, MissedChunk, Span
 
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
@@ -92,7 +93,7 @@ class Plan:
     @property
     def has_mismatch(self) -> bool:
         """Whether a chunk will be used that was encoded behind another prefix."""
-        return any([piece.is_mismatched for piece in self.pieces])
+        return any(piece.is_mismatched for piece in self.pieces)
 
     @property
     def identities(self) -> list[ChunkIdentity]:
@@ -178,7 +179,7 @@ class _Draft:
     ) -> None:
         if head is None and rest and rest[0].kind == "live":
             head, rest = rest[0], rest[1:]
-        elif head is not None and not any([piece.kind == "chunk" for piece in rest]):
+        elif head is not None and not any(piece.kind == "chunk" for piece in rest):
             head, rest = Piece("".join([p.text for p in (head, *rest)])), []
         self._encoder, self._lookup, self._min_tokens = encoder, lookup, min_tokens
         self._head, self._rest = head or Piece(""), rest
@@ -252,7 +253,8 @@ class _Draft:
 
     def _why_missing(self, piece: Piece, ids: TokenIds) -> str:
         if (other := self._found.get(ids)) is not None:
-            return f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for: precompute it again, or ask for that"
+            asked = f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for"
+            return f"{asked}: precompute it again, or ask for that"
         known = "not precomputed" if piece.is_given else "the text is known, but there is no KV of this model for it"
         return self._lookup.deadline.fault or f"{known}: precompute it with this model"
 

@@ -1,10 +1,9 @@
 """Which parts of a rendered prompt are known chunks.
 
-A chunk is registered by the hashes of its first and its last :data:`ANCHOR_CHARS` characters, its length and its
-digest; its text is not kept. A prompt is scanned by hashing all its windows of that width at once: where a window is a
-known head, and the one at the chunk's end is its tail, the text between them is hashed in full. That digest decides.
-
-What is missed is computed live, so every bound in here costs time and never correctness.
+A chunk is registered by the hashes of its first and its last :data:`ANCHOR_CHARS` characters, its length and its digest; its text is not
+kept. A prompt is scanned by hashing all its windows of that width at once: where a window is a known head, and the one at the chunk's end
+is its tail, the text between them is hashed in full. That digest decides. What is missed is computed live, so every bound here costs time
+and never correctness.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvrag.errors import InputError
 from kvrag.identity.fingerprint import text_digest
-from kvrag.threads import ForkLock
+from kvrag.threads import fork_lock
 from kvrag.types import Span, TextEntry
 
 ANCHOR_CHARS = 32
@@ -32,7 +31,7 @@ MAX_WASTED_CHARS = 1 << 24
 """Characters that one scan hashes for places that look right at both ends and turn out different in the middle."""
 
 MIN_OVERFLOW = 1024
-"""New or stale entries that are tolerated beside the sorted table, at least, before it is sorted again."""
+"""New entries that are kept beside the sorted table, at least, before it is sorted again."""
 
 _BASE = 0x9E3779B97F4A7C15
 _POWERS = np.array([pow(_BASE, ANCHOR_CHARS - 1 - i, 1 << 64) for i in range(ANCHOR_CHARS)], dtype=np.uint64)
@@ -71,8 +70,8 @@ def text_entry(text: str) -> TextEntry | None:
 class SpanIndex:
     """The registered chunk texts, and the scanner that finds them in a prompt.
 
-    Threads may add, discard and scan at the same time: a scan works on arrays that never change once built. New entries
-    sit in a small table of their own until there are enough of them to sort the large one again.
+    Threads may add and scan at the same time: a scan works on arrays that never change once built. New entries are in a small table of
+    their own until there are enough of them to sort the large one again. Texts are never removed: what has no KV is computed live.
 
     Parameters
     ----------
@@ -82,13 +81,11 @@ class SpanIndex:
 
     def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
         self._digest_of = digest_of
-        self._lock = ForkLock()
+        self._lock = fork_lock()
         self._entries: dict[str, TextEntry] = {}
         self._base = _Table.build(())
-        self._overflow = _Table.build(())
+        self._overflow, self._is_current = _Table.build(()), True
         self._fresh: dict[str, TextEntry] = {}  # entries that are not in the base table
-        self._overflow_is_current = True
-        self._stale = 0  # rows of the base table that were discarded; they cost a digest where they match
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -100,17 +97,7 @@ class SpanIndex:
             new = {entry.digest: entry for entry in offered if entry.digest not in self._entries}
             self._entries.update(new)
             self._fresh.update(new)
-            self._overflow_is_current &= not new
-
-    def discard(self, digest: str) -> None:
-        """Forget a text; an unknown digest is ignored."""
-        with self._lock:
-            if self._entries.pop(digest, None) is None:
-                return
-            if self._fresh.pop(digest, None) is None:
-                self._stale += 1
-            else:
-                self._overflow_is_current = False
+            self._is_current &= not new
 
     def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
         """Find the registered texts in a prompt.
@@ -168,13 +155,12 @@ class SpanIndex:
     def _tables(self) -> tuple[_Table, _Table]:
         """Return tables that hold every entry, sorting only what has changed."""
         with self._lock:
-            tolerated = max(MIN_OVERFLOW, len(self._base.heads) // 32)
-            if len(self._fresh) > tolerated or self._stale > tolerated:
-                self._base, self._overflow = _Table.build(self._entries.values()), _Table.build(())
-                self._fresh, self._stale = {}, 0
-            elif not self._overflow_is_current:
+            if len(self._fresh) > max(MIN_OVERFLOW, len(self._base.heads) // 32):
+                self._base, self._fresh = _Table.build(self._entries.values()), {}
+                self._overflow = _Table.build(())
+            elif not self._is_current:
                 self._overflow = _Table.build(self._fresh.values())
-            self._overflow_is_current = True
+            self._is_current = True
             return self._base, self._overflow
 
 

@@ -7,12 +7,12 @@ ids. Chunks are encoded behind the prefix: encoded alone, a chunk's first tokens
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from kvrag.errors import ConfigError, InputError
-from kvrag.prompt.tokenizer import SegmentTokenizer, check_encodable
+from kvrag.prompt.tokenizer import Piece, SegmentTokenizer, check_encodable
 from kvrag.types import Chunk, Span
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk]
@@ -21,27 +21,6 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk]
 _MARK = "\u2063KVRAG-{}\u2063"
 _ROLES = {"human": "user", "ai": "assistant"}
 _CONTEXT_NAMES = ("context", "context_str", "documents", "summaries")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`.
-
-    ``part_of`` holds the token ids of a stored chunk of which this is the first part, and ``num_ids`` how many of
-    them are its own; empty and 0 otherwise. ``digest`` is that of a registered text that was found.
-    """
-
-    text: str
-    kind: Literal["live", "chunk"] = "live"
-    is_given: bool = False
-    part_of: tuple[int, ...] = ()
-    num_ids: int = 0
-    digest: str = field(default="", compare=False)
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Token ids of a first part."""
-        return self.part_of[: self.num_ids]
 
 
 class PromptEncoder(SegmentTokenizer):
@@ -63,9 +42,9 @@ class PromptEncoder(SegmentTokenizer):
         """
         if isinstance(prompt, str):
             pieces = [Piece(prompt)]
-        elif isinstance(prompt, Sequence) and prompt and all([isinstance(m, Mapping) for m in prompt]):
+        elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
             pieces = [Piece(self.render(prompt))]  # type: ignore[arg-type]
-        elif isinstance(prompt, Sequence) and all([isinstance(s, (str, Chunk)) for s in prompt]):
+        elif isinstance(prompt, Sequence) and all(isinstance(s, (str, Chunk)) for s in prompt):
             pieces = list(_given(prompt))  # type: ignore[arg-type]
         else:
             raise InputError(
@@ -74,7 +53,7 @@ class PromptEncoder(SegmentTokenizer):
             )
         for piece in pieces:
             check_encodable(piece.text)
-        if not any([piece.text.strip() for piece in pieces]):
+        if not any(piece.text.strip() for piece in pieces):
             raise InputError("the prompt is empty; pass some text, messages or segments")
         return pieces
 
@@ -143,12 +122,9 @@ def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
         if isinstance(segment, str):
             yield Piece(segment)
             continue
-        before, body, after = _ends(check_chunk_text(segment.text))
+        text = check_chunk_text(segment.text)
+        before, body, after = text.partition(text.strip())
         yield from (Piece(before), Piece(body, "chunk", is_given=True), Piece(after))
-
-
-def _ends(text: str) -> tuple[str, str, str]:
-    return text.partition(text.strip())
 
 
 def chunks_in_messages(prompt: Prompt) -> list[str]:

@@ -15,34 +15,51 @@ What is left are merges across a seam, such as ``.`` and a line break; :func:`co
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from kvrag.errors import ConfigError, InputError, ModelError
-from kvrag.threads import ForkLock
+from kvrag.threads import fork_lock
 
 ANCHORS = ("\n", ".", "|", "0")
 """Texts to tokenise a continuation behind, tried in this order: the first whose own ids stay as they are is taken."""
 
-RESYNC_TOKENS = 3
-"""Equal tokens in a row after which two tokenisations of one text count as together again; what is between two nearer differences
-counts as changed."""
 
-MAX_RUN = 256
-"""Tokens, of both tokenisations together, within which they must come together again; else all that follows counts as changed."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`.
 
-_locks: weakref.WeakKeyDictionary[Any, ForkLock] = weakref.WeakKeyDictionary()
-_locks_guard = ForkLock()
+    ``part_of`` holds the token ids of a stored chunk of which this is the first part, and ``num_ids`` how many of
+    them are its own; empty and 0 otherwise. ``digest`` is that of a registered text that was found.
+    """
+
+    text: str
+    kind: Literal["live", "chunk"] = "live"
+    is_given: bool = False
+    part_of: tuple[int, ...] = ()
+    num_ids: int = 0
+    digest: str = field(default="", compare=False)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Token ids of a first part."""
+        return self.part_of[: self.num_ids]
 
 
-def _lock_of(tokenizer: Any) -> ForkLock:
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_guard = fork_lock()
+
+
+def _lock_of(tokenizer: Any) -> threading.RLock:
     """Return the one lock of a tokenizer, however many engines use it."""
     with _locks_guard:
-        return _locks.setdefault(tokenizer, ForkLock())
+        return _locks.setdefault(tokenizer, fork_lock())
 
 
 class SegmentTokenizer:
@@ -92,7 +109,7 @@ class SegmentTokenizer:
         self._control_ids = frozenset(control.values())
         texts = sorted(control, key=len, reverse=True)
         self._control_text = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
-        self.chunk_ids = lru_cache(maxsize=4096)(self._chunk_ids)
+        self.chunk_ids = lru_cache(maxsize=4096)(self.document_ids)
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
@@ -125,11 +142,10 @@ class SegmentTokenizer:
         return found.start() if found else len(text)
 
     def document_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise as ``chunk_ids`` does, without remembering the text."""
-        return self._chunk_ids(text)
+        """Tokenise chunk text: the same ids at index time and in every prompt, and control-token text stays text.
 
-    def _chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise chunk text: the same ids at index time and in every prompt, and control-token text stays text."""
+        ``chunk_ids`` does the same and remembers the latest texts.
+        """
         check_encodable(text)
         ids = self._continued(text, as_text=True)
         if not self._control_ids.isdisjoint(ids) and self._control_text is not None:
@@ -210,12 +226,7 @@ class SeamCount:
     changed_tokens: int = 0
 
     def __add__(self, other: SeamCount) -> SeamCount:
-        return SeamCount(
-            self.seams + other.seams,
-            self.changed_seams + other.changed_seams,
-            self.tokens + other.tokens,
-            self.changed_tokens + other.changed_tokens,
-        )
+        return SeamCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> SeamCount:
@@ -238,34 +249,9 @@ def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> Seam
     seams = list(accumulate(map(len, segments)))[:-1]
     changed: set[int] = set()
     changed_tokens = 0
-    for start, stop in _differences(ours, list(whole)):
-        across = [s for s in seams if start < s < stop] or [s for s in seams if s in (start, stop)]
-        changed.update(across)
-        changed_tokens += stop - start if across else 0
+    for kind, start, stop, *_ in SequenceMatcher(None, ours, whole, autojunk=False).get_opcodes():
+        if kind != "equal":
+            across = [s for s in seams if start < s < stop] or [s for s in seams if s in (start, stop)]
+            changed.update(across)
+            changed_tokens += stop - start if across else 0
     return SeamCount(len(seams), len(changed), len(ours), changed_tokens)
-
-
-def _differences(ours: list[int], whole: list[int]) -> list[tuple[int, int]]:
-    """Return the runs ``(start, stop)`` of ``ours`` that ``whole`` has otherwise."""
-    runs: list[tuple[int, int]] = []
-    i = j = 0
-    while i < len(ours) and j < len(whole):
-        if ours[i] == whole[j]:
-            i, j = i + 1, j + 1
-            continue
-        skipped, skipped_whole = _resync(ours, i, whole, j)
-        runs.append((i, i + skipped))
-        i, j = i + skipped, j + skipped_whole
-    if i < len(ours) or j < len(whole):
-        runs.append((i, len(ours)))
-    return runs
-
-
-def _resync(ours: list[int], i: int, whole: list[int], j: int) -> tuple[int, int]:
-    """Return how many tokens of each to skip until both go on alike, as few as possible."""
-    for total in range(1, MAX_RUN):
-        for skipped in range(total + 1):
-            a, b = i + skipped, j + total - skipped
-            if a <= len(ours) and b <= len(whole) and ours[a : a + RESYNC_TOKENS] == whole[b : b + RESYNC_TOKENS]:
-                return skipped, total - skipped
-    return len(ours) - i, len(whole) - j

@@ -26,12 +26,18 @@ Bytes = bytes | bytearray | memoryview
 class Blobs(Protocol):
     """Bytes under a key, on a disk, in memory or on another machine. Safe to use from several threads.
 
-    A fault is a miss: what can't be read is absent. To write a key twice is to write it once. Keys are 64 lower-case hex digits.
+    To write a key twice is to write it once. Keys are 64 lower-case hex digits.
     A shared tier (Redis, an object store) implements these five methods; prove it with :class:`kvrag.testing.store.BlobsContract`.
     """
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return ``length`` bytes from ``start`` on (all that follow for ``None``), fewer at the end; ``None`` if absent or unreadable."""
+        """Return ``length`` bytes from ``start`` on (all that follow for ``None``), fewer at the end; ``None`` if the key is absent.
+
+        Raises
+        ------
+        OSError
+            If it can't be read now. The store takes that for a miss, and keeps what it knows of the chunk.
+        """
         ...
 
     def write(self, key: ChunkKey, parts: Sequence[Bytes]) -> int:

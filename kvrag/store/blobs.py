@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -26,8 +25,6 @@ import torch
 from kvrag.store.base import Bytes
 from kvrag.types import ChunkKey
 
-log = logging.getLogger(__name__)
-
 KEY = re.compile(r"[0-9a-f]{64}")
 SUFFIX = ".safetensors"
 OBJECTS, TMP = "objects", "tmp"
@@ -39,9 +36,6 @@ NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 MAX_VIEWS = 512
 YOUNG_S = 60.0
 """Files in ``tmp/`` that are younger are left to their writers."""
-
-WARN_S = 60.0
-"""Seconds between two warnings that files can't be read."""
 
 
 class FileBlobs:
@@ -58,22 +52,25 @@ class FileBlobs:
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.root, self._root, self._durable = Path(root), os.fspath(root), durable
         self._buffers = Buffers()
-        self._warned_at = -WARN_S
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return bytes of a file; ``None`` if it is absent, can't be read, or is no regular file."""
+        """Return bytes of a file, none of what is no regular file; see :class:`kvrag.store.base.Blobs`."""
         try:
-            fd = self._open(key)
+            with self._folder(key[:2]) as folder:
+                fd = os.open(key + SUFFIX, FILE, dir_fd=folder)
         except ABSENT:
             return None
         except OSError as error:
-            return self._unreadable(error)
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a FIFO
+                return b""
+            raise
         try:
-            size = max(0, os.fstat(fd).st_size - start)
+            status = os.fstat(fd)
+            size = max(0, status.st_size - start) if stat.S_ISREG(status.st_mode) else 0
             view = self._buffers.take(size if length is None else min(size, length))
             return view[: _fill(fd, view, start)]
-        except (OSError, MemoryError, RuntimeError) as error:
-            return self._unreadable(error)
+        except (MemoryError, RuntimeError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
         finally:
             os.close(fd)
 
@@ -128,14 +125,6 @@ class FileBlobs:
                     swept += _sweep_one(tmp, name)
         return swept
 
-    def _open(self, key: ChunkKey) -> int:
-        with self._folder(key[:2]) as folder:
-            fd = os.open(key + SUFFIX, FILE, dir_fd=folder)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        return fd
-
     @contextmanager
     def _folder(self, name: str, *, below: tuple[str, ...] = (OBJECTS,), make: bool = False) -> Iterator[int]:
         """Open a folder below the root, one component after the other; with ``make``, make what is absent, private."""
@@ -184,11 +173,6 @@ class FileBlobs:
         except OSError:  # after a failed sync nobody knows what is on the disk
             os.unlink(key + SUFFIX, dir_fd=folder)
             raise
-
-    def _unreadable(self, error: Exception) -> None:
-        if time.monotonic() - self._warned_at >= WARN_S:
-            self._warned_at = time.monotonic()
-            log.warning("the KV store %s can't be read (%s); its chunks are computed instead", self.root, error)
 
 
 class MemoryBlobs:

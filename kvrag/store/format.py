@@ -78,7 +78,7 @@ FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struc
 """What parsing raises where a header is not one."""
 
 Read = Callable[[int, int], Bytes | None]
-"""Returns ``length`` bytes from ``offset`` on, fewer at the end; ``None`` if the blob is absent or can't be read."""
+"""Returns ``length`` bytes from ``offset`` on, fewer at the end; ``None`` if the blob is absent. Raises ``OSError``."""
 
 
 class BlobRejected(Exception):
@@ -160,7 +160,7 @@ class Header:
         return self.tensors.offsets[-1]
 
     def encode(self) -> bytes:
-        """The plain header's JSON, with a digest of itself."""
+        """Return the plain header's JSON, with a digest of itself."""
         identity = self.identity
         metadata = _dump(
             {
@@ -316,9 +316,7 @@ class Blob:
         offsets = self.header.tensors.offsets
         start, size = offsets[run.start], offsets[run.stop] - offsets[run.start]
         is_last = run.stop == len(offsets) - 1
-        data = self._read(self._start + start, size + is_last)
-        if data is None:
-            raise BlobRejected("it can't be read", "unreadable", run.start)
+        data = _bytes(self._read, self._start + start, size + is_last, run.start)
         if len(data) != size:
             raise BlobRejected("it has the wrong length", layer=run.start)
         view = memoryview(data)
@@ -394,17 +392,26 @@ class _Cipher:
 
 def _read_head(read: Read, limit: int) -> bytes:
     """Read a header, whatever it says."""
-    head = read(0, HEAD_BYTES)
-    if head is None:
-        raise BlobRejected("it is absent or can't be read", "absent")
+    head = _bytes(read, 0, HEAD_BYTES)
     end = 8 + int.from_bytes(head[:8], "little")
     if len(head) < 8 or end > limit:
         raise BlobRejected("its header has an impossible length")
-    rest = read(len(head), end - len(head)) if end > len(head) == HEAD_BYTES else b""
-    whole = bytes(head[:end]) + bytes(rest or b"")
+    rest = _bytes(read, len(head), end - len(head)) if end > len(head) == HEAD_BYTES else b""
+    whole = bytes(head[:end]) + bytes(rest)
     if len(whole) != end:
         raise BlobRejected("it has the wrong length")
     return whole
+
+
+def _bytes(read: Read, start: int, length: int, layer: int | None = None) -> Bytes:
+    """Read bytes of a blob that has to be there."""
+    try:
+        data = read(start, length)
+    except OSError as error:
+        raise BlobRejected(f"it can't be read ({error})", "unreadable", layer) from None
+    if data is None:
+        raise BlobRejected("it is absent", "absent", layer)
+    return data
 
 
 def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, _Cipher | None]:

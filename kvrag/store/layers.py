@@ -163,7 +163,8 @@ def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: tor
     is_right = layer.scales is None or (layer.scales.dtype == dtype and dtype in FLOATS.values())
     if not is_right or wanted != [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]:
         raise StoreError(
-            f"codes or scales of layer {index} of the chunk are not those of {identity.kv_dtype!r}; make them with kvrag.blend.quantise.pack"
+            f"codes or scales of layer {index} of the chunk are not those of {identity.kv_dtype!r}; "
+            "make them with kvrag.blend.quantise.pack"
         )
     return shapes[0], shapes[1]
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.store.base import Blobs
-from kvrag.store.blobs import OBJECTS, FileBlobs, MemoryBlobs
+from kvrag.store.blobs import OBJECTS, TMP, FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier, Reads
@@ -120,7 +121,7 @@ def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, ram: int
         root / (f"catalog-{keys.id}" if keys.id else "catalog"),
         keys,
         read_only=read_only,
-        may_have_blobs=(root / OBJECTS).is_dir(),
+        may_have_blobs=(root / OBJECTS).is_dir,
     )
     host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
     return _Shared(blobs, catalog, {"host": host}, Reads(ram))
@@ -141,7 +142,7 @@ def _release(key: object, shared: _Shared) -> None:
 
 
 def _in_memory(config: StoreConfig, keys: Keys) -> TieredStore:
-    blobs, catalog = MemoryBlobs(), Catalog(None, keys)
+    blobs, catalog = MemoryBlobs(), Catalog(None, keys, may_have_blobs=lambda: False)
     budget = Budget(budget_of(config), 0, 1.0, 1.0)
     return TieredStore([], blobs, catalog, config, keys=keys, name="host", budget=budget)
 
@@ -232,12 +233,16 @@ def _version(path: Path) -> int | None:
 
 
 def _close_to_others(root: Path) -> None:
-    """Take the rights of others from a root that holds nothing but a store."""
-    mode = root.stat().st_mode & 0o777
-    own = {FORMAT_FILE, OBJECTS, "tmp", "lock"}
-    strangers = [name for name in os.listdir(root) if name not in own and not name.startswith(("catalog", "index"))]
-    if mode & 0o077 and not strangers:
-        root.chmod(mode & 0o700)
+    """Take the rights of others from the store's folders, and from the root if it holds nothing else."""
+    own = (FORMAT_FILE, OBJECTS, TMP, "lock", "catalog", "index", "references", "quarantine", "llama_index")
+    names = os.listdir(root)
+    closed = [root / name for name in names if name.startswith(own)]
+    closed += [] if len(closed) < len(names) else [root]
+    for path in closed:
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
+            path.chmod(status.st_mode & 0o700)
+            log.warning("others had access to the KV store's directory %s; its rights were taken from them", path)
 
 
 def budget_of(config: StoreConfig) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Times that a chunk is written that others erase meanwhile."""
+
+WARN_S = 60.0
+"""Seconds between two warnings that chunks can't be read."""
 
 LOOK_S = 0.05
 """Seconds that a look into memory is given in any case, so that what is there comes however little time is left."""
@@ -94,7 +98,7 @@ class TieredStore:
         self._lock = threading.Lock()
         self._hits = self._misses = self._rejected = 0
         self._followed = catalog.generation() if tiers and not any(tier.keys() for tier in tiers) else None
-        self._is_closed = False
+        self._is_closed, self._warned_at = False, -WARN_S
         for tier in tiers:
             tier.events = self.events
         _open.add(self)
@@ -251,6 +255,7 @@ class TieredStore:
         """Erase a blob that is not what its key says, and forget one that is gone."""
         self._count(misses=1)
         if fault.hole == "unreadable":
+            self._warn_unreadable(fault.reason)
             return
         is_ours = fault.hole != "absent"
         if is_ours:
@@ -266,6 +271,11 @@ class TieredStore:
                 self.catalog.remove([key])
         for tier in self.tiers:
             tier.drop([key], "rejected")
+
+    def _warn_unreadable(self, reason: str) -> None:
+        if time.monotonic() - self._warned_at >= WARN_S:
+            self._warned_at = time.monotonic()
+            log.warning("stored chunks can't be read: %s; computing instead", reason)
 
     def _follow(self) -> None:
         """Drop from memory what any process has erased."""
@@ -438,8 +448,9 @@ class TieredStore:
         return count
 
     def dormant(self) -> set[ChunkKey]:
-        """Return the keys of blobs without a row; some may be protected by other keys."""
-        return self.blobs.keys() - {*self.catalog.keys(), *self.catalog.pending()}
+        """Return the keys of blobs without a row, some of which may be protected by other keys; raises ``StoreError``."""
+        blobs = self.blobs.keys()
+        return blobs - self.catalog.present()
 
     def erase_dormant(self, namespace: str | None = None) -> int:
         """Erase the blobs without a row, of a namespace if its digest is given, and return how many; raises ``StoreError``."""

@@ -1,4 +1,4 @@
-"""Tiny random models of each accepted architecture, built from a config in a moment: no weights are fetched."""
+"""Tiny random models of each accepted architecture, built from a config: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ TINY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
     },
-    # Keys that turn in part, in pairs of neighbours, or come out of a fused projection
+    # Keys that rotate in part, in pairs of neighbours, or come out of a fused projection
     "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
     "phi3": {"sliding_window": None, "partial_rotary_factor": 0.5},
     "phi3-longrope": {
@@ -198,7 +198,7 @@ TINY: dict[str, dict[str, Any]] = {
 """Name → config options beside the common ones (``None`` leaves a common one out); ``model_type`` defaults to the name."""
 
 REFUSED: dict[str, dict[str, Any]] = {
-    # What a chunk's KV can't be moved for: each is refused with its own reason.
+    # Models whose KV can't be moved: each is refused with its own reason.
     "gpt2": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon-alibi": {**_FALCON, "alibi": True},
@@ -220,7 +220,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen3_next": {**_EXPERTS, "shared_expert_intermediate_size": 32},
 }
-"""Name → config options of models that are refused; :func:`tiny_model` builds them too."""
+"""Name → config options of refused models; :func:`tiny_model` builds them, too."""
 
 
 def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -67,11 +67,11 @@ def rope_of(lm: CausalLM) -> str:
     config = lm.model.config
     found = getattr(config, "rope_parameters", None) or {}
     sets = [value for value in found.values() if isinstance(value, dict)] or [found]
-    turning = [trait for trait in lm.traits if trait.turning.width]
+    turning = [trait for trait in lm.traits if trait.rotation.width]
     if not turning:
         return "none (ALiBi)"
     words = "/".join(dict.fromkeys(str(rope.get("rope_type", "default")) for rope in sets))
-    shares = {trait.turning.width / trait.shape.key_dim for trait in turning}
+    shares = {trait.rotation.width / trait.shape.key_dim for trait in turning}
     if shares != {1.0}:
         words += f", {min(shares):.0%} of the dimensions"
     still = lm.num_layers - len(turning)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvrag.blend.quantise import GROUP, pack, read
+from kvrag.blend.quantise import GROUP, pack, unpack
 from kvrag.types import ChunkKV, KVDtype, LayerKV, Scales
 from kvrag_kernels import reference
 from kvrag_kernels.stitch import FP8, Stitching, Stored
@@ -103,7 +103,7 @@ def read_back(keys: Stored, values: Stored, dtype: torch.dtype) -> tuple[torch.T
     assert keys.zeros is not None
     assert values.scales is not None
     layer = LayerKV(keys.data, values.data, Scales(dtype, keys.scales, keys.zeros, values.scales))
-    return read(layer, keys.data.shape[1], device=torch.device("cpu"), dtype=dtype)
+    return unpack(layer, keys.data.shape[1], device=torch.device("cpu"), dtype=dtype)
 
 
 def _parts(case: StitchCase, g: torch.Generator) -> tuple[list[Stored], list[Stored]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from settling import settle
 
 from kvrag import KVRagEngine
 from kvrag.testing.models import save_tiny_model
@@ -62,9 +62,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], int]:
 
             forward.counts = True  # type: ignore[attr-defined]
             monkeypatch.setattr(kind, "forward", forward)
-        for thread in threading.enumerate():
-            if thread.name == "kvrag-generate":
-                thread.join(30)
+        settle()
         return len(counted)
 
     return count

@@ -4,90 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from langchain_core.prompts import ChatPromptTemplate
+from settling import working_threads
 
 from kvrag import ConfigError
 from langchain_kvrag import ChatKVRag, KVRagLLM
 
-STALL_S = 0.6
-"""Longest pause of the loop that busy cores excuse; a call that blocked it would pause it for longer."""
+BOTH = pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
 
 
-@asynccontextmanager
-async def ticking() -> AsyncIterator[list[float]]:
-    """Record the pauses between turns of the event loop."""
-    pauses: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.005)
-            pauses.append(time.perf_counter() - before)
-
-    task = asyncio.create_task(tick())
-    try:
-        yield pauses
-    finally:
-        task.cancel()
-
-
-def slow(model: Any, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.1) -> None:
-    """Let every forward take so long that one of them in the event loop would show."""
-    kind = type(model.engine.loaded.lm)
-    original = kind.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(kind, "forward", forward)
-
-
-@pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
+@BOTH
 @pytest.mark.parametrize("call", ["ainvoke", "astream", "abatch"])
-async def test_the_event_loop_is_not_blocked(
+async def test_the_event_loop_neither_loads_nor_computes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: Any, call: str
 ) -> None:
-    model = kind(**options)
-    slow(model, monkeypatch)
+    seen, model = working_threads(monkeypatch), kind(**options)
     value = ChatPromptTemplate.from_messages([("human", "{q}")]).invoke({"q": "Tell me."})
-    async with ticking() as pauses:
-        if call == "ainvoke":
-            await model.ainvoke(value)
-        elif call == "abatch":
-            await model.abatch([value])
-        else:
-            async for _ in model.astream(value):
-                pass
-    assert len(pauses) > 20  # 8 forwards of 0.1 s and more
-    assert max(pauses) < STALL_S
-
-
-@pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
-async def test_loading_does_not_block_the_event_loop(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
-    import kvrag.engine
-
-    original = kvrag.engine.load
-
-    def load(source: Any) -> Any:
-        time.sleep(1)
-        return original(source)
-
-    monkeypatch.setattr(kvrag.engine, "load", load)
-    value = ChatPromptTemplate.from_messages([("human", "{q}")]).invoke({"q": "Tell me."})
-    async with ticking() as pauses:
-        async for _ in kind(**options).astream(value):
-            pass
-    assert len(pauses) > 20
-    assert max(pauses) < STALL_S
+    if call == "astream":
+        assert [piece async for piece in model.astream(value)]
+    else:
+        assert await (model.ainvoke(value) if call == "ainvoke" else model.abatch([value]))
+    assert seen
+    assert threading.get_ident() not in seen
 
 
 async def test_async_answers_equal_sync_ones(chat: ChatKVRag, chunks: list[str]) -> None:
@@ -104,7 +47,16 @@ async def test_async_answers_equal_sync_ones(chat: ChatKVRag, chunks: list[str])
     assert both[0].content == expected.content
 
 
-@pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
+@BOTH
+def test_an_abandoned_stream_stops_decoding(options: dict[str, Any], forwards: Callable[[Any], int], kind: Any) -> None:
+    model = kind(**options)
+    forwards(model)
+    for _ in model.stream("Tell me everything.", max_tokens=3000):
+        break
+    assert forwards(model) < 300
+
+
+@BOTH
 async def test_leaving_a_stream_stops_decoding(
     options: dict[str, Any], forwards: Callable[[Any], int], kind: Any
 ) -> None:
@@ -117,7 +69,7 @@ async def test_leaving_a_stream_stops_decoding(
     assert await asyncio.to_thread(forwards, model) < 300
 
 
-@pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
+@BOTH
 @pytest.mark.parametrize("call", ["ainvoke", "astream"])
 async def test_cancelling_stops_decoding(
     options: dict[str, Any], forwards: Callable[[Any], int], kind: Any, call: str
@@ -139,7 +91,7 @@ async def test_cancelling_stops_decoding(
     assert await asyncio.to_thread(forwards, model) < 1500
 
 
-@pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
+@BOTH
 async def test_exceptions_reach_the_caller(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     model = kind(**options)
     with pytest.raises(ConfigError, match="'foo'"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -11,16 +10,10 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import FakeListLLM
 from langchain_core.vectorstores import VectorStoreRetriever
+from settling import settle
 
 from kvrag import ConfigError
 from langchain_kvrag import ChatKVRag, KVPrefetchHandler, KVRagVectorStore
-
-
-def settle() -> None:
-    for name in ("kvrag-prefetch", "kvrag-read-ahead"):
-        for thread in threading.enumerate():
-            if thread.name == name:
-                thread.join(30)
 
 
 def in_memory(chat: ChatKVRag) -> int:

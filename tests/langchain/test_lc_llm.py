@@ -116,22 +116,6 @@ async def test_async_streaming_tells_callbacks(llm: KVRagLLM) -> None:
     assert recorder.results[0].generations[0][0].generation_info["kvrag"]["exactness"] == "full"
 
 
-def test_stop_strings_are_removed(llm: KVRagLLM) -> None:
-    text = llm.invoke("Tell me.", max_tokens=30)
-    stop = text[7:11]
-    expected = text[: text.index(stop)]
-    assert llm.invoke("Tell me.", max_tokens=30, stop=[stop]) == expected
-    assert "".join(llm.stream("Tell me.", max_tokens=30, stop=[stop])) == expected
-    assert KVRagLLM(model=llm.model, stop=[stop], max_tokens=30).invoke("Tell me.") == expected
-
-
-def test_an_abandoned_stream_stops_decoding(llm: KVRagLLM, forwards: Callable[[KVRagLLM], int]) -> None:
-    forwards(llm)
-    for _ in llm.stream("Tell me everything.", max_tokens=3000):
-        break
-    assert forwards(llm) < 300
-
-
 def test_errors_and_unknown_options(llm: KVRagLLM) -> None:
     with pytest.raises(ConfigError, match=r"'max_toks'; did you mean"):
         llm.invoke("hi", max_toks=3)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvrag.store.disk import DiskStore
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
@@ -16,6 +15,7 @@ from langchain_tests.integration_tests import VectorStoreIntegrationTests
 from lc_kept import kept
 
 from kvrag import ConfigError, InputError, Retention, StoreError
+from kvrag.store import TieredStore
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 
 
@@ -104,8 +104,8 @@ def test_an_upsert_of_the_same_text_computes_nothing(
 ) -> None:
     store.add_texts(chunks[:2], ids=["a", "b"])
     writes: list[Any] = []
-    put = DiskStore.put
-    monkeypatch.setattr(DiskStore, "put", lambda *a, **k: (writes.append(a), put(*a, **k))[1])
+    put = TieredStore.put
+    monkeypatch.setattr(TieredStore, "put", lambda *a, **k: (writes.append(a), put(*a, **k))[1])
     store.add_texts(chunks[:2], ids=["a", "b"])
     assert writes == []
 
@@ -155,7 +155,7 @@ def test_stores_of_one_namespace_have_collections(
     manuals.add_texts(chunks[1:2], ids=["a"])
     letters.add_texts(chunks[2:3], ids=["a"])
     assert set(chat.engine.document_ids()) == {f"manuals/{named}", "manuals/a", "letters/a"}
-    index, space = chat.engine.store.index, chat.engine.names.namespace(chat.engine.namespace)
+    index, space = chat.engine.store.catalog, chat.engine.names.namespace(chat.engine.namespace)
     (key,) = index.document_keys(space, "manuals/a")
     told = chat.engine.store.retention(key)
     assert told is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 import llama_index.core
 from llama_index.core import Document, MockEmbedding, Settings
+from settling import settle
 
 from kvrag import KVRagEngine
 from kvrag.model import CausalLM
@@ -101,13 +102,10 @@ class Forwards:
 
         monkeypatch.setattr(CausalLM, "forward", forward)
 
-    def settled(self, *, quiet_s: float = 0.2) -> int:
-        """Wait until no forward was made for a while, and return their number."""
-        while True:
-            before = self.count
-            time.sleep(quiet_s)
-            if self.count == before:
-                return before
+    def settled(self) -> int:
+        """Wait until nothing decodes, and return the number of forwards."""
+        settle()
+        return self.count
 
 
 def make_llm(source: Any, kv_dir: Any, **options: Any) -> KVRagLLM:

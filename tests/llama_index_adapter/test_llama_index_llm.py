@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import pickle
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index_kit import Forwards, Make, make_llm, record_prompts, settings
+from settling import working_threads
 
 import kvrag.engine
 from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, RepairConfig, StoreConfig
@@ -403,30 +404,13 @@ def test_images_are_refused(llm: KVRagLLM):
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m.startswith("a")])
-async def test_the_event_loop_runs_on_while_the_model_loads_and_answers(
-    make: Make, monkeypatch: pytest.MonkeyPatch, method: str
-):
-    load, ticks = kvrag.engine.load, 0
-
-    def slow_load(source: Any) -> Any:
-        time.sleep(0.15)
-        return load(source)
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.005)
-            ticks += 1
-
-    monkeypatch.setattr(kvrag.engine, "load", slow_load)
-    Forwards(monkeypatch, seconds=0.02)
-    ticker = asyncio.create_task(tick())
+async def test_the_event_loop_neither_loads_nor_computes(make: Make, monkeypatch: pytest.MonkeyPatch, method: str):
+    seen = working_threads(monkeypatch)
     out = await getattr(make(), method)(MESSAGES if method.endswith("chat") else PROMPT)
     if "stream" in method:
-        async for _ in out:
-            pass
-    ticker.cancel()
-    assert ticks >= 12
+        assert [response async for response in out]
+    assert seen
+    assert threading.get_ident() not in seen
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +10,12 @@ from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms import MockLLM
 from llama_index_kit import documents, make_llm, settings
+from settling import settle
 
 from kvrag import ConfigError, precompute_kv
 from llama_index.llms.kvrag import KVPrefetchHandler, KVRagLLM
 
 TOP_K = 3
-
-
-def settle() -> None:
-    for name in ("kvrag-prefetch", "kvrag-read-ahead"):
-        for thread in threading.enumerate():
-            if thread.name == name:
-                thread.join(30)
 
 
 @pytest.fixture

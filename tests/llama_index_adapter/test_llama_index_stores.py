@@ -260,7 +260,7 @@ def test_any_vector_store_can_be_wrapped(llm: KVRagLLM):
 def test_a_store_that_does_not_tell_what_it_deletes_is_reported(llm: KVRagLLM):
     store = KVRagVectorStore(ForgetfulStore())
     store.add([node(chunks(1)[0], id_="a", colour="red")])
-    with pytest.warns(UserWarning, match="can't tell which nodes the filters choose"):
+    with pytest.warns(UserWarning, match="can't list the nodes that the filters match"):
         store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="colour", value="red")]))
 
 
@@ -277,7 +277,7 @@ def test_namespaces_are_kept_apart(llm: KVRagLLM):
 
 def worth(llm: KVRagLLM, doc_id: str) -> int:
     engine = llm.engine
-    (key,) = engine.store.index.document_keys(engine.names.namespace(engine.namespace), doc_id)
+    (key,) = engine.store.catalog.document_keys(engine.names.namespace(engine.namespace), doc_id)
     return (engine.store.retention(key) or Retention()).priority
 
 

@@ -7,17 +7,17 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from kinds import BEHIND
-from world import CONFIG, Outcome, agree, fork, put, state, wait
+from syscalls import attach
+from world import PLAIN, Outcome, agree, fork, identity, key, put, state, wait
 
 from kvrag.errors import StoreError
-from kvrag.store import DiskStore
-from kvrag.testing.chunks import NAMESPACE
+from kvrag.store import Retention, TieredStore
+from kvrag.testing.chunks import NAMESPACE, make_kv
 
 CALLS = (
     *(
@@ -25,6 +25,7 @@ CALLS = (
         "pwrite64",
         "pwritev",
         "pwritev2",
+        "writev",
         "pread64",
         "preadv",
         "preadv2",
@@ -38,58 +39,39 @@ CALLS = (
     *("unlink", "unlinkat", "mkdir", "mkdirat", "newfstatat", "fstat", "stat", "lstat", "ftruncate", "flock", "fcntl"),
     *("rename", "renameat", "renameat2", "statfs", "getdents64", "mmap"),
 )
-TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "preadv", "preadv2", "pread64")
+TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "writev", "preadv", "preadv2", "pread64")
 MAKE_ERRORS = ("ENOSPC", "EIO", "EINTR", "EACCES")
 KEPT, VICTIM, NEW = (1, 2, 5), 3, 10
+"""Of which 5 and 10 are long ones."""
 ACKNOWLEDGED, REFUSED = 10, 11
 
 
-def open_(root: Path) -> None:
-    DiskStore(root, CONFIG)
+def opened(work: Callable[[TieredStore], object], **config: Any) -> Callable[[Path], Callable[[], object]]:
+    """Return what opens a store, and returns what does the work on it."""
+
+    def open_(root: Path) -> Callable[[], object]:
+        store = PLAIN.open(root, **config)
+        return lambda: work(store)
+
+    return open_
 
 
-def put_(root: Path) -> Callable[[], object]:
-    store = DiskStore(root, CONFIG)
-    return lambda: put(store, NEW)
+def evict(store: TieredStore) -> object:
+    """Store a chunk where there is no room: another one of so low a priority leaves."""
+    return put(store, NEW + 1, retention=Retention(priority=1))
 
 
-def put_behind_(root: Path) -> Callable[[], object]:
-    store = BEHIND.open(root)
-    return lambda: BEHIND.put(store, NEW)
-
-
-def get_(root: Path) -> Callable[[], object]:
-    store = DiskStore(root, CONFIG)
-    return lambda: state(store, KEPT[0])
-
-
-def forget_(root: Path) -> Callable[[], object]:
-    store = DiskStore(root, CONFIG)
-    return lambda: store.forget(NAMESPACE, f"doc {VICTIM}")
-
-
-def evict_(root: Path) -> Callable[[], object]:
-    from kvrag.store import Retention
-
-    store = DiskStore(root, CONFIG)
-    store.retain([k for k in store.index.keys() if k == _victim_key()], Retention(priority=1))  # noqa: SIM118
-    return lambda: store._evictor.evict(1, max_priority=1)
-
-
-def _victim_key() -> str:
-    from world import key
-
-    return key(VICTIM)
-
-
-OPERATIONS: dict[str, Callable[[Path], Callable[[], object] | None]] = {
-    "put": put_,
-    "put behind": put_behind_,
-    "get": get_,
-    "forget": forget_,
-    "evict": evict_,
-    "open": lambda root: lambda: open_(root),
+FULL = sum(make_kv(identity(number)).num_bytes for number in (*KEPT, VICTIM))
+OPERATIONS: dict[str, Callable[[Path], Callable[[], object]]] = {
+    "put": opened(lambda store: put(store, NEW)),
+    "get": opened(lambda store: state(store, KEPT[0])),
+    "forget": opened(lambda store: store.forget(NAMESPACE, f"doc {VICTIM}")),
+    "delete": opened(lambda store: store.delete([key(VICTIM)])),
+    "clear": opened(lambda store: store.clear()),
+    "evict": opened(evict, disk_bytes=FULL, high_watermark=1.0, low_watermark=1.0),
+    "open": lambda root: lambda: PLAIN.open(root),
 }
+ERASES = ("forget", "delete", "clear", "evict")
 
 
 def can_inject() -> str:
@@ -117,11 +99,7 @@ def traced(root: Path, operation: str, option: str, log: Path) -> int:
 
     pid = fork(child)
     os.read(ready_out, 1)
-    command = ["strace", "-f", "-q", "-o", str(log), "-e", f"trace={','.join('?' + call for call in CALLS)}"]
-    strace = subprocess.Popen([*command, *option.split(), "-p", str(pid)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 10
-    while "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    strace = attach(pid, ["-f", "-e", f"trace={','.join('?' + call for call in CALLS)}", *option.split()], log)
     os.write(go_in, b"1")
     status = wait(pid)
     strace.wait(20)
@@ -133,9 +111,10 @@ def traced(root: Path, operation: str, option: str, log: Path) -> int:
 def template(folder: Path) -> Path:
     """Make a store that every case starts from."""
     root = folder / "template"
-    store = DiskStore(root, CONFIG)
-    for number in (*KEPT, VICTIM):
+    store = PLAIN.open(root)
+    for number in KEPT:
         put(store, number)
+    put(store, VICTIM, retention=Retention(priority=1))
     store.close()
     return root
 
@@ -192,19 +171,19 @@ def judge(root: Path, operation: str, option: str, status: int, outcome: Outcome
     what = f"{operation} {option}"
     outcome.check(status in (ACKNOWLEDGED, REFUSED, -9), f"{what}: the process ended with {status}")
     outcome.add({ACKNOWLEDGED: "acknowledged", REFUSED: "refused", -9: "killed"}.get(status, "other"))
-    store = DiskStore(root, CONFIG)
-    agree(store, outcome, what)
+    store = PLAIN.open(root)
     is_lie = "retval" in option
+    agree(store, outcome, what, may_lose=is_lie)
     for number in KEPT:
         found = state(store, number)
-        outcome.check(found == "readable" or (is_lie and found == "missing"), f"{what}: chunk {number} is {found}")
+        may_miss = is_lie or operation == "clear"
+        outcome.check(found == "readable" or (may_miss and found == "missing"), f"{what}: chunk {number} is {found}")
     for number in (NEW, VICTIM):
         found = state(store, number)
         outcome.check(found != "wrong", f"{what}: chunk {number} is {found}")
         outcome.add(found)
     if status == ACKNOWLEDGED and not is_lie:
-        outcome.check(
-            not operation.startswith("put") or state(store, NEW) == "readable", f"{what}: acknowledged and lost"
-        )
-        outcome.check(operation != "forget" or state(store, VICTIM) == "missing", f"{what}: erased and still there")
+        outcome.check(operation != "put" or state(store, NEW) == "readable", f"{what}: acknowledged and lost")
+        outcome.check(operation not in ERASES or state(store, VICTIM) == "missing", f"{what}: erased and still there")
+        outcome.check(operation != "clear" or not store.blobs.keys(), f"{what}: cleared and still there")
     store.close()

@@ -23,28 +23,18 @@ from typing import Any
 
 HERE = Path(__file__).parent
 WORDS = (
-    "__metadata__",
-    "layer_digests",
-    "header_digest",
-    "token_ids",
-    "data_offsets",
-    "shape",
-    "dtype",
-    "version",
-    "BF16",
-    "text",
-    "kv_dtype",
-    "int8",
-    "key_scales",
-    "layer_sums",
-    "header_mac",
-    "mac_key",
-    "cipher_key",
-    "sealed",
-    "salt",
-    "content",
-    "9223372036854775808",
-    "null",
+    *(
+        "__metadata__",
+        "layer_digests",
+        "header_digest",
+        "token_ids",
+        "data_offsets",
+        "shape",
+        "dtype",
+        "version",
+        "BF16",
+    ),
+    *("kv_dtype", "context", "int8", "key_scales", "cipher_key", "sealed", "salt", "9223372036854775808", "null"),
 )
 
 
@@ -54,7 +44,7 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
 
     sys.path.insert(0, str(HERE.parent / "store"))
     with atheris.instrument_imports(
-        include=["kvrag.store", "kvrag.identity.fingerprint", "kvrag.store.keys", "kvrag.blend.quantise"]
+        include=["kvrag.store", "kvrag.identity.fingerprint", "kvrag.store.crypto", "kvrag.blend.quantise"]
     ):
         import reader_target
     counts: dict[str, Any] = {"inputs": 0, "by_target": Counter(), "accepted": Counter(), "slowest_cpu_ms": 0.0}

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from importlib.util import find_spec
 from itertools import pairwise, permutations
 from pathlib import Path
 from unittest.mock import patch
 
-from kvrag.store.header import frame, split
-from kvrag.store.keys import Keys
-from kvrag.store.objects import place_of
-from world import CONFIG, Outcome
+import xxhash
+from world import CONFIG, PLAIN, PROTECTED, Kind, Outcome, path_of
 
-from kvrag.config import KEY_OPTIONS, KV_DTYPES, StoreConfig
+from kvrag.config import KV_DTYPES
 from kvrag.identity import fingerprint
 from kvrag.identity.fingerprint import FORMAT_VERSION, ModelIdentity, chunk_key, ids_digest, namespace_digest
-from kvrag.store import DiskStore
+from kvrag.store import TieredStore
+from kvrag.store.crypto import Keys
 from kvrag.testing.chunks import make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity
 
@@ -39,7 +38,8 @@ def identity(
 
 def mutations() -> Iterator[tuple[str, ChunkIdentity]]:
     """Name each field, and give the identity that differs in it alone; neighbours that swap their values, too."""
-    known = {"model": _models, "namespace": _namespaces, "prefix": _prefixes, "token_ids": _ids, "kv_dtype": _kv_dtypes}
+    known = {"model": _models, "namespace": _namespaces, "prefix": _prefixes, "context": _contexts}
+    known |= {"token_ids": _ids, "kv_dtype": _kv_dtypes}
     for each in fields(ChunkIdentity):
         # A field that is new, and for which nothing stands above, ends this: it must be told apart, and so must its values.
         yield from known.pop(each.name)()
@@ -61,16 +61,20 @@ def _models() -> Iterator[tuple[str, ChunkIdentity]]:
 
 def _namespaces() -> Iterator[tuple[str, ChunkIdentity]]:
     yield "namespace", identity(namespace="other")
-    # With other keys, the same namespace has another name; each kind of key alone makes one, and so does each key of a kind.
-    for option in KEY_OPTIONS:
-        for number in (1, 2):
-            names = Keys.of(replace(CONFIG, **{option: lambda number=number: bytes([number]) * 32})).names
-            yield f"{option} {number}", replace(identity(), namespace=names.namespace("mine"))
+    for name, config in KEYS.items():  # with another key, the same namespace has another name
+        if config.encryption_key:
+            yield name, replace(identity(), namespace=Keys.of(config).names.namespace("mine"))
 
 
 def _prefixes() -> Iterator[tuple[str, ChunkIdentity]]:
     for prefix in ((), (1, 2), (1, 2, 4), (1, 2, 3, 3), (3, 2, 1)):
         yield f"prefix {prefix}", identity(prefix=prefix)
+
+
+def _contexts() -> Iterator[tuple[str, ChunkIdentity]]:
+    for context in ("other", ids_digest(PREFIX), identity().prefix + identity().prefix):
+        yield f"context {context}", replace(identity(), context=context)
+    yield "context in the prefix's place", replace(identity(), prefix="", context=identity().prefix)
 
 
 def _ids() -> Iterator[tuple[str, ChunkIdentity]]:
@@ -92,65 +96,57 @@ def _kv_dtypes() -> Iterator[tuple[str, ChunkIdentity]]:
             yield f"kv_dtype {kv_dtype}", replace(identity(), kv_dtype=kv_dtype)
 
 
+def reads(store: TieredStore, wanted: ChunkIdentity) -> bool:
+    """Whether a chunk is read, or adopted where its file lies."""
+    return store.get(wanted) is not None or store.link(wanted, text=None, doc_id=None) or store.get(wanted) is not None
+
+
 def run(folder: Path) -> Outcome:
     """Ask for each; and put the stored file under its name, as someone with access to the directory could."""
-    outcome = Outcome()
-    store = DiskStore(folder / "store", CONFIG)
+    outcome, root = Outcome(), folder / "store"
+    store = PLAIN.open(root)
     me = identity()
     store.put(me, make_kv(me), text=make_text("a"), doc_id="doc")
-    mine = store.directory.root.joinpath(*place_of(chunk_key(me)))
     keys = {chunk_key(me)}
     for name, other in mutations():
         keys.add(chunk_key(other))
-        outcome.check(store.get(other) is None and store.stream(other) is None, f"{name}: read")
-        path = store.directory.root.joinpath(*place_of(chunk_key(other)))
+        outcome.check(not reads(store, other), f"{name}: read")
+        path = path_of(root, chunk_key(other))
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        shutil.copyfile(mine, path)
-        outcome.check(store.get(other) is None, f"{name}: read from a file that was renamed")
+        shutil.copyfile(path_of(root, chunk_key(me)), path)
+        outcome.check(not reads(store, other), f"{name}: read from a file that was renamed")
         outcome.check(not path.exists(), f"{name}: a renamed file was left where it is")
         outcome.add("mutations")
     outcome.check(len(keys) == outcome.counts["mutations"] + 1, "two identities share a key")
     outcome.check(same_bits(store.get(me), make_kv(me)), "the chunk itself is gone")
     store.close()
-    _other_keys(folder / "keys", outcome)
-    _other_version(folder / "store", outcome)
+    if not PROTECTED.needs:
+        _other_keys(folder / "keys", outcome)
+    _other_version(root, outcome)
     return outcome
 
 
-def _protections() -> dict[str, StoreConfig]:
-    """Configs of stores whose files none of the others may read."""
-    options = [option for option in KEY_OPTIONS if option != "encryption_key" or find_spec("cryptography")]
-    configs = {"no key": CONFIG}
-    for option in options:
-        for number in (1, 2):
-            key = {option: lambda number=number: bytes([number]) * 32}
-            configs[f"{option} {number}"] = replace(CONFIG, **key)
-    configs["all keys"] = replace(CONFIG, **{option: lambda: bytes([3]) * 32 for option in options})
-    return configs
+KEYS = {"no key": CONFIG} | {f"key {n}": replace(CONFIG, encryption_key=lambda n=n: bytes([n]) * 32) for n in (1, 2)}
+"""Configs of stores whose files none of the others may read."""
 
 
 def _other_keys(root: Path, outcome: Outcome) -> None:
-    """Write with each protection and read with each other: under its own name, and under the one that the reader asks for."""
-    configs = _protections()
-    names = {kind: Keys.of(config).names.namespace("mine") for kind, config in configs.items()}
-    for writer, reader in permutations(configs, 2):
-        store = DiskStore(root / writer / reader, configs[writer])
-        mine, asked = (replace(identity(), namespace=names[kind]) for kind in (writer, reader))
+    """Write with each key and read with each other: under its own name, and under the one that the reader asks for."""
+    for writer, reader in permutations(KEYS, 2):
+        place, names = root / writer / reader, {kind: Keys.of(config).names for kind, config in KEYS.items()}
+        mine, asked = (replace(identity(), namespace=names[kind].namespace("mine")) for kind in (writer, reader))
+        store = Kind(KEYS[writer]).open(place)
         store.put(mine, make_kv(mine), text=make_text("a"), doc_id="doc")
-        path, wanted = (store.directory.root.joinpath(*place_of(chunk_key(me))) for me in (mine, asked))
         store.close()
+        wanted = path_of(place, chunk_key(asked))
         wanted.parent.mkdir(mode=0o700, exist_ok=True)
-        shutil.copyfile(path, wanted)
-        other = DiskStore(root / writer / reader, configs[reader])
-        guarded = {kind for kind in (writer, reader) if kind.split()[0] in ("mac_key", "encryption_key", "all")}
-        outcome.check(other.get(asked) is None, f"what was written with {writer} is read with {reader}")
-        # A secret alone hides names and protects no file: who knows the name may read it.
-        outcome.check(not guarded or other.get(mine) is None, f"{writer}: read under its own name with {reader}")
+        shutil.copyfile(path_of(place, chunk_key(mine)), wanted)
+        other = Kind(KEYS[reader]).open(place)
+        outcome.check(not reads(other, asked), f"what was written with {writer} is read with {reader}")
+        outcome.check(not reads(other, mine), f"{writer}: read under its own name with {reader}")
         other.close()
-        again = DiskStore(root / writer / reader, configs[writer])
-        outcome.check(
-            same_bits(again.get(mine), make_kv(mine)), f"what was written with {writer} is gone after {reader}"
-        )
+        again = Kind(KEYS[writer]).open(place)
+        outcome.check(same_bits(again.get(mine), make_kv(mine)), f"{writer}: its chunk is gone after {reader}")
         again.close()
         outcome.add("pairs_of_keys")
 
@@ -158,25 +154,31 @@ def _other_keys(root: Path, outcome: Outcome) -> None:
 def _other_version(root: Path, outcome: Outcome) -> None:
     """Say another version, in a header that is in order: it is a miss, and another key."""
     me = identity()
-    path = root.joinpath(*place_of(chunk_key(me)))
+    path = path_of(root, chunk_key(me))
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
-    for version in (
-        FORMAT_VERSION - 1,
-        FORMAT_VERSION + 1,
-        10 * FORMAT_VERSION,
-        f"0{FORMAT_VERSION}",
-        f"{FORMAT_VERSION}.0",
-    ):
-        metadata, tensors = split(bytearray(raw[:start]))
-        del metadata["header_digest"]
-        path.write_bytes(frame(metadata | {"version": str(version)}, tensors) + raw[start:])
-        store = DiskStore(root, CONFIG)
-        outcome.check(store.get(me) is None and store.stream(me) is None, f"a file of version {version} was read")
+    tensors = json.loads(raw[8:start])
+    metadata = tensors.pop("__metadata__")
+    others = (FORMAT_VERSION - 1, FORMAT_VERSION + 1, 10 * FORMAT_VERSION, f"0{FORMAT_VERSION}", f"{FORMAT_VERSION}.0")
+    for version in (FORMAT_VERSION, *others):
+        path.write_bytes(_framed(metadata | {"version": str(version)}, tensors) + raw[start:])
+        store = PLAIN.open(root)
+        is_read = reads(store, me)
         store.close()
+        outcome.check(is_read == (version == FORMAT_VERSION), f"a file of version {version}: read is {is_read}")
         outcome.add("versions")
     path.write_bytes(raw)
     before = chunk_key(me)
     with patch.object(fingerprint, "FORMAT_VERSION", FORMAT_VERSION + 1):
         outcome.check(chunk_key(me) != before, "the next version has the same keys")
         outcome.check(MODEL.fingerprint != me.model, "the next version has the same models")
+
+
+def _framed(metadata: dict[str, str], tensors: dict[str, object]) -> bytes:
+    """Return a header, as docs/format.md has it."""
+    del (metadata := dict(metadata))["header_digest"]
+    first, rest = (json.dumps(each, separators=(",", ":")) for each in (metadata, tensors))
+    digest = xxhash.xxh3_128_hexdigest((first + rest).encode())
+    head = f'{{"__metadata__":{first[:-1]},"header_digest":"{digest}"}},{rest[1:]}'.encode()
+    head += b" " * (-(len(head) + 8) % 4096)
+    return len(head).to_bytes(8, "little") + head

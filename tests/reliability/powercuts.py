@@ -9,10 +9,8 @@ from pathlib import Path
 
 from faults import can_inject
 from syscalls import Recording, note, rebuild, record
-from world import CONFIG, Outcome, agree, put, state
+from world import CONFIG, Kind, Outcome, agree, put, state
 
-from kvrag.config import StoreConfig
-from kvrag.store import DiskStore
 from kvrag.testing.chunks import NAMESPACE
 
 STORED, ERASED, LONG = (1, 2, 3, 4, 6), (2, 4), 5
@@ -20,9 +18,9 @@ SHARES = (0.0, 1.0, 0.5, 0.2, 0.8)
 """How much of what was not synced survives: nothing, all, and random parts of it."""
 
 
-def work(root: Path, config: StoreConfig) -> None:
+def work(root: Path, kind: Kind) -> None:
     """Make a store, put, erase, and put again; say what is done."""
-    store = DiskStore(root, config)
+    store = kind.open(root)
     for number in (*STORED, LONG):
         put(store, number)
         note(f"put {number}")
@@ -34,23 +32,23 @@ def work(root: Path, config: StoreConfig) -> None:
     put(store, ERASED[0])
     note(f"put {ERASED[0]}")
     store.close()
-    store = DiskStore(root, config)
+    store = kind.open(root)
     put(store, 7)
     note("put 7")
     store.close()
 
 
 def run(folder: Path, *, limit: int | None, seed: int = 0) -> Outcome:
-    """Cut the power at every change, or at some, for every kind of index and durability."""
+    """Cut the power at every change, or at some, for each durability."""
     outcome = Outcome(skipped=can_inject())
     if outcome.skipped:
         return outcome
-    kinds = [replace(CONFIG, durability=d, index=i) for d in ("durable", "cache") for i in ("diskcache", "sqlite")]
-    for number, config in enumerate(kinds):
-        disk = folder / f"disk{number}"
+    for durability in ("durable", "cache"):
+        kind = Kind(replace(CONFIG, durability=durability))
+        disk = folder / durability
         disk.mkdir()
         log = folder / "log"
-        outcome.check(record(lambda c=config, d=disk: work(d / "store", c), log) == 0, "the recorded process failed")
+        outcome.check(record(lambda k=kind, d=disk: work(d / "store", k), log) == 0, "the recorded process failed")
         recording = Recording(log, disk)
         same = folder / "same"
         same.mkdir()
@@ -58,7 +56,7 @@ def run(folder: Path, *, limit: int | None, seed: int = 0) -> Outcome:
         outcome.check(_files(same) == _files(disk), "the replay of everything is not what is on the disk")
         shutil.rmtree(same)
         outcome.add("changes", len(recording.changes))
-        _cut(recording, config, folder / "cut", outcome, limit=limit, seed=seed)
+        _cut(recording, kind, folder / "cut", outcome, limit=limit, seed=seed)
     return outcome
 
 
@@ -69,9 +67,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def _cut(
-    recording: Recording, config: StoreConfig, folder: Path, outcome: Outcome, *, limit: int | None, seed: int
-) -> None:
+def _cut(recording: Recording, kind: Kind, folder: Path, outcome: Outcome, *, limit: int | None, seed: int) -> None:
     luck = random.Random(seed)
     cases = [(end, share) for end in range(len(recording.changes) + 1) for share in SHARES]
     if limit is not None:
@@ -86,25 +82,25 @@ def _cut(
         seen.add(case)
         folder.mkdir()
         rebuild(recording.root, survivors, folder)
-        what = f"{config.durability}, {config.index}, cut at change {end}, {share:.0%} of the rest kept"
-        _judge(folder / "store", config, notes, outcome, what)
+        what = f"{kind.config.durability}, cut at change {end}, {share:.0%} of the rest kept"
+        _judge(folder / "store", kind, notes, outcome, what)
         shutil.rmtree(folder)
         outcome.add("power cuts")
 
 
-def _judge(root: Path, config: StoreConfig, notes: list[str], outcome: Outcome, what: str) -> None:
+def _judge(root: Path, kind: Kind, notes: list[str], outcome: Outcome, what: str) -> None:
     """Open what is left as the next process would."""
     done = dict(reversed(text.split()) for text in notes)  # the last word about each chunk
-    store = DiskStore(root, config)
-    agree(store, outcome, what)
-    is_durable = config.durability == "durable"
+    store = kind.open(root)
+    is_durable = kind.config.durability == "durable"
+    agree(store, outcome, what, may_lose=not is_durable)
     for number in (*STORED, LONG, 7):
         found, said = state(store, number), done.get(str(number))
         outcome.add(found)
         outcome.check(found != "wrong", f"{what}: chunk {number} is wrong")
         if is_durable and said == "put":
             outcome.check(found == "readable", f"{what}: chunk {number} was acknowledged and is {found}")
-            outcome.check(f"doc {number}" in store.index.documents(NAMESPACE), f"{what}: document {number} is lost")
+            outcome.check(f"doc {number}" in store.catalog.documents(NAMESPACE), f"{what}: document {number} is lost")
         if is_durable and said == "erased":
             outcome.check(found == "missing", f"{what}: chunk {number} was erased and is {found}")
     if is_durable:

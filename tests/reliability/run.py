@@ -24,25 +24,23 @@ import faults
 import history
 import identities
 import kills
-import kinds
 import powercuts
 import space
-from world import Outcome, warm_up
+from world import ALL_AT_ONCE, PROTECTED, ROUNDED, Outcome, warm_up
 
 Scenario = Callable[[Path], Outcome]
 
 SHORT: dict[str, Scenario] = {
     "kills": partial(kills.run, kills=300),
-    "kills, written behind": partial(kills.run, kills=60, kind=kinds.BEHIND),
-    "kills, with keys and rounded KV": partial(kills.run, kills=60, kind=kinds.PROTECTED),
-    "kills, all at once": partial(kills.run, kills=60, kind=kinds.ALL_AT_ONCE),
+    "kills, with a key and rounded KV": partial(kills.run, kills=60, kind=PROTECTED),
+    "kills, all at once": partial(kills.run, kills=60, kind=ALL_AT_ONCE),
     "system calls": partial(faults.run, limit=300),
     "truncations": damage.truncations,
     "bit flips": partial(damage.flips, count=50_000),
-    "truncations, with keys and rounded KV": partial(damage.truncations, kind=kinds.PROTECTED),
-    "truncations, rounded KV": partial(damage.truncations, kind=kinds.ROUNDED),
-    "bit flips, with keys and rounded KV": partial(damage.flips, count=2000, kind=kinds.PROTECTED, header_step=7),
-    "bit flips, rounded KV": partial(damage.flips, count=2000, kind=kinds.ROUNDED, header_step=7),
+    "truncations, with a key and rounded KV": partial(damage.truncations, kind=PROTECTED),
+    "truncations, rounded KV": partial(damage.truncations, kind=ROUNDED),
+    "bit flips, with a key and rounded KV": partial(damage.flips, count=2000, kind=PROTECTED, header_step=7),
+    "bit flips, rounded KV": partial(damage.flips, count=2000, kind=ROUNDED, header_step=7),
     "hostile files": damage.hostile,
     "values that are not finite": damage.not_finite,
     "identities": identities.run,
@@ -58,13 +56,12 @@ SHORT: dict[str, Scenario] = {
 LONG: dict[str, Scenario] = {
     **SHORT,
     "kills": partial(kills.run, kills=3000),
-    "kills, written behind": partial(kills.run, kills=300, kind=kinds.BEHIND),
-    "kills, with keys and rounded KV": partial(kills.run, kills=300, kind=kinds.PROTECTED),
-    "kills, all at once": partial(kills.run, kills=300, kind=kinds.ALL_AT_ONCE),
+    "kills, with a key and rounded KV": partial(kills.run, kills=300, kind=PROTECTED),
+    "kills, all at once": partial(kills.run, kills=300, kind=ALL_AT_ONCE),
     "system calls": partial(faults.run, limit=None),
     "bit flips": partial(damage.flips, count=100_000),
-    "bit flips, with keys and rounded KV": partial(damage.flips, count=10_000, kind=kinds.PROTECTED),
-    "bit flips, rounded KV": partial(damage.flips, count=10_000, kind=kinds.ROUNDED),
+    "bit flips, with a key and rounded KV": partial(damage.flips, count=10_000, kind=PROTECTED),
+    "bit flips, rounded KV": partial(damage.flips, count=10_000, kind=ROUNDED),
     "power cuts": partial(powercuts.run, limit=600),
     "histories": partial(history.run, processes={"fork": 4, "spawn": 2, "forkserver": 2}, seconds=180),
     "first openings": partial(history.openings, processes={"fork": 4, "spawn": 2, "forkserver": 2}, rounds=10),

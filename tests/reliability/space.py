@@ -7,15 +7,13 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kinds import TIERED_BEHIND
-from world import CONFIG, Outcome, agree, identity, judge, key, put, state
+from world import PLAIN, TIERED, Outcome, agree, identity, judge, key, put, state
 
 from kvrag.errors import StoreError
-from kvrag.store import DiskStore, Retention
+from kvrag.store import Retention, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_kv, make_text
 
 SIZE = "24m"
@@ -49,7 +47,7 @@ def full_disk(folder: Path) -> Outcome:
 def _fill(disk: Path) -> Outcome:
     outcome = Outcome()
     root = disk / "store"
-    store = DiskStore(root, CONFIG)
+    store = PLAIN.open(root)
     acknowledged, fault = [], None
     for number in FILLERS:
         try:
@@ -73,23 +71,11 @@ def _fill(disk: Path) -> Outcome:
     outcome.counts["stored"] = len(acknowledged)
     for number in acknowledged:
         outcome.check(state(store, number) == "readable", f"chunk {number} can't be read on a full disk")
-    _write_behind(store.directory.root, acknowledged[0], outcome)
+    tiered = TIERED.open(root)
+    outcome.check(TIERED.state(tiered, acknowledged[0]) == "readable", "memory above does not answer on a full disk")
+    tiered.close()
     _recover(disk, store, acknowledged, outcome)
     return outcome
-
-
-def _write_behind(root: Path, stored: int, outcome: Outcome) -> None:
-    """What is written behind is refused at once or told by the flush, and memory above answers."""
-    tiered = TIERED_BEHIND.open(root)
-    outcome.check(TIERED_BEHIND.state(tiered, stored) == "readable", "memory above does not answer on a full disk")
-    for number in (FILLERS[-1], FILLERS[-2]):
-        try:
-            TIERED_BEHIND.put(tiered, number)
-            outcome.check(False, f"chunk {number} was written behind to a full disk")
-        except StoreError:
-            outcome.add("refused behind")
-        outcome.check(TIERED_BEHIND.state(tiered, number) == "missing", f"chunk {number} was refused, and is there")
-    tiered.close()
 
 
 def _fill_the_rest(disk: Path) -> None:
@@ -103,24 +89,23 @@ def _fill_the_rest(disk: Path) -> None:
                 continue
 
 
-def _recover(disk: Path, store: DiskStore, acknowledged: list[int], outcome: Outcome) -> None:
+def _recover(disk: Path, store: TieredStore, acknowledged: list[int], outcome: Outcome) -> None:
     first, second, third, *rest = acknowledged
     outcome.check(store.forget(NAMESPACE, f"doc {first}") == 1, "a document can't be erased on a full disk")
     outcome.check(state(store, first) == "missing", "an erased chunk is still there")
     outcome.check(store.delete([key(second)]) == 1, "a chunk can't be erased on a full disk")
-    store.retain([key(third)], Retention(priority=0))
-    outcome.check(store._evictor.evict(1, max_priority=0) == 1, "nothing can be evicted on a full disk")
-    outcome.check(state(store, third) == "missing", "an evicted chunk is still there")
+    outcome.check(store.retain([key(third)], Retention(priority=0)) == 1, "nothing can be retained on a full disk")
     outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", "it does not heal when there is room")
     outcome.check(all(state(store, number) == "readable" for number in rest), "something else was lost")
     store.close()
     (disk / "filler").unlink()
     # The same disk with a budget: what is there makes room by itself.
-    small = DiskStore(store.directory.root, replace(CONFIG, disk_bytes=6 * 10**6))
+    small = PLAIN.open(disk / "store", disk_bytes=6 * 10**6)
     for number in FILLERS[1000 // 5 : 1000 // 5 + 60]:
         put(small, number)
         outcome.check(small.stats()["disk"].num_bytes <= 6 * 10**6, "the budget does not hold")
     outcome.check(state(small, FILLERS[1000 // 5 + 59]) == "readable", "the newest chunk was evicted")
+    outcome.check(state(small, third) == "missing", "the chunk of the lowest priority stayed")
     small.close()
 
 
@@ -131,17 +116,17 @@ def read_only(folder: Path) -> Outcome:
 
 def _made_read_only(disk: Path) -> Outcome:
     outcome, root = Outcome(), disk / "store"
-    store = DiskStore(root, CONFIG)
+    store = PLAIN.open(root)
     for number in range(1, 5):
         put(store, number)
-    tiered = TIERED_BEHIND.open(root)
-    outcome.check(TIERED_BEHIND.state(tiered, 1) == "readable", "memory above does not answer")
-    tiered._disk._disk.rows._before_fork()
-    store.rows._before_fork()  # a file system with a file that is open for writing is not made read-only by mount
+    tiered = TIERED.open(root)
+    outcome.check(TIERED.state(tiered, 1) == "readable", "memory above does not answer")
+    for each in (store, tiered):
+        each.catalog._rows._database().close()  # a file system with a file that is open for writing is not made read-only by mount
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True, capture_output=True)
     _refuse(store, outcome, "readable")
     _refuse(tiered, outcome, "readable")
-    shipped = DiskStore(root, CONFIG)
+    shipped = PLAIN.open(root)
     outcome.check(shipped.read_only, "a store that can't be written to is not open for reading only")
     outcome.check(
         all(state(shipped, number) == "readable" for number in range(1, 5)), "it can't be read when opened anew"
@@ -149,7 +134,7 @@ def _made_read_only(disk: Path) -> Outcome:
     shipped.close()
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True, capture_output=True)
     outcome.check(put(store, 9) > 0 and state(store, 9) == "readable", "it does not take writes again")
-    outcome.check(TIERED_BEHIND.put(tiered, 8) > 0, "it does not take writes behind again")
+    outcome.check(TIERED.put(tiered, 8) > 0, "memory above does not take writes again")
     tiered.close()
     agree(store, outcome, "after it was read-only")
     store.close()
@@ -185,11 +170,11 @@ def _refuse(store: Any, outcome: Outcome, expected: str) -> None:
 def vanished(folder: Path) -> Outcome:
     """Take the directory away: misses and refusals at no cost; give it back: everything is there."""
     outcome, root = Outcome(), folder / "store"
-    store = DiskStore(root, CONFIG)
+    store = PLAIN.open(root)
     for number in range(1, 5):
         put(store, number)
-    tiered = TIERED_BEHIND.open(root)
-    outcome.check(TIERED_BEHIND.state(tiered, 1) == "readable", "memory above does not answer")
+    tiered = TIERED.open(root)
+    outcome.check(TIERED.state(tiered, 1) == "readable", "memory above does not answer")
     root.rename(folder / "away")
     _refuse(store, outcome, "missing")
     _refuse(tiered, outcome, "missing")  # nobody can tell what was erased
@@ -197,8 +182,8 @@ def vanished(folder: Path) -> Outcome:
     (folder / "away").rename(root)
     outcome.check(all(state(store, number) == "readable" for number in range(1, 5)), "it does not heal")
     outcome.check(put(store, 9) > 0, "it does not take writes again")
-    outcome.check(TIERED_BEHIND.state(tiered, 1) == "readable", "memory above does not heal")
-    outcome.check(TIERED_BEHIND.put(tiered, 8) > 0, "it does not take writes behind again")
+    outcome.check(TIERED.state(tiered, 1) == "readable", "memory above does not heal")
+    outcome.check(TIERED.put(tiered, 8) > 0, "memory above does not take writes again")
     tiered.close()
     store.close()
     return outcome

@@ -217,13 +217,16 @@ def kill_after(pids: list[int], rng: random.Random, low: float, high: float) -> 
     return [wait(pid) for pid in pids]
 
 
-def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = False) -> None:
+def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = False, may_lose: bool = False) -> None:
     """Check that every file has a row, and with ``is_whole`` that every row has its file, and that nothing waits to be written.
 
-    Whoever is killed may leave rows without a file, which are misses; clearing up leaves none of what is pending, and no drafts.
+    Whoever is killed may leave rows without a file, which are misses, and a lost catalog files without rows, which it knows; clearing up
+    leaves none of these files, and nothing that is pending. With ``may_lose``, what was written last to the catalog may be lost without
+    its knowing.
     """
     files, rows, pending = store.blobs.keys(), set(store.catalog.keys()), set(store.catalog.pending())
-    outcome.check(files <= rows | pending, f"{where}: a file has no row")
+    is_known = files <= rows | pending or may_lose or store.catalog.may_have_dormant()
+    outcome.check(is_known, f"{where}: a file has no row")
     outcome.check(not rows & pending, f"{where}: a chunk is stored, and waits to be written")
     if is_whole:
         outcome.check(files == rows and not pending, f"{where}: files and rows differ")

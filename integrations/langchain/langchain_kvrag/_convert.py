@@ -103,7 +103,7 @@ def usage_of(result: GenerationResult) -> UsageMetadata:
 
 
 def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
-    """Say how an answer was made, in plain JSON values."""
+    """Return how an answer was made, as plain JSON values."""
     return {
         "model_name": model_name,
         "model_provider": PROVIDER,

@@ -6,10 +6,10 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from langchain_core.runnables.config import run_in_executor
-from pydantic import AliasChoices, Field, SecretStr
+from pydantic import AliasChoices, Field, SecretStr, model_validator
 from transformers import PreTrainedModel
 
 import kvrag
@@ -17,7 +17,7 @@ from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, S
 from kvrag.config import check_mode, refuse_misplaced, unknown_option
 from kvrag.fields import EngineFields
 from kvrag.model.source import ModelSource
-from langchain_kvrag._convert import engine_prefix
+from langchain_kvrag._convert import PROVIDER, engine_prefix
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 
@@ -69,7 +69,7 @@ class KVRagModel(EngineFields):
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
-        """Say what would be ignored; no error, as applications pass one set of options to models of all vendors.
+        """Warn of options that are ignored; no error, as applications pass one set of options to models of all vendors.
 
         Raises
         ------
@@ -134,7 +134,22 @@ class KVRagModel(EngineFields):
             given["stop"] = stop
         return {"mode": self.mode, **self._sampling(), **given}
 
+    @classmethod
+    def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
+        """Use a model and a tokenizer that are loaded already; options are the fields."""
+        return cls(model=model, tokenizer=tokenizer, **options)
+
+    @model_validator(mode="after")
+    def _set_kvrag_version(self) -> Self:
+        self._add_version("kvrag", kvrag.__version__)
+        return self
+
     # -- what LangChain asks of any model ------------------------------------------------------------------------------
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

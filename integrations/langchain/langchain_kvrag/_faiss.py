@@ -113,7 +113,7 @@ class FaissStore(VectorStore):
         if vectors.shape[1] != self._index.d:
             raise InputError(
                 f"the embedding model gives vectors of {vectors.shape[1]} dimensions the index has {self._index.d}; "
-                "use the embedding model that the index was built with, or build it anew"
+                "use the embedding model that the index was built with, or build the index again"
             )
 
     # -- reads ---------------------------------------------------------------------------------------------------------

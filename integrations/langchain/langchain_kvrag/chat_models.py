@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import model_validator
 
-from kvrag import Explanation, GenerationResult, KVRagEngine, __version__
-from langchain_kvrag._convert import PROVIDER, chat_messages, metadata_of, usage_of
+from kvrag import Explanation, GenerationResult, KVRagEngine
+from langchain_kvrag._convert import chat_messages, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 
 
@@ -32,29 +31,14 @@ class ChatKVRag(KVRagModel, BaseChatModel):
 
     _shows_messages: ClassVar[bool] = True
 
-    @classmethod
-    def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
-        """Use a model and a tokenizer that are loaded already; options are the fields."""
-        return cls(model=model, tokenizer=tokenizer, **options)
-
     def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
-        """Tell which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
         messages = self._convert_input(input).to_messages()
         return self.engine.explain(chat_messages(messages), **{"mode": self.mode, **options})
-
-    @model_validator(mode="after")
-    def _set_kvrag_version(self) -> Self:
-        self._add_version("kvrag", __version__)
-        return self
 
     @property
     def _llm_type(self) -> str:
         return "kvrag-chat"
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = PROVIDER
-        return params
 
     def _generate(
         self,
@@ -118,7 +102,7 @@ def _chat_result(engine: KVRagEngine, result: GenerationResult) -> ChatResult:
 
 
 def _last_chunk(engine: KVRagEngine, result: GenerationResult) -> ChatGenerationChunk:
-    """Carry the accounting; LangChain sums the usage of all chunks, so it stands in this one only."""
+    """Carry the accounting; LangChain sums the usage of all chunks, so it is in this one only."""
     return ChatGenerationChunk(
         message=AIMessageChunk(
             content="",

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
-from langchain_core.language_models import BaseLLM, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import run_in_executor
-from pydantic import model_validator
 
-from kvrag import Explanation, GenerationResult, KVRagEngine, __version__
-from langchain_kvrag._convert import PROVIDER, chat_messages, metadata_of, usage_of
+from kvrag import Explanation, GenerationResult, KVRagEngine
+from langchain_kvrag._convert import chat_messages, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 
 
 class KVRagLLM(KVRagModel, BaseLLM):
     """LLM over :class:`kvrag.KVRagEngine`: known chunks in the prompt are not prefilled again.
 
-    Strings go to the model as they are; chat prompts go through its chat template. How an answer was made stands in its
+    Strings go to the model as they are; chat prompts go through its chat template. How an answer was made is in its
     ``generation_info``. Options as for :class:`~langchain_kvrag.ChatKVRag`.
 
     Examples
@@ -30,29 +29,14 @@ class KVRagLLM(KVRagModel, BaseLLM):
     >>> llm.generate(["..."]).generations[0][0].generation_info["kvrag"]["kv_reuse_ratio"]  # doctest: +SKIP
     """
 
-    @classmethod
-    def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
-        """Use a model and a tokenizer that are loaded already; options are the fields."""
-        return cls(model=model, tokenizer=tokenizer, **options)
-
     def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
-        """Tell which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
         prompt = self._rendered(self._convert_input(input))
         return self.engine.explain(prompt.to_string(), **{"mode": self.mode, **options})
-
-    @model_validator(mode="after")
-    def _set_kvrag_version(self) -> Self:
-        self._add_version("kvrag", __version__)
-        return self
 
     @property
     def _llm_type(self) -> str:
         return "kvrag"
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = PROVIDER
-        return params
 
     # -- chat prompts go through the chat template; that needs the loaded tokenizer: never in the event loop -----------
 

@@ -15,7 +15,7 @@ from kvrag.precompute.documents import in_collection
 class KVPrecompute(BaseDocumentTransformer):
     """Precompute the KV of documents that pass through; the documents stay as they are.
 
-    A transformer never sees documents leave. Where they do, use :class:`~langchain_kvrag.KVRagVectorStore`, or
+    A transformer does not see deletions. Where documents are deleted, use :class:`~langchain_kvrag.KVRagVectorStore`, or
     :func:`kvrag.sync_kv` now and then.
 
     Parameters
@@ -32,7 +32,7 @@ class KVPrecompute(BaseDocumentTransformer):
     ConfigError
         If ``llm`` is another kind of model.
     InputError
-        If ``collection`` is no name.
+        If ``collection`` is not a name.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class KVPrecompute(BaseDocumentTransformer):
         collection: str | None = None,
     ) -> None:
         engine_of(llm)
-        in_collection((), collection)  # refuses what is no name
+        in_collection((), collection)  # raises if it is not a name
         self.llm = llm
         self._options: dict[str, Any] = {
             "namespace": namespace,

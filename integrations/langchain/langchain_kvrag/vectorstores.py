@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from langchain_core.documents import Document
@@ -17,10 +18,21 @@ from kvrag.precompute.documents import in_collection
 from langchain_kvrag._faiss import FaissStore, Metric
 
 
+def _of_inner(name: str) -> Any:
+    """Make a method, or the coroutine function of one, that is the inner store's, with its signature and documentation."""
+
+    @functools.wraps(getattr(VectorStore, name))
+    def method(self: KVRagVectorStore, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    method.__isabstractmethod__ = False  # type: ignore[attr-defined]  # copied from the abstract class
+    return method
+
+
 class KVRagVectorStore(VectorStore):
     """Any vector store, or an own FAISS index, whose documents have KV as long as they are in it.
 
-    Adding documents precomputes their KV, replacing one drops the KV of its old text, deleting one erases its KV unless
+    Adding documents precomputes their KV, replacing one deletes the KV of its old text, deleting one deletes its KV unless
     another document has the same text. Searches are the inner store's. KV knows documents by their ids: stores that share
     a namespace must not use one id for two texts.
 
@@ -42,7 +54,7 @@ class KVRagVectorStore(VectorStore):
     metric
         Of the own index: ``"l2"`` or ``"ip"``.
     retention
-        How much the KV of documents is worth keeping that are added.
+        Retention of the KV of documents that are added.
     collection
         Collection that the store's documents are in: their KV is known as ``collection/id``, which sets apart stores of one namespace.
 
@@ -53,7 +65,7 @@ class KVRagVectorStore(VectorStore):
     MissingDependencyError
         If the own index is wanted and FAISS is not installed.
     InputError
-        If ``collection`` is no name.
+        If ``collection`` is not a name.
 
     Examples
     --------
@@ -83,7 +95,7 @@ class KVRagVectorStore(VectorStore):
             )
         if llm is not None:
             engine_of(llm)
-        in_collection((), collection)  # refuses what is no name
+        in_collection((), collection)  # raises if it is not a name
         self.inner: VectorStore = FaissStore(embedding, metric=metric) if embedding is not None else inner  # type: ignore[assignment]
         self.llm = llm
         self.namespace = namespace
@@ -169,7 +181,7 @@ class KVRagVectorStore(VectorStore):
         return [str(d.id) for d in self.kv_documents()] if ids is None else list(ids)
 
     def _forget(self, ids: list[str], *, is_all: bool) -> None:
-        """Delete KV. What ``None`` deletes differs between stores, so ask for what is left."""
+        """Delete KV. What ``None`` deletes differs between stores, so ask which documents are left."""
         kept = {document.id for document in self.inner.get_by_ids(ids)} if is_all and ids else set()
         gone = [name for name in ids if name not in kept]
         if gone:
@@ -187,7 +199,7 @@ class KVRagVectorStore(VectorStore):
     def load_local(cls, folder: str | os.PathLike[str], embeddings: Embeddings, **kwargs: Any) -> Self:
         """Read what :meth:`save_local` wrote; keyword options are those of the constructor (``llm=...``).
 
-        Nothing is precomputed; ``llm.precompute_kv(store)`` makes what is not in the model's ``kv_dir``.
+        Nothing is precomputed; ``llm.precompute_kv(store)`` computes the KV that is missing in the model's ``kv_dir``.
 
         Raises
         ------
@@ -203,67 +215,18 @@ class KVRagVectorStore(VectorStore):
         """The inner store's embedding model."""
         return self.inner.embeddings
 
-    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.get_by_ids(ids)
-
-    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.aget_by_ids(ids)
-
-    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``. The own index takes ``filter``: values of the metadata, or a function of it."""
-        return self.inner.similarity_search(query, k, **kwargs)
-
-    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.asimilarity_search(query, k, **kwargs)
-
-    def similarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
-        """See ``VectorStore``."""
-        return self.inner.similarity_search_with_score(*args, **kwargs)
-
-    async def asimilarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
-        """See ``VectorStore``."""
-        return await self.inner.asimilarity_search_with_score(*args, **kwargs)
-
-    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.similarity_search_by_vector(embedding, k, **kwargs)
-
-    async def asimilarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.asimilarity_search_by_vector(embedding, k, **kwargs)
-
-    def max_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.max_marginal_relevance_search(query, *args, **kwargs)
-
-    async def amax_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.amax_marginal_relevance_search(query, *args, **kwargs)
-
-    def max_marginal_relevance_search_by_vector(
-        self, embedding: list[float], *args: Any, **kwargs: Any
-    ) -> list[Document]:
-        """See ``VectorStore``."""
-        return self.inner.max_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
-
-    async def amax_marginal_relevance_search_by_vector(
-        self, embedding: list[float], *args: Any, **kwargs: Any
-    ) -> list[Document]:
-        """See ``VectorStore``."""
-        return await self.inner.amax_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
-
-    def _similarity_search_with_relevance_scores(
-        self, query: str, k: int = 4, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        return self.inner._similarity_search_with_relevance_scores(query, k, **kwargs)
-
-    async def _asimilarity_search_with_relevance_scores(
-        self, query: str, k: int = 4, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        return await self.inner._asimilarity_search_with_relevance_scores(query, k, **kwargs)
-
-    def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        return self.inner._select_relevance_score_fn()
+    get_by_ids = _of_inner("get_by_ids")
+    aget_by_ids = _of_inner("aget_by_ids")
+    similarity_search = _of_inner("similarity_search")
+    asimilarity_search = _of_inner("asimilarity_search")
+    similarity_search_with_score = _of_inner("similarity_search_with_score")
+    asimilarity_search_with_score = _of_inner("asimilarity_search_with_score")
+    similarity_search_by_vector = _of_inner("similarity_search_by_vector")
+    asimilarity_search_by_vector = _of_inner("asimilarity_search_by_vector")
+    max_marginal_relevance_search = _of_inner("max_marginal_relevance_search")
+    amax_marginal_relevance_search = _of_inner("amax_marginal_relevance_search")
+    max_marginal_relevance_search_by_vector = _of_inner("max_marginal_relevance_search_by_vector")
+    amax_marginal_relevance_search_by_vector = _of_inner("amax_marginal_relevance_search_by_vector")
+    _similarity_search_with_relevance_scores = _of_inner("_similarity_search_with_relevance_scores")
+    _asimilarity_search_with_relevance_scores = _of_inner("_asimilarity_search_with_relevance_scores")
+    _select_relevance_score_fn = _of_inner("_select_relevance_score_fn")

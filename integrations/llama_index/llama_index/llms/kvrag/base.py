@@ -55,7 +55,7 @@ class KVRagLLM(SerialisedLLM):
 
     Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and
     ``model_id`` are other names of ``model``, ``max_tokens`` of ``max_new_tokens``, ``tokenizer_name`` of ``tokenizer``;
-    ``device_map`` is understood. All request options can be given per call, too. How an answer was made stands in
+    ``device_map`` is understood. All request options can be given per call, too. How an answer was made is in
     ``response.raw["kvrag"]``.
 
     Parameters
@@ -127,7 +127,7 @@ class KVRagLLM(SerialisedLLM):
         return sync_kv(live_items, llm=self, prefix=self._own_prefix(prefix), **options)
 
     def explain(self, prompt: str | Sequence[ChatMessage], *, formatted: bool = False, **options: Any) -> Explanation:
-        """Tell which spans of a prompt are known chunks, and why others are not; options as for the engine's."""
+        """Explain which spans of a prompt are known chunks, and why others are not; options as for the engine's."""
         if isinstance(prompt, str):
             engine, text, _ = self._of_prompt(prompt, formatted, {})
         else:

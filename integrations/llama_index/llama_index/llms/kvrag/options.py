@@ -77,8 +77,8 @@ def portable(config: StoreConfig) -> dict[str, Any]:
         if callable(value):
             remedy = "use 'env:NAME' instead" if name == "encryption_key" else "use event_log instead, or"
             raise ConfigError(
-                f"the store_config of this {OWNER} has a function for {name}, so it can't be serialised or pickled; {remedy} make the "
-                f"{OWNER} anew where it is needed"
+                f"the store_config of this {OWNER} has a function for {name}, so it can't be serialised or pickled; {remedy} create the "
+                f"{OWNER} again where it is needed"
             )
     return given
 

@@ -1,4 +1,4 @@
-"""From LlamaIndex's prompts to the text that the model reads, and to what stands in it before the first chunk."""
+"""From LlamaIndex's prompts to the text that the model reads, and to the prefix before the first chunk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Message = dict[str, str]
 
 
 def is_chat(encoder: PromptEncoder) -> bool:
-    """Tell whether the model has a chat template."""
+    """Return whether the model has a chat template."""
     return bool(getattr(encoder.tokenizer, "chat_template", None))
 
 

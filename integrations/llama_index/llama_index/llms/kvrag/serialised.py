@@ -1,4 +1,4 @@
-"""The LLM in serialised form: names for what is loaded, and the store's config, without which the same LLM would store otherwise."""
+"""The LLM in serialised form: loaded objects by their names, and the store's config."""
 
 from __future__ import annotations
 

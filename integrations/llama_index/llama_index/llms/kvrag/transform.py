@@ -73,23 +73,8 @@ def refuse_unknown(options: Mapping[str, Any], cls: type[BaseComponent]) -> None
             raise unknown_option(name, cls.model_fields, of=cls.__name__)
 
 
-class PrecomputeKV(TransformComponent):
-    """Precomputes the KV of nodes that pass through and returns them unchanged; put it last in ``transformations``.
-
-    It sees additions only. A pipeline with a cache skips it for nodes that went through before, and nothing tells it of
-    deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
-
-    Parameters
-    ----------
-    llm
-        Whom the KV is for; default: ``Settings.llm`` at the time of the run.
-    namespace, prefix, batch_size, show_progress, retention, collection
-        As for :func:`kvrag.precompute_kv`; default: the LLM's.
-    content
-        ``"text"``: the node's text. ``"llm"``: the text with the metadata that the LLM is shown.
-    on_error
-        ``"warn"``: ingestion goes on without KV. ``"raise"``: it stops.
-    """
+class PrecomputeFields(BaseComponent):
+    """Options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
 
     llm: Any = Field(default=None, exclude=True, repr=False)
     namespace: str | None = None
@@ -101,9 +86,33 @@ class PrecomputeKV(TransformComponent):
     retention: Retention | None = None
     collection: str | None = None
 
+    def precompute(self, nodes: Sequence[BaseNode]) -> None:
+        """Precompute the KV of nodes with these options."""
+        names = ("namespace", "prefix", "content", "batch_size", "show_progress", "on_error", "retention", "collection")
+        precompute_nodes(nodes, llm=resolve_kv_llm(self.llm), **{name: getattr(self, name) for name in names})
+
+
+class PrecomputeKV(PrecomputeFields, TransformComponent):
+    """Precomputes the KV of nodes that pass through and returns them unchanged; put it last in ``transformations``.
+
+    It sees additions only. A pipeline with a cache skips it for nodes that went through before, and nothing tells it of
+    deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
+
+    Parameters
+    ----------
+    llm
+        The LLM whose KV is stored; default: ``Settings.llm`` at the time of the run.
+    namespace, prefix, batch_size, show_progress, retention, collection
+        As for :func:`kvrag.precompute_kv`; default: the LLM's.
+    content
+        ``"text"``: the node's text. ``"llm"``: the text with the metadata that the LLM is shown.
+    on_error
+        ``"warn"``: ingestion goes on without KV. ``"raise"``: it stops.
+    """
+
     def __init__(self, llm: Any = None, **options: Any) -> None:
         refuse_unknown(options, type(self))
-        in_collection((), options.get("collection"))  # refuses what is no name
+        in_collection((), options.get("collection"))  # raises if it is not a name
         super().__init__(**{"llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
@@ -112,7 +121,7 @@ class PrecomputeKV(TransformComponent):
         return "PrecomputeKV"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Describe the transformation and whom the KV is for: pipelines cache by this, and each model needs its own."""
+        """Describe the transformation and the LLM whose KV is stored: pipelines cache by this, and each model needs its own."""
         return {**super().to_dict(**kwargs), "prefix": repr(self.prefix), "kv_of": self._target()}
 
     def _target(self) -> dict[str, str]:
@@ -124,18 +133,7 @@ class PrecomputeKV(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute the nodes' KV."""
-        precompute_nodes(
-            nodes,
-            llm=resolve_kv_llm(self.llm),
-            namespace=self.namespace,
-            prefix=self.prefix,
-            content=self.content,
-            batch_size=self.batch_size,
-            show_progress=self.show_progress,
-            retention=self.retention,
-            collection=self.collection,
-            on_error=self.on_error,
-        )
+        self.precompute(nodes)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

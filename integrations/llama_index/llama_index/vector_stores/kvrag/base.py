@@ -17,14 +17,14 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvrag import ConfigError, KVRagEngine, Retention
-from kvrag.hooks import Content, OnError, engine_of
+from kvrag import ConfigError, KVRagEngine
+from kvrag.hooks import engine_of
 from kvrag.precompute.documents import in_collection
-from llama_index.llms.kvrag.transform import precompute_nodes, refuse_unknown, resolve_kv_llm
+from llama_index.llms.kvrag.transform import PrecomputeFields, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
 
 
-class KVRagVectorStore(BasePydanticVectorStore):
+class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deleting them deletes it.
 
     Queries and everything else pass through. KV is referred to by node id; the nodes of each document are remembered in
@@ -36,7 +36,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
     inner
         The store; default: a ``SimpleVectorStore``, which persists with the storage context.
     llm
-        Whom the KV is for; default: ``Settings.llm`` when it is needed.
+        The LLM whose KV is stored; default: ``Settings.llm`` when it is needed.
     namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
@@ -48,22 +48,14 @@ class KVRagVectorStore(BasePydanticVectorStore):
     Raises
     ------
     ConfigError
-        If ``inner`` is no vector store of LlamaIndex, or ``llm`` can't use KV.
+        If ``inner`` is not a vector store of LlamaIndex, or ``llm`` can't use KV.
     InputError
-        If ``collection`` is no name.
+        If ``collection`` is not a name.
     """
 
     stores_text: bool = False
     inner: SerializeAsAny[BasePydanticVectorStore] = Field(repr=False)
-    llm: Any = Field(default=None, exclude=True, repr=False)
-    namespace: str | None = None
     prefix: Any = Field(default=None, exclude=True, repr=False)
-    content: Content = "text"
-    batch_size: int = Field(default=8, ge=1)
-    show_progress: bool = False
-    on_error: OnError = "warn"
-    retention: Retention | None = None
-    collection: str | None = None
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
 
     def __init__(self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any) -> None:
@@ -75,7 +67,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         options.setdefault("stores_text", inner.stores_text)
         options.setdefault("is_embedding_query", inner.is_embedding_query)
         refuse_unknown(options, type(self))
-        in_collection((), options.get("collection"))  # refuses what is no name
+        in_collection((), options.get("collection"))  # raises if it is not a name
         super().__init__(**{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
@@ -108,25 +100,13 @@ class KVRagVectorStore(BasePydanticVectorStore):
         return ids
 
     def _keep(self, nodes: Sequence[BaseNode]) -> None:
-        llm = resolve_kv_llm(self.llm)
         # First, so that KV without an entry can't arise. Nodes without a document are one of their own.
         self._table().add(self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in nodes))
         self._forget([node.node_id for node in self._changed(nodes)], keep_refs=True)
-        precompute_nodes(
-            nodes,
-            llm=llm,
-            namespace=self.namespace,
-            prefix=self.prefix,
-            content=self.content,
-            batch_size=self.batch_size,
-            show_progress=self.show_progress,
-            retention=self.retention,
-            collection=self.collection,
-            on_error=self.on_error,
-        )
+        self.precompute(nodes)
 
     def _changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
-        """Return the nodes that KV of another text is kept for: their ids were used before."""
+        """Return the nodes whose ids were used before, with another text."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
         index, names = self._engine().store.catalog, self._engine().store.names
         space = names.namespace(self._space())
@@ -183,7 +163,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
         return known
 
     def _matching(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
-        """Return the nodes that a deletion will reach."""
+        """Return the nodes that a deletion will remove."""
         if filters is None:
             return list(node_ids or [])
         if isinstance(self.inner, SimpleVectorStore):  # keeps no nodes that it could list, but a query needs none
@@ -199,7 +179,7 @@ class KVRagVectorStore(BasePydanticVectorStore):
             return [node.node_id for node in self.inner.get_nodes(node_ids, filters)]
         except NotImplementedError:
             warnings.warn(
-                f"{type(self.inner).__name__} can't tell which nodes the filters choose, so their KV stays; run sync_kv",
+                f"{type(self.inner).__name__} can't list the nodes that the filters match, so their KV stays; run sync_kv",
                 UserWarning,
                 stacklevel=3,
             )

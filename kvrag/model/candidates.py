@@ -1,13 +1,19 @@
-"""Where a decoder keeps its attention, and where position-free keys can be taken from it.
+"""Where a decoder keeps its attention, where position-free keys may be taken from it, and how it may rotate them.
 
-A key source is a submodule of the attention whose output holds the keys before they turn (key norm, key projection, fused projection)
-and the layout of that output. All plausible pairs are candidates; :mod:`.probe` finds out which one gives the layer's keys.
+Structure gives candidates, never proof: :mod:`.traits` finds out which of them hold for a layer.
+
+* A **key source** is a submodule of the attention whose output holds the keys before they are rotated (key norm, key projection, fused
+  projection), and the layout of that output.
+* A **rotation** is a source of tables with a rotation of the modelling module. Tables come from a rotary module (cosines and sines, or
+  complex numbers; one table per layer type where the module asks for the type) or from a buffer of sinusoids (GPT-J).
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +21,17 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
+from kvrag.model.rope import (
+    NO_ROTATION,
+    ApplyRotary,
+    MakeTables,
+    Rotation,
+    adapt,
+    complex_product,
+    from_module,
+    from_sinusoids,
+    spread,
+)
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 """What modelling files call a layer's attention."""
@@ -23,7 +40,7 @@ STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "te
 """What they call parts of a layer that carry a state from token to token."""
 
 SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
-"""What they call the last module that shapes keys before they turn; a norm comes after its projection."""
+"""What they call the last module that shapes keys before they are rotated; a norm comes after its projection."""
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
@@ -59,13 +76,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the attention module of every decoder layer, in order.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the model has no list of layers, or some of them have no attention.
-    """
+    """Return the attention module of every decoder layer, in order; raises ``UnsupportedModelError`` if some have none."""
     best: list[torch.nn.Module] = []
     mixers: set[str] = set()
     for stack in decoder_of(model).modules():
@@ -103,16 +114,8 @@ def key_sources(
 ) -> Iterator[tuple[KeySource, torch.Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
-    Parameters
-    ----------
-    attention
-        The attention module.
-    outputs
-        Outputs of its submodules in one forward, by name.
-    heads, dim
-        Of the keys as they reach the cache.
-    groups
-        Key heads before they are repeated, as the config gives them; the same as ``heads`` in most models.
+    ``outputs`` are those of the attention's submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups``
+    are the key heads before they are repeated, as the config gives them: the same as ``heads`` in most models.
     """
     if getattr(attention, "clip_qkv", None) or getattr(getattr(attention, "config", None), "clip_qkv", None):
         return  # clipping comes after the projection and shows only on large keys: read the keys at the cache
@@ -149,3 +152,62 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
 def _grouped(output: torch.Tensor, *, groups: int, repeats: int, dim: int) -> torch.Tensor:
     keys = output.reshape(*output.shape[:2], groups, -1, dim)[..., -2, :]
     return keys.repeat_interleave(repeats, dim=2) if repeats > 1 else keys
+
+
+def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -> list[Rotation]:
+    """List the ways in which an attention module of a headless model could rotate keys of this head dim, or not rotate them."""
+    module = sys.modules[type(attention).__module__]
+    functions = [f for n, f in vars(module).items() if "apply_rotary" in n and inspect.isfunction(f)]
+    known = [adapted for adapted in map(adapt, functions) if adapted is not None]
+    found = [NO_ROTATION]
+    for name, make, is_complex in _tables(base, attention):
+        for rotation in [complex_product] if is_complex else known:
+            found += _fitting(name, make, rotation, key_dim)
+    return found
+
+
+def _tables(base: torch.nn.Module, attention: torch.nn.Module) -> Iterator[tuple[str, MakeTables, bool]]:
+    """Yield every source of tables once: ``(name, tables, whether they are complex)``."""
+    device = next(base.parameters()).device
+    candidates = [*attention.modules(), *(m for n, m in base.named_children() if "rot" in n)]
+    for module in dict.fromkeys(m for m in candidates if "Rotary" in type(m).__name__):
+        for kind in _layer_types(module):
+            kinds = [] if kind is None else [kind]
+            try:
+                made = module(torch.empty((1, 1), device=device), torch.arange(2, device=device)[None], *kinds)
+                is_complex = isinstance(made, torch.Tensor) and made.is_complex()
+                tables = partial(from_module, module, kinds, is_complex)
+                tables(torch.arange(2, device=device))
+            except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
+                continue  # not the tables of a text decoder
+            yield kind or "rope", tables, is_complex
+    sinusoids = getattr(attention, "embed_positions", None)
+    if isinstance(sinusoids, torch.Tensor) and sinusoids.dim() == 2:
+        yield "sinusoids", partial(from_sinusoids, sinusoids), False
+
+
+def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
+    if "layer_type" not in inspect.signature(type(module).forward).parameters:
+        return [None]
+    kinds = getattr(module, "layer_types", None) or getattr(module.config, "layer_types", None) or []
+    return sorted(set(kinds)) or [None]
+
+
+def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int) -> Iterator[Rotation]:
+    """Yield the rotations by these tables that have the right shape: at the front of the key, or at its end."""
+    cos, sin = make(torch.arange(2))
+    magnitude = float(cos[0].abs().max())  # position 0 isn't rotated
+    for width in (cos.shape[-1], 2 * cos.shape[-1]):
+        if width > key_dim:
+            continue
+        try:
+            out = apply(torch.ones((1, 1, 2, width)), cos[None], sin[None])
+        except (RuntimeError, ValueError, IndexError):
+            continue
+        if out.shape != (1, 1, 2, width):
+            continue
+        is_aligned = width == cos.shape[-1] and all(
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(spread(apply, cos, sin, width), (cos, sin), strict=True)
+        )
+        for start in dict.fromkeys((0, key_dim - width)):
+            yield Rotation(name, make, apply, magnitude, width, start, is_aligned)

@@ -1,0 +1,168 @@
+"""What threads and switches must survive: process exit, Ctrl-C, fork, and many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+from texts import make_chunks
+
+import kvrag.generate.sequence
+from kvrag import KVRagEngine, RepairConfig
+from kvrag.model.forward import lock_of
+
+CHUNKS = make_chunks(4, words=30, seed=3)
+PROMPT = [{"role": "user", "content": "\n\n".join(CHUNKS[:3]) + "\n\nWho?"}]
+
+SCRIPT = """
+import sys, threading, time
+import torch
+from kvrag import KVRagEngine
+from kvrag.testing.models import tiny_model
+from kvrag.testing.tokenizers import tiny_tokenizer
+engine = KVRagEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
+lm = engine.loaded.lm
+real, begun = lm.forward, threading.Event()
+def busy(*args, **options):  # a forward that is inside torch nearly all the time
+    begun.set()
+    for _ in range(400):
+        a = torch.rand(300, 300)
+        a @ a
+    return real(*args, **options)
+lm.forward = busy
+"""
+
+LEAVE = {
+    "closed": (
+        "stream = engine.stream('a b c', max_new_tokens=500); begun.wait(60); stream.close(); engine.close()",
+        0,
+    ),
+    "abandoned": ("next(engine.stream('a b c', max_new_tokens=500)); sys.exit(7)", 7),
+}
+
+
+@pytest.mark.parametrize("how", LEAVE)
+def test_the_process_ends_in_order_while_a_request_is_inside_torch(how: str) -> None:
+    leave, code = LEAVE[how]
+    script = [sys.executable, "-c", SCRIPT + leave]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "terminate" in done.stderr) == (code, False), done.stderr
+
+
+def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, forwards, interrupt = engine.loaded.lm.forward, [], threading.Event()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        forwards.append(1)
+        if len(forwards) == 3:
+            interrupt.set()
+        return real(*args, **options)
+
+    monkeypatch.setattr(engine.loaded.lm, "forward", counted)
+
+    def press() -> None:
+        interrupt.wait(60)
+        os.kill(os.getpid(), 2)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as kept:
+        engine.generate("a b c", max_new_tokens=3000)
+    thread.join()
+    assert kept.tb is not None
+    assert _settles(forwards)
+
+
+def _settles(forwards: list[int]) -> bool:
+    """Whether forwards cease long before the answer would end."""
+    seen = -1
+    while seen != len(forwards) < 1500:
+        seen = len(forwards)
+        time.sleep(0.25)
+    return len(forwards) < 1500
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_that_is_forked_during_a_stream_answers(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.precompute(CHUNKS)
+    expected = engine.generate(PROMPT, max_new_tokens=3).token_ids
+    real, inside = engine.loaded.lm.forward, threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        with lock_of(engine.loaded.lm.model):
+            inside.set()
+            time.sleep(0.2)
+            return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.loaded.lm, "forward", slow)
+        stream = engine.stream(PROMPT, max_new_tokens=2000)
+        assert inside.wait(60)
+        pid = os.fork()
+        if not pid:
+            try:
+                engine.loaded.lm.forward = real
+                threading.Timer(60, os._exit, [2]).start()
+                os._exit(engine.generate(PROMPT, max_new_tokens=3).token_ids != expected)
+            finally:
+                os._exit(3)
+        stream.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+async def test_many_requests_at_once_hold_few_buffers(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, alive, most = engine.loaded.lm.buffer, set[int](), [0]
+
+    def buffer(*args: Any, **options: Any) -> Any:
+        made = real(*args, **options)
+        alive.add(id(made))
+        weakref.finalize(made.keys(0), alive.discard, id(made))
+        most[0] = max(most[0], len(alive))
+        return made
+
+    monkeypatch.setattr(engine.loaded.lm, "buffer", buffer)
+    answers = await asyncio.gather(*[engine.agenerate(PROMPT, max_new_tokens=3) for _ in range(64)])
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    assert 1 <= most[0] <= kvrag.generate.sequence.MAX_RUNNING
+
+
+async def test_a_request_that_is_cancelled_before_its_turn_never_runs(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvrag.generate.sequence, "prefill", lambda *_, **__: pytest.fail("it ran"))
+    turns = kvrag.generate.sequence.Turns(1)
+    monkeypatch.setattr(kvrag.generate.sequence, "TURNS", turns)
+    with turns.turn():
+        stream = engine.stream(PROMPT)
+        task = asyncio.create_task(engine.agenerate(PROMPT))
+        await asyncio.sleep(0.2)
+        stream.cancel()
+        task.cancel()
+        assert list(stream) == []
+        with pytest.raises(RuntimeError, match="cancelled before its first token"):
+            _ = stream.result
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1,)])
+def test_the_reason_why_auto_drops_reuse_is_kept_and_counted(engine: KVRagEngine, order: tuple[int, ...]) -> None:
+    """Behind its prefix the first chunk is exact and stays; the others would cost more than they save."""
+    engine.precompute(CHUNKS)
+    text = "\n\n".join(CHUNKS[i] for i in order)
+    result = engine.prefill([{"role": "user", "content": f"{text}\n\nWho?"}], repair=RepairConfig(strategy="all"))
+    is_dropped = len(order) > 1
+    assert result.exactness == "exact"
+    assert result.cached_tokens > 0
+    assert ("cost as much" in str(result.fallback_reason)) == is_dropped
+    assert engine.stats()["fallbacks"] == is_dropped

@@ -1,0 +1,240 @@
+"""The threads of the package: kept, never waited behind, fresh after a fork; and budgets of time over what they do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from types import SimpleNamespace
+
+import pytest
+from texts import make_chunks
+
+from kvrag import KVRagEngine, threads
+from kvrag.threads import MAX_IDLE, Deadline, Pool, Turns, fork_lock
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    """The shared pool of a process that has done nothing yet."""
+    monkeypatch.setattr(threads, "POOL", Pool("kvrag"))
+    return threads.POOL
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> list[str]:
+    """Names of the threads that were started."""
+    names: list[str] = []
+    real = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (names.append(thread.name), real(thread))[1])
+    return names
+
+
+@pytest.fixture
+def go_on() -> Iterator[threading.Event]:
+    """What hangs goes on at the end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+# -- pools -----------------------------------------------------------------------------------------------------------------
+
+
+def test_one_thread_does_one_thing_after_the_other(started: list[str]) -> None:
+    for number in range(20):
+        assert Deadline(WAIT_S).ask(lambda number=number: number, None, what="it") == number
+        assert Deadline(WAIT_S).ask(lambda: 1 / 0, -1, what="it") == -1
+    assert started == ["kvrag"]
+
+
+def test_nobody_waits_behind_what_hangs(started: list[str], go_on: threading.Event) -> None:
+    assert Deadline(0.05).ask(lambda: go_on.wait(WAIT_S), "late", what="it") == "late"
+    for _ in range(5):
+        assert Deadline(WAIT_S).ask(lambda: 2, 0, what="it") == 2
+    assert started == ["kvrag"] * 2
+
+
+def test_no_more_threads_stay_than_are_of_use(pool: Pool, started: list[str]) -> None:
+    together = threading.Barrier(3 * MAX_IDLE)
+    futures = [pool.submit(lambda: together.wait(WAIT_S)) for _ in range(3 * MAX_IDLE)]
+    assert sorted(future.result(WAIT_S) for future in futures) == list(range(3 * MAX_IDLE))
+    assert len(started) == 3 * MAX_IDLE
+    for thread in list(pool._threads)[: 2 * MAX_IDLE]:
+        thread.join(0.2)
+    assert len(pool._threads) == MAX_IDLE
+    assert pool.submit(lambda: 1).result(WAIT_S) == 1
+    assert len(started) == 3 * MAX_IDLE
+
+
+def test_a_limited_pool_keeps_the_rest_waiting_and_they_can_be_cancelled(go_on: threading.Event) -> None:
+    pool = Pool("two", max_threads=2)
+    begun = threading.Semaphore(0)
+
+    def hang() -> bool:
+        begun.release()
+        return go_on.wait(WAIT_S)
+
+    busy = [pool.submit(hang) for _ in range(2)]
+    assert all(begun.acquire(timeout=WAIT_S) for _ in range(2))
+    waiting, dropped = pool.submit(lambda: threading.current_thread().name), pool.submit(lambda: pytest.fail("it ran"))
+    assert dropped.cancel()
+    assert not waiting.done()
+    go_on.set()
+    assert [waiting.result(WAIT_S), *(future.result(WAIT_S) for future in busy)] == ["two", True, True]
+    assert dropped.cancelled()
+    assert len(pool._threads) == 2
+
+
+def test_a_thread_that_waits_holds_nothing_of_the_last_action(pool: Pool) -> None:
+    class Chunk:
+        pass
+
+    chunk = Chunk()
+    held = weakref.ref(chunk)
+    pool.submit(lambda chunk=chunk: None).result(WAIT_S)
+    del chunk
+    assert pool.submit(lambda: 1).result(WAIT_S) == 1
+    assert held() is None
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_nothing_waits(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(lambda: pytest.fail("it ran"))
+    assert pool.submit(lambda: 2).result(WAIT_S) == 2
+
+
+def test_without_threads_the_answer_is_computed(
+    engine_of: Callable[..., KVRagEngine], pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, chunk = engine_of(), make_chunks(1, words=30, seed=5)[0]
+    engine.precompute([chunk])
+    question = [{"role": "user", "content": f"{chunk}\n\nWho?"}]
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_is_over", True)
+        result = engine.prefill(question)
+    assert result.exactness == "full"
+    assert result.fallback_reason == "the store could not be asked (the interpreter is about to exit)"
+    assert engine.prefill(question).exactness != "full"
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool: Pool, go_on: threading.Event) -> None:
+    lock, turns, inside = fork_lock(), Turns(1), threading.Event()
+
+    def hold() -> None:
+        with lock, turns.turn():
+            inside.set()
+            go_on.wait(WAIT_S)
+
+    pool.submit(hold)
+    assert inside.wait(WAIT_S)
+    pid = os.fork()
+    if not pid:
+        is_free = lock.acquire(timeout=1)
+        with turns.turn():
+            os._exit(0 if is_free and Deadline(20.0).ask(lambda: 1, 0, what="it") == 1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+AT_EXIT = """
+import sys, threading, time
+from kvrag import threads
+threads.EXIT_GRACE_S, threads.EXIT_WAIT_S = 0.2, float(sys.argv[2])
+pool, begun, cancel = threads.Pool("one", 1), threading.Event(), threading.Event()
+def polite():
+    begun.set(); cancel.wait(60); print("polite", flush=True)
+def deaf():
+    begun.set()
+    try:
+        while True: time.sleep(0.01)
+    finally: print("deaf", flush=True)
+def hung():
+    begun.set(); time.sleep(60); print("hung", flush=True)
+pool.submit(globals()[sys.argv[1]], cancel=cancel)
+waiting = pool.submit(lambda: print("ran", flush=True))
+begun.wait(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "wait_s", "said"), [("polite", 60, "polite\n"), ("deaf", 60, "deaf\n"), ("hung", 0.5, "")]
+)
+def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what: str, wait_s: float, said: str) -> None:
+    script = [sys.executable, "-c", AT_EXIT, what, str(wait_s)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_let_so_many_in_and_give_up_when_cancelled() -> None:
+    turns, cancel = Turns(2), threading.Event()
+    cancel.set()
+    with turns.turn(), turns.turn(), pytest.raises(CancelledError), turns.turn(cancel):
+        pytest.fail("a third one got in")
+    with turns.turn(), turns.turn(cancel):
+        pass
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------------------
+
+
+def test_only_waiting_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    budget = Deadline(200.0)
+
+    def takes(seconds: float) -> int:
+        clock[0] += seconds
+        return 1
+
+    takes(50.0)
+    assert budget.ask(lambda: 1, 0, what="it") == 1
+    assert budget.left_s == 200.0
+    assert budget.ask(lambda: takes(5.0), 0, what="it") == 1
+    assert (budget.left_s, budget.fault) == (195.0, None)
+
+
+def test_a_late_answer_spends_the_budget_and_a_failure_does_not(
+    go_on: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    late = Deadline(0.1)
+    assert late.ask(lambda: go_on.wait(20), "default", what="the index") == "default"
+    assert (late.fault, late.left_s) == ("the store did not answer within 0.1 s", 0)
+    assert late.ask(lambda: pytest.fail("it was asked"), "default", what="it") == "default"
+    broken = Deadline(10)
+    assert broken.ask(lambda: 1 / 0, 7, what="it") == 7
+    assert (broken.fault, broken.left_s > 0) == ("the store failed (division by zero)", True)
+    assert broken.ask(lambda: 1, 7, what="it") == 7
+    assert Deadline(10).ask(sys.exit, "gone", what="it") == "gone"
+    assert "the index did not answer in time; computing instead" in caplog.text
+    assert Deadline(1e300).ask(lambda: 1, 0, what="it") == 1, "longer than threads can wait"
+
+
+def test_results_that_are_there_count_even_where_no_time_is_left() -> None:
+    done, cancelled = Future[int](), Future[int]()
+    done.set_result(3)
+    cancelled.cancel()
+    budget = Deadline(0)
+    assert budget.result(done, 0, what="it") == 3
+    assert budget.fault is None
+    assert budget.result(cancelled, 0, what="it") == 0
+    assert str(budget.fault).startswith("the store failed")
+    assert budget.result(done, 0, what="it") == 3
