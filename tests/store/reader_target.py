@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
+from pydantic import ValidationError
 from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, needs_cryptography
 
 from kvrag.blend.quantise import pack
@@ -21,8 +22,8 @@ from kvrag.store import catalog as rows
 from kvrag.store.crypto import Seal
 from kvrag.store.format import ALIGNMENT, Blob, BlobRejected, Foreign, OtherVersion, record_of
 from kvrag.store.worth import Usage
-from kvrag.testing.chunks import make_text, same_bits
-from kvrag.types import ChunkIdentity, ChunkKV, KVDtype
+from kvrag.testing.chunks import same_bits
+from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, TextEntry
 
 ME, KV = CHUNKS[1], KVS[1]
 HAS_CRYPTOGRAPHY = not needs_cryptography.args[0]
@@ -53,9 +54,11 @@ PLAIN = [Sound.of(), *map(Sound.of, ("int8", "int4", "fp8"))]
 ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYPTOGRAPHY else []
 SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
 RECORD = record_of(ME, KV.num_bytes)
-CHUNK = rows._Chunk(RECORD, ["ab"], Usage(hits=1.0))
-TEXT = rows._Text(make_text("a"), 7, [str(RECORD.key)], 1)
-VALUES: list[Any] = [CHUNK.row(), TEXT.row(), [5, 1, 96, 3, 0], [1, 2], [[*"ab", 1, 2]], ["ab"]]
+ENTRY = rows._Entry("ab", 1, 2**64 - 1, 77)
+CHUNK = rows._Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0))
+VALUES: list[Any] = [CHUNK, rows._Text(ENTRY, 7, [RECORD.key], 1), rows._State(5, 1, 96, 3), [1, 2], [ENTRY, None], ["ab"]]
+SAID = [json.dumps(value) for value in VALUES]
+FORMS = [rows._CHUNK, rows._TEXT, rows._STATE, rows._PAIR, rows._LOG, rows._STRINGS]
 
 
 def _load(raw: bytes, chunk: Sound) -> tuple[Blob, ChunkKV] | None:
@@ -113,37 +116,33 @@ def header_in_order(data: bytes) -> bool:
 
 
 def row(data: bytes) -> bool:
-    """Parse a value of the catalog as every kind of row."""
+    """Parse a value of the catalog as every kind of row; what is accepted is within its bounds."""
+    found = [_parsed(form, data) for form in FORMS]
+    chunk, text, state, _, log, _ = found
+    if chunk is not None:
+        assert 0 <= chunk.record(RECORD.key).num_bytes < 2**62
+        assert 0 <= chunk.usage.recent_hits(10**6) < 2**64
+        assert 0 <= chunk.usage.priority_now() <= 100
+    assert state is None or 0 <= state.generation < 2**62
+    spans = SpanIndex()  # every prompt is scanned for all texts: none may be the end of that
+    spans.add([TextEntry(*entry) for entry in [*(log or []), text and text.entry] if entry is not None])
+    spans.scan("a" * ANCHOR_CHARS)
+    return any(value is not None for value in found)
+
+
+def _parsed(form: Any, data: bytes) -> Any:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return _is_row(value)
+        return form.validate_json(data)
+    except ValidationError:
+        return None
 
 
 def sealed_row(data: bytes) -> bool:
     """Decrypt a value of the catalog: one is believed in its own row alone, if it was written with the key."""
     assert SEAL is not None
     text = SEAL.open(data.decode("utf-8", "replace"), "c key")
-    assert text is None or json.loads(text) in VALUES
-    return text is not None and _is_row(json.loads(text))
-
-
-def _is_row(value: Any) -> bool:
-    chunk, text = rows._Chunk.of(RECORD.key, value), rows._Text.of("ab", value)
-    assert chunk is None or (0 <= chunk.record.num_bytes < 2**62 and isinstance(chunk.record.content, str))
-    assert all(isinstance(each, str) for each in rows._strings(value))
-    assert all(abs(each) < 2**63 for each in rows._pair(value))
-    assert rows._State.of(value).chunks < 2**63
-    usage = Usage.of(value) if chunk is None else chunk.usage
-    assert 0 <= usage.recent_hits(10**6) < 2**64
-    assert 0 <= usage.priority_now() <= 100
-    for entry in (text and text.entry, rows._entry(value)):
-        if entry is not None:  # every prompt is scanned for all texts: none may be the end of that
-            spans = SpanIndex()
-            spans.add([entry])
-            spans.scan("a" * ANCHOR_CHARS)
-    return chunk is not None or text is not None
+    assert text is None or text in SAID
+    return text is not None and row(text.encode())
 
 
 def _numbered(contents: list[bytes]) -> list[bytes]:
@@ -153,13 +152,13 @@ def _numbered(contents: list[bytes]) -> list[bytes]:
 SEEDS: dict[str, list[bytes]] = {
     "file": _numbered([chunk.raw for chunk in PLAIN]),
     "header in order": [chunk.said for chunk in PLAIN],
-    "row": [json.dumps(value).encode() for value in VALUES[:2]],
+    "row": [value.encode() for value in SAID],
 }
 TARGETS: dict[str, Callable[[bytes], bool]] = {"file": file, "header in order": header_in_order, "row": row}
 NEED_CRYPTOGRAPHY = {"encrypted file": encrypted_file, "sealed row": sealed_row}
 if SEAL is not None:
     SEEDS["encrypted file"] = _numbered([chunk.raw for chunk in ENCRYPTED])
-    SEEDS["sealed row"] = [SEAL.seal(json.dumps(value), "c key").encode() for value in VALUES[:2]]
+    SEEDS["sealed row"] = [SEAL.seal(value, "c key").encode() for value in SAID]
     TARGETS |= NEED_CRYPTOGRAPHY
 
 

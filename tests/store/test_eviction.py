@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 from stores import CHUNKS, KEYS, KVS, SIZE, fill, path_of, present, put
 
 from kvrag.errors import ConfigError, StoreError
@@ -230,12 +231,21 @@ def test_puts_at_the_limit_do_not_look_at_all_rows_each_time(make, free, monkeyp
 
 
 def test_threads_that_put_at_once_keep_to_the_budget(make):
-    store = make(5)
-    threads = [threading.Thread(target=lambda n=n: [put(store, m) for m in range(n, 12, 3)]) for n in range(3)]
+    store, faults = make(5), []
+
+    def work(first):
+        try:
+            for number in range(first, 12, 3):
+                put(store, number)
+        except StoreError as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert faults == []
     store.make_room()
     assert store.stats()["disk"].num_bytes <= 5 * SIZE
     assert store.stats()["disk"].chunks == len(present(store))
@@ -294,14 +304,17 @@ def test_a_listener_that_fails_costs_nothing_but_one_warning(make, caplog, tmp_p
 @pytest.mark.parametrize(
     "row",
     [
-        *(None, [], [1] * 7, [35, "", -1.0, -1.0, float("nan"), 0, -1.0], [35, "", -1.0, -1.0, 1e300, 0, -1.0]),
+        *(None, [1] * 7, ["35"], [35, "", -1.0, -1.0, float("nan"), 0, -1.0], [35, "", -1.0, -1.0, 1e300, 0, -1.0]),
         *([101, "", -1.0, -1.0, 0.0, 0, -1.0], [-1, "", -1.0, -1.0, 0.0, 0, -1.0], [10**9, "", -1.0, -1.0, 0.0, 0, -1.0]),
         *([35, "", -1.0, -1.0, -1.0, 0, -1.0], [35, "", -1.0, -1.0, 0.0, -1, -1.0]),
     ],
 )
-def test_a_planted_usage_counts_as_none(row):
-    assert Usage.of(row) == Usage()
-    assert Usage.of(Usage(priority=3).row()) == Usage(priority=3)
+def test_a_planted_usage_is_not_believed(row):
+    """A row from elsewhere must not make a chunk one that never leaves."""
+    form = TypeAdapter(Usage)
+    with pytest.raises(ValidationError):
+        form.validate_python(row)
+    assert form.validate_json(form.dump_json(Usage(priority=3))) == Usage(priority=3)
 
 
 @pytest.mark.parametrize(
