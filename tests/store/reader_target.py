@@ -56,7 +56,14 @@ SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
 RECORD = record_of(ME, KV.num_bytes)
 ENTRY = rows._Entry("ab", 1, 2**64 - 1, 77)
 CHUNK = rows._Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0))
-VALUES: list[Any] = [CHUNK, rows._Text(ENTRY, 7, [RECORD.key], 1), rows._State(5, 1, 96, 3), [1, 2], [ENTRY, None], ["ab"]]
+VALUES: list[Any] = [
+    CHUNK,
+    rows._Text(ENTRY, 7, [RECORD.key], 1),
+    rows._State(5, 1, 96, 3),
+    [1, 2],
+    [ENTRY, None],
+    ["ab"],
+]
 SAID = [json.dumps(value) for value in VALUES]
 FORMS = [rows._CHUNK, rows._TEXT, rows._STATE, rows._PAIR, rows._LOG, rows._STRINGS]
 

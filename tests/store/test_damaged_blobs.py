@@ -7,7 +7,21 @@ import socket
 
 import pytest
 import torch
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, PATIENT_S, SECRETS, blob_of, config_of, fill, flip, head_of, path_of, put
+from stores import (
+    CHUNKS,
+    EVERY_KEY,
+    KEYS,
+    KVS,
+    PATIENT_S,
+    SECRETS,
+    blob_of,
+    config_of,
+    fill,
+    flip,
+    head_of,
+    path_of,
+    put,
+)
 
 from kvrag.store import Keys
 from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion
@@ -82,7 +96,9 @@ def test_random_damage_is_detected(raw, cipher):
         b"null",
         b"\xff\xfe",
         b'{"__metadata__":{"format":"kvrag","version":7},"a":1}',
-        b'{"__metadata__":{"format":"kvrag","version":"4","token_ids":"' + b"A" * 1000 + b'","layer_digests":"x"},"a":1}',
+        b'{"__metadata__":{"format":"kvrag","version":"4","token_ids":"'
+        + b"A" * 1000
+        + b'","layer_digests":"x"},"a":1}',
         b'{"a": ' + b"9" * 10_000 + b"}",
     ],
 )

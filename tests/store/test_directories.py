@@ -175,7 +175,9 @@ def test_a_reader_follows_what_its_owner_changes(shipped, opened, handle, key):
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_directory_that_can_not_be_written_to_is_opened_for_reading(shipped, opened, key, monkeypatch, caplog, number):
+def test_a_directory_that_can_not_be_written_to_is_opened_for_reading(
+    shipped, opened, key, monkeypatch, caplog, number
+):
     monkeypatch.setattr("kvrag.store.opening.os.access", lambda *args: False)
     monkeypatch.setattr("kvrag.store.opening._close_to_others", lambda root: None)
     store = opened(key=key)

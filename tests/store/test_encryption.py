@@ -104,7 +104,9 @@ def test_no_nonce_comes_twice_under_one_key(opened, monkeypatch):
 
     keys, nonces, real = [], [], (algorithms.AES, modes.GCM)
     monkeypatch.setattr(algorithms, "AES", lambda key: keys.append(bytes(key)) or real[0](key))
-    monkeypatch.setattr(modes, "GCM", lambda nonce, *rest, **more: nonces.append(nonce) or real[1](nonce, *rest, **more))
+    monkeypatch.setattr(
+        modes, "GCM", lambda nonce, *rest, **more: nonces.append(nonce) or real[1](nonce, *rest, **more)
+    )
     store = opened(key="cipher")
     for _ in range(3):
         fill(store, *range(12))
@@ -190,7 +192,9 @@ def test_rows_that_were_moved_or_written_by_others_are_absent(filled, opened, ro
     [path] = root.glob("catalog-*/cache.db")
     with closing(sqlite3.connect(path)) as database, database:
         rows = dict(database.execute("SELECT key, value FROM Cache WHERE key LIKE 'c %'").fetchall())
-        database.execute("UPDATE Cache SET value = ? WHERE key = ?", (rows[f"c {chunk_key(other)}"], f"c {chunk_key(me)}"))
+        database.execute(
+            "UPDATE Cache SET value = ? WHERE key = ?", (rows[f"c {chunk_key(other)}"], f"c {chunk_key(me)}")
+        )
         database.execute("UPDATE Cache SET value = '[1]' WHERE key = ?", (f"c {chunk_key(other)}",))
     assert store.catalog.get(chunk_key(me)) is store.catalog.get(chunk_key(other)) is None
     assert store.catalog.usages()[1] == []
@@ -236,7 +240,12 @@ def test_parts_of_other_writings_are_misses(opened, root):
     store.put(me, make_kv(CHUNKS[7]), text=None)
     new = path.read_bytes()
     start, half = len(new) - make_kv(me).num_bytes, make_kv(me).num_bytes // 2
-    for bad in (new[:start] + old[start:], old[:start] + new[start:], other, new[:start] + new[-half:] + new[start:-half]):
+    for bad in (
+        new[:start] + old[start:],
+        old[:start] + new[start:],
+        other,
+        new[:start] + new[-half:] + new[start:-half],
+    ):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bad)
         assert store.get(me) is None

@@ -121,7 +121,12 @@ def test_a_closed_store_has_nothing_and_takes_nothing(store, root):
     store.close()
     assert store.get(ME) is None
     assert store.catalog.texts(NAMESPACE, 0) == ([], 0)
-    for change in (lambda: put(store, 2), lambda: store.delete([KEYS[1]]), store.clear, lambda: store.forget(NAMESPACE, "x")):
+    for change in (
+        lambda: put(store, 2),
+        lambda: store.delete([KEYS[1]]),
+        store.clear,
+        lambda: store.forget(NAMESPACE, "x"),
+    ):
         with pytest.raises(StoreError, match="closed"):
             change()
     assert not store.link(ME, text=None, doc_id=None)

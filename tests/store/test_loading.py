@@ -279,7 +279,9 @@ def test_a_forked_child_waits_for_no_read_of_its_parent(slow, gate):
 
     def child():
         gate.shut = set()
-        return is_right(store.get_many(CHUNKS[:2], timeout_s=PATIENT_S), 0, 1) and store.prefetch(CHUNKS[3:4]).wait(PATIENT_S)
+        return is_right(store.get_many(CHUNKS[:2], timeout_s=PATIENT_S), 0, 1) and store.prefetch(CHUNKS[3:4]).wait(
+            PATIENT_S
+        )
 
     assert ended(in_child(child)) == 0
     gate.is_open.set()

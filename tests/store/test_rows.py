@@ -220,7 +220,12 @@ def test_diskcache_has_the_schema_and_the_settings_that_are_examined():
     kinds = {name.partition(" ")[0] for name in own_schema()}
     assert kinds == {"table", "index", "trigger"}
     assert {"count", "size", "hits", "misses"} == set(METADATA)
-    assert set(SETTINGS) <= {*diskcache.DEFAULT_SETTINGS, "sqlite_trusted_schema", "sqlite_cell_size_check", "sqlite_secure_delete"}
+    assert set(SETTINGS) <= {
+        *diskcache.DEFAULT_SETTINGS,
+        "sqlite_trusted_schema",
+        "sqlite_cell_size_check",
+        "sqlite_secure_delete",
+    }
 
 
 def test_the_database_is_not_mapped_never_evicts_and_overwrites_what_is_erased(filled, root):

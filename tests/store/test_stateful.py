@@ -18,7 +18,12 @@ CHUNKS = [make_identity(number, prefix=prefix) for number in range(2) for prefix
 BUDGET = 2 * make_kv(CHUNKS[0]).num_bytes
 RAM_DISK = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
-chunks, names, docs, who = st.sampled_from(CHUNKS), st.sampled_from("abc"), st.sampled_from(["one", "two"]), st.integers(0, 1)
+chunks, names, docs, who = (
+    st.sampled_from(CHUNKS),
+    st.sampled_from("abc"),
+    st.sampled_from(["one", "two"]),
+    st.integers(0, 1),
+)
 
 
 class StoreMachine(RuleBasedStateMachine):
