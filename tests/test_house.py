@@ -60,7 +60,7 @@ LONGER_FILES = {"kvrag/engine.py": 500}
 LONGER_FUNCTIONS: dict[str, int] = {"kvrag/model/lm.py::CausalLM.forward": 60}
 """Functions that may be longer than :data:`FUNCTION_LINES`; each says why in a comment."""
 LARGER_ROOMS: dict[str, int] = {"model": 13}
-"""Rooms that may hold more files than :data:`ROOM_FILES`. model: flash, the attention under transformers' own generate, has no other home."""
+"""Rooms that may hold more files than :data:`ROOM_FILES`. model: flash, the attention under transformers' generate, has no other home."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {
     "large rooms": {},
