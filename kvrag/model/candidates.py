@@ -2,10 +2,8 @@
 
 Structure gives candidates, never proof: :mod:`.traits` finds out which of them hold for a layer.
 
-* A **key source** is a submodule of the attention whose output holds the keys before they are rotated (key norm, key projection, fused
-  projection), and the layout of that output.
-* A **rotation** is a source of tables with a rotation of the modelling module. Tables come from a rotary module (cosines and sines, or
-  complex numbers; one table per layer type where the module asks for the type) or from a buffer of sinusoids (GPT-J).
+* A **key source** is a submodule of the attention whose output holds the keys before they are rotated, and the layout of that output.
+* A **rotation** is a source of tables (a rotary module, or a buffer of sinusoids) with a rotation of the modelling module.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
@@ -34,13 +33,12 @@ from kvrag.model.rope import (
 )
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
-"""What modelling files call a layer's attention."""
 
 STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "temporal_block", "ssm")
-"""What they call parts of a layer that carry a state from token to token."""
+"""Parts of a layer that carry a state from token to token."""
 
 SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
-"""What they call the last module that shapes keys before they are rotated; a norm comes after its projection."""
+"""Last modules that shape keys before they are rotated; a norm comes after its projection."""
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
@@ -53,10 +51,8 @@ class KeySource:
     name: str
     layout: Layout
 
-    def attach(
-        self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]
-    ) -> torch.utils.hooks.RemovableHandle:
-        """Note the keys of every forward of this attention module in this thread in ``captured``."""
+    def attach(self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]) -> RemovableHandle:
+        """Note the keys of this thread's forwards of this attention module in ``captured``."""
         owner = threading.get_ident()
 
         def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
@@ -90,8 +86,7 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
             mixers |= {type(layer).__name__ for layer, attention in found.items() if attention is None and not mixers}
     if not best:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no decoder layers with attention (looked for {', '.join(ATTENTION_NAMES)}): there are no keys "
-            "and values per token to store"
+            f"{type(model).__name__} has no decoder layers with attention: there are no keys and values per token to store"
         )
     if mixers:
         raise UnsupportedModelError(
@@ -102,11 +97,8 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
-    for name in ATTENTION_NAMES:
-        module = getattr(layer, name, None)
-        if isinstance(module, torch.nn.Module):
-            return module
-    return None
+    modules = (getattr(layer, name, None) for name in ATTENTION_NAMES)
+    return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
 
 
 def key_sources(
@@ -114,17 +106,15 @@ def key_sources(
 ) -> Iterator[tuple[KeySource, torch.Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
-    ``outputs`` are those of the attention's submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups``
-    are the key heads before they are repeated, as the config gives them: the same as ``heads`` in most models.
+    ``outputs`` are those of its submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups`` are the key
+    heads before they are repeated.
     """
     if getattr(attention, "clip_qkv", None) or getattr(getattr(attention, "config", None), "clip_qkv", None):
         return  # clipping comes after the projection and shows only on large keys: read the keys at the cache
     for name in SOURCE_NAMES:
-        output = outputs.get(name)
-        if output is None:
-            continue
-        for layout in _layouts(output, heads, dim, groups):
-            yield KeySource(name, layout), layout(output)
+        if name in outputs:
+            for layout in _layouts(outputs[name], heads, dim, groups):
+                yield KeySource(name, layout), layout(outputs[name])
 
 
 def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterator[Layout]:
@@ -134,9 +124,8 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
         if (output.shape[1], output.shape[3]) == (heads, dim):
             yield lambda out: out.transpose(1, 2)
         return
-    size = output.shape[-1]
-    total = size // dim
-    if output.dim() != 3 or size % dim:
+    total, rest = divmod(output.shape[-1], dim)
+    if output.dim() != 3 or rest:
         return
     if total == heads:
         yield lambda out: out.reshape(*out.shape[:2], heads, dim)

@@ -1,9 +1,7 @@
 """Models whose KV is not reused: why, as far as the config or the module tree shows it, and how they answer all the same.
 
-A deny list with reasons, not a list of names to accept: what passes here is then proven or refused by :mod:`.traits` and :mod:`.proof`.
-Whatever ``generate`` can run is answered (learned positions, state space models, hybrids) by transformers' own forward, attention and
-cache. ``generate`` itself prepares the first call (``custom_generate`` is its documented way in), so cache, mask and positions are those
-of this version of transformers.
+What this deny list passes is then proven or refused by :mod:`.traits` and :mod:`.proof`. Whatever ``generate`` can run is answered by
+transformers' own forward, attention and cache; ``generate`` prepares the first call (``custom_generate`` is its documented way in).
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.model.forward import evaluating, lock_of
 
-UNLIMITED = 2**20
-"""Context window of a model whose KV is reused and whose config names none."""
-
-NO_LIMIT = 2**31 - 1
-"""Context window of other models whose config names none (state space models)."""
+UNLIMITED = 2**20  # context window of a model whose KV is reused and whose config names none
+NO_LIMIT = 2**31 - 1  # the same of other models (state space models)
 
 Extend = Callable[[torch.Tensor], torch.Tensor]
 """``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
@@ -46,7 +41,7 @@ _OTHER_INPUTS = ("vision_config", "audio_config", "image_token_id", "image_token
 
 
 def check_supported(config: Any) -> None:
-    """Raise :class:`UnsupportedModelError` if the config shows that this model's KV can't be moved; the message gives the reason."""
+    """Raise :class:`UnsupportedModelError`, with the reason, if the config shows that this model's KV can't be moved."""
     reason = refusal(config)
     if reason is not None:
         raise UnsupportedModelError(f"architecture {config.model_type!r} {reason}")
@@ -66,10 +61,6 @@ def refusal(config: Any) -> str | None:
     stateful = sorted(kind for kind in kinds if kind.startswith(_STATEFUL_LAYERS))
     if stateful:
         return f"{_MIXED} (layer types: {', '.join(stateful)})"
-    return _rope_refusal(config)
-
-
-def _rope_refusal(config: Any) -> str | None:
     for rope in rope_parameters(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
             return (
@@ -87,10 +78,7 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def regime_limit(config: Any) -> int | None:
-    """Return the longest prompt whose angles are those of shorter ones, or ``None`` where the length doesn't matter.
-
-    Longrope (Phi 3) rotates prompts beyond the original context by other angles than shorter ones.
-    """
+    """Return the longest prompt that longrope (Phi 3) rotates by the angles of shorter ones; ``None`` where the length doesn't matter."""
     limits = [
         int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
         for rope in rope_parameters(config)
@@ -100,7 +88,7 @@ def regime_limit(config: Any) -> int | None:
 
 
 def check_placement(model: PreTrainedModel) -> None:
-    """Raise :class:`UnsupportedModelError` unless all weights of a loaded model are on one device: KV is kept in one buffer there."""
+    """Raise :class:`UnsupportedModelError` unless all weights of a loaded model are on one device."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     devices = {str(parameter.device) for parameter in model.parameters()}
     is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
@@ -137,19 +125,10 @@ def check_generates(model_or_config: Any) -> None:
 
 
 class PlainLM:
-    """A loaded model that answers without reuse.
-
-    Parameters
-    ----------
-    model
-        Any model that ``AutoModelForCausalLM`` gives.
-    refusal
-        Why its KV is not reused, as a sentence.
-    """
+    """A loaded model that answers without reuse: any that ``AutoModelForCausalLM`` gives. ``refusal`` says why, as a sentence."""
 
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
-        self.model = model
-        self.refusal = refusal
+        self.model, self.refusal = model, refusal
         self.config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -180,21 +159,16 @@ class _Run:
     """One prompt and what follows it: the ids so far, and the arguments that carry the model's cache."""
 
     def __init__(self, lm: PlainLM, ids: torch.Tensor, max_new_tokens: int) -> None:
-        self._lm, self._ids = lm, ids
-        self._is_first = True
+        self._model, self._ids, self._is_first = lm.model, ids, True
         self._kwargs = _prepared(lm.model, ids, max_new_tokens)
 
     def forward(self) -> torch.Tensor:
         """Compute the rows that have not been computed; returns the last one's logits ``(vocab,)``."""
-        model = self._lm.model
+        model = self._model
         with lock_of(model), evaluating(model):
             is_step = self._kwargs.get("use_cache") and not self._is_first
-            inputs = model.prepare_inputs_for_generation(
-                self._ids,
-                next_sequence_length=1 if is_step else None,
-                is_first_iteration=self._is_first,
-                **self._kwargs,
-            )
+            options = {"next_sequence_length": 1 if is_step else None, "is_first_iteration": self._is_first}
+            inputs = model.prepare_inputs_for_generation(self._ids, **options, **self._kwargs)
             out = model(**inputs, return_dict=True)
         self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
         self._is_first = False
@@ -219,13 +193,6 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
         found.update({name: value for name, value in arguments.items() if name not in loop})
         return input_ids
 
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0,
-        custom_generate=take,
-    )
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options)
     return found

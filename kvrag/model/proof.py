@@ -3,20 +3,18 @@
 A few dozen random tokens are encoded as chunks, moved and repaired as a prompt would be, and run through transformers' own forward. What
 the two must agree on is what the tests promise for tiny models (docs/promises.md).
 
-**Limits.** A check may differ by 1e-3; float32 stays far below. Where it differs by more, the rounding of this model is measured between
-transformers and itself (in two pieces, and from embeddings moved by one unit in the last place), and twice as much is allowed. The effect
-of a planted mistake is measured, too: a limit above it proves little. A mixture of experts may send a row to another expert for a
-rounding; such a chance does not repeat, a mistake does, so a proof that fails is tried with other tokens, twice.
+A check may differ by 1e-3; float32 stays far below. Where it differs by more, the rounding of this model is measured between transformers
+and itself, and twice as much is allowed; the effect of a planted mistake is measured, too, for a limit above it proves little. A mixture
+of experts may send a row to another expert for a rounding, which does not repeat: a proof that fails is tried with other tokens, twice.
 
-**Which attention.** The model's own, as it was loaded. Where that differs (SDPA drops Gemma 2's soft cap, and is the default with
-transformers 5.17), the eager one, the modelling file's, decides, and a note says so.
+Compared is with the model's attention as it was loaded. Where that differs from the eager one, the latter decides, and a note says so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -49,7 +47,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was compared: the promise it belongs to, the claim, the largest difference found, the largest allowed.
+    """One thing that was compared: its promise, the claim, the largest difference found and allowed.
 
     ``unit`` is ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
     """
@@ -61,7 +59,7 @@ class Check:
     unit: str
 
     def allowing(self, noise: Measured) -> Check:
-        """Return the same check with room for rounding; keys that are only rotated have theirs already."""
+        """Return the check with room for rounding; keys that are only rotated have theirs already."""
         rounding = 0.0 if self.promise == "4" else NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
         return replace(self, limit=max(self.limit, rounding))
 
@@ -99,10 +97,8 @@ class Proof:
     @property
     def failure(self) -> str | None:
         """The first check that failed, as a sentence; ``None`` where all passed."""
-        for c in self.checks:
-            if not c.passed:
-                return f"the proof on this model failed: {c.claim} (largest difference {c.error:.2g}, allowed {c.limit:.2g})"
-        return None
+        sentence = "the proof on this model failed: {0.claim} (largest difference {0.error:.2g}, allowed {0.limit:.2g})"
+        return next((sentence.format(check) for check in self.checks if not check.passed), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -144,11 +140,8 @@ class _Trial:
     def prove(self) -> Proof:
         """Run the checks."""
         ids, moved = self._ids, torch.arange(self._moved.start, self._moved.stop)
-        notes = [
-            f"the sliding window of {w} was not crossed: the proof's prompt has {len(ids)} tokens"
-            for w in self._windows
-            if w >= len(ids)
-        ]
+        note = f"the sliding window of {{}} was not crossed: the proof's prompt has {len(ids)} tokens"
+        notes = tuple(note.format(window) for window in self._windows if window >= len(ids))
         own = self._run_own()
         stored = encode(self._lm, [ids[self._prefix], ids[self._first], ids[self._moved]])
         every, full = self._blend(ids, stored, moved), self._blend(ids, [], torch.empty(0, dtype=torch.int64))
@@ -165,7 +158,7 @@ class _Trial:
         if not all(check.passed for check in checks):
             noise = self._noise(own)
             checks = tuple(check.allowing(noise) for check in checks)
-        return Proof(checks, tuple(notes), len(ids), fault, 0.0)
+        return Proof(checks, notes, len(ids), fault, 0.0)
 
     def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
         """Run the prompt through transformers alone, in one piece or more; ``moved``: from embeddings moved by a rounding each."""
@@ -174,15 +167,13 @@ class _Trial:
         with lock_of(model), evaluating(model) if self._attention is None else switched(model, self._attention):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
             given = self._moved_embeddings(batch) if moved else batch
-            parts = [
-                model(**{name: part}, past_key_values=cache, use_cache=True, **keep).logits[0]
-                for part in given.tensor_split(pieces, dim=1)
-            ]
+            run = partial(model, past_key_values=cache, use_cache=True, **keep)
+            parts = [run(**{name: part}).logits[0] for part in given.tensor_split(pieces, dim=1)]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
 
     def _moved_embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Move every embedding by one unit in the last place, up or down: a rounding that the model then amplifies."""
+        """Return embeddings moved by one unit in the last place each: a rounding that the model then amplifies."""
         found: torch.Tensor = self._lm.model.get_input_embeddings()(ids)
         signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(self._seed)) * 2 - 1
         return (found.float() * (1 + torch.finfo(found.dtype).eps * signs.to(found.device))).to(found.dtype)
@@ -232,7 +223,7 @@ class _Trial:
     def _far_keys(self) -> tuple[float, float]:
         """Run some tokens far from the beginning through transformers, and compare its cache with captured keys, rotated there.
 
-        Keys of the first layer depend on the token alone, so they are captured at the beginning; those of the others in the same run.
+        Keys of the first layer depend on the token alone: they are captured at the beginning; the others in the same run.
         """
         lm, limit = self._lm, 8 * torch.finfo(self._lm.dtype).eps + 1e-6
         tokens = self._ids[:8].to(lm.device)
@@ -271,30 +262,26 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
 
 def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
     """Draw ids that mean nothing special: no end of a text, no place for an image, which a model may refuse without one."""
-
-    def special(values: Any) -> Iterator[int]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from special(value)
-            elif str(name).endswith(("_token_id", "_token_index")):
-                yield from [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
-
-    allowed = torch.ones(lm.vocab_size)
-    allowed[[i for i in special(lm.model.config.to_dict()) if 0 <= i < lm.vocab_size]] = 0
+    allowed, left = torch.ones(lm.vocab_size), list(lm.model.config.to_dict().items())
+    for name, value in left:
+        if isinstance(value, dict):
+            left += value.items()
+        elif str(name).endswith(("_token_id", "_token_index")):
+            ids = value if isinstance(value, list) else [value]
+            allowed[[i for i in ids if isinstance(i, int) and 0 <= i < lm.vocab_size]] = 0
     return torch.multinomial(allowed, count, replacement=True, generator=torch.Generator().manual_seed(seed))
 
 
 def gap(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference of logits."""
+    """Largest difference."""
     return float((logits - reference).abs().max())
 
 
 def kv_gap(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float:
     """Largest difference of keys or values in some rows, relative to the largest magnitude of their layer."""
-    worst = 0.0
-    for pair, expected in zip(kv, reference, strict=True):
-        for tensor, target in zip(pair, expected, strict=True):
-            scale = float(target.abs().max()) or 1.0
-            found = float((tensor[:, rows].float() - target[:, rows].float()).abs().max()) / scale
-            worst = max(worst, found) if found == found else float("nan")
-    return worst
+    worst = [
+        gap(tensor[:, rows].float(), target[:, rows].float()) / (float(target.abs().max()) or 1.0)
+        for pair, expected in zip(kv, reference, strict=True)
+        for tensor, target in zip(pair, expected, strict=True)
+    ]
+    return float(torch.tensor(worst).max())  # NaN if any is

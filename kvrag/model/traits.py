@@ -1,8 +1,8 @@
 """What one forward of a few tokens at load shows, layer by layer: how keys rotate, where they are free of positions, who sees whom.
 
-Every attention module gets one of two hidden states at each row, whatever came before, at positions from 0 to the end of the context
-window. So the keys of rows with the same state must be the same once they are rotated back: that holds for the right rotation only, and
-fails for keys that depend on their position, or on their neighbours, in any other way.
+Every attention module gets one of two hidden states at each row, at positions from 0 to the end of the context window. So the keys of rows
+with the same state must be the same once they are rotated back. That holds for the right rotation only, and fails for keys that depend on
+their position, or on their neighbours, in any other way.
 """
 
 from __future__ import annotations
@@ -19,21 +19,16 @@ from transformers import PreTrainedModel
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.model.candidates import KeySource, decoder_of, key_sources, rotations
 from kvrag.model.forward import Attentions, Forward, MaskFunction, Observed, running, switched
-from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
-from kvrag.model.rows import EVERYTHING, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
-STATES = (0, 0, 1, 0, 1, 1, 0, 1)
-"""Which of the two hidden states each row has: neighbours differ, so a mix of neighbours shows."""
+STATES = (0, 0, 1, 0, 1, 1, 0, 1)  # hidden state of each row: neighbours differ, so a mix of neighbours shows
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """What is known of one layer: the shape of its KV, how its keys rotate, how far back its rows see.
-
-    ``source`` says where its position-free keys can be taken from; ``None``: rotate the cached keys back.
-    """
+    """What is known of one layer. ``source``: where its position-free keys are; ``None``: rotate the cached keys back."""
 
     shape: LayerShape
     rotation: Rotation
@@ -43,7 +38,7 @@ class LayerTraits:
 
 @dataclass(slots=True)
 class Seen(Observed):
-    """What the forward showed: keys and values by layer, submodule outputs by layer, the first layer's input, masks, weights."""
+    """What the forward showed: keys and values, submodules' outputs, and whether weights are returned, by layer; the first input; masks."""
 
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -84,8 +79,7 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
-            f"{type(model).__name__} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error}), so "
-            "nothing can be proven about it"
+            f"{type(model).__name__} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -160,17 +154,15 @@ def find_traits(
     name, given = type(model).__name__, seen.first_input[0]
     if _differs_within_states(given) > _tolerance(given):
         raise UnsupportedModelError(
-            f"{name} adds its absolute position to each token before the first layer (learned or sinusoidal embeddings), so a chunk's KV "
-            "fits one position only: reuse is possible there alone, as a prefix"
+            f"{name} adds its absolute position to each token before the first layer, so a chunk's KV fits one position only: reuse is "
+            "possible there alone, as a prefix"
         )
     if any(tensor.dim() != 4 for pair in seen.kv.values() for tensor in pair):
-        raise UnsupportedModelError(
-            f"{name} keeps keys and values in its own shape; kvrag needs (batch, heads, tokens, head dim)"
-        )
+        raise UnsupportedModelError(f"{name} keeps KV in its own shape; kvrag needs (batch, heads, tokens, head dim)")
     if sorted(seen.kv) != list(range(len(attentions))):
         raise UnsupportedModelError(
-            f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them keep keys and values of their own; kvrag can't "
-            "store and move what layers share"
+            f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them keep KV of their own; kvrag can't move what "
+            "layers share"
         )
     known: dict[int, list[tuple[Rotation, RotaryTable]]] = {}
     traits = []
@@ -179,8 +171,7 @@ def find_traits(
         rotation, table = _explain(model, layer, attention, keys, positions, known)
         if _differs_within_states(values[0].float()) > _tolerance(values):
             raise UnsupportedModelError(
-                f"layer {layer} of {name} keeps values that depend on their position (compressed attention keeps rotated keys in their "
-                "place); kvrag moves keys only"
+                f"layer {layer} of {name} keeps values that depend on their position; kvrag moves keys only"
             )
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
         source = _source_of(model, attention, seen.outputs[layer], keys, table)
@@ -224,9 +215,8 @@ def _explain(
     if error_of(best) > tolerance:
         names = list(dict.fromkeys(rotation.name for rotation, _ in found if rotation is not NO_ROTATION))
         raise UnsupportedModelError(
-            f"the keys of layer {layer} of {type(model).__name__} depend on their position in a way that rotating them back by its rotary "
-            f"tables ({', '.join(names) or 'it has none'}) doesn't undo, for example by a normalisation after the rotation; kvrag can't "
-            "move such keys"
+            f"the keys of layer {layer} of {type(model).__name__} depend on their position in a way that its rotary tables "
+            f"({', '.join(names) or 'it has none'}) don't undo, for example by a normalisation after the rotation; kvrag can't move them"
         )
     return best
 
@@ -256,7 +246,7 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
     if not seen.masks:  # attention that can't be replaced gets its own mask in every forward
         if not seen.returns_weights.get(layer):
             raise UnsupportedModelError(
-                f"{where} neither asks for an attention function nor returns its attention's weights; kvrag can't tell what its rows see"
+                f"{where} neither asks for an attention function nor returns attention weights; kvrag can't tell what its rows see"
             )
         return EVERYTHING
     mask = seen.masks.get(id(attention))
@@ -269,9 +259,9 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
 
 
 def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:
-    """Find the reach of a mask function by evaluating it: a config may name a window that a layer doesn't apply, and the reverse.
+    """Find the reach of a mask function by evaluating it; ``None`` if it is of no kind that a :class:`Reach` can say.
 
-    ``None`` if it is of no kind that a :class:`Reach` can say.
+    A config may name a window that a layer doesn't apply, and the reverse.
     """
     far = min(context_window(config), UNLIMITED) - 1
 
@@ -280,10 +270,7 @@ def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | 
         return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
 
     def agrees(reach: Reach, row: int) -> bool:
-        keys, at = (
-            torch.arange(row + 8, device=device),
-            torch.tensor([row], device=device),
-        )  # 8: none of the future may be seen
+        keys, at = torch.arange(row + 8, device=device), torch.tensor([row], device=device)  # 8 of the future, unseen
         return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
 
     limits = {getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)}

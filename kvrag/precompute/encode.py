@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 from kvrag.types import ChunkKV, LayerKV
 
 
