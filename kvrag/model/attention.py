@@ -52,25 +52,10 @@ def ragged_attention(
 ) -> torch.Tensor:
     """Attend with an exact limit per row.
 
-    Parameters
-    ----------
-    query, keys, values
-        ``(B, H, R, D)``, ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)``; ``H`` is a multiple of ``H_kv``.
-    limits, reach
-        Which keys the rows see, and how far back the layer's rows see.
-    scale
-        Factor of the scores.
-    softcap
-        Scores become ``softcap · tanh(scores / softcap)`` (Gemma 2).
-    sinks
-        One learned extra score per head, ``(H,)`` (GPT-OSS).
-    mass
-        Where to add the attention of the last rows, if anywhere.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(B, H, R, D_v)`` in the dtype of ``query``.
+    ``query`` is ``(B, H, R, D)``, ``keys`` and ``values`` are ``(B, H_kv, N, ·)``, ``H`` a multiple of ``H_kv``; the result is
+    ``(B, H, R, D_v)`` in the dtype of ``query``. ``limits`` and ``reach`` say which keys the rows see. With a ``softcap`` scores
+    become ``softcap · tanh(scores / softcap)`` (Gemma 2); ``sinks`` are a learned extra score per head, ``(H,)`` (GPT-OSS). The attention
+    of the last rows is added to ``mass``.
     """
     is_plain = softcap is None and sinks is None
     if limits.is_whole and mass is None and is_plain and reach.is_whole(limits.num_keys):
@@ -129,7 +114,7 @@ def _by_kernel(
     options: dict[str, Any] = {"scale": scores.scale, "softcap": scores.softcap or 0.0, "sinks": scores.sinks}
     out, lse = kvrag_kernels.ragged_attention(query, keys, values, hi, lo, limits.prefix, plan=tiles, **options)
     if mass is not None:
-        last = slice(query.shape[2] - min(mass.rows, query.shape[2]), None)
+        last = slice(-min(mass.rows, query.shape[2]), None)
         first = None if lo is None else lo[last]
         found = kvrag_kernels.probe_mass(query[:, :, last], keys, lse[:, :, last], hi[last], first, **options)
         mass.total.add_(found.sum(dim=0)[: limits.num_keys])

@@ -35,18 +35,9 @@ _SAMPLE = 5  # rows of a forward whose visible keys are compared with the model'
 class _Forward:
     """What the layers of one forward share. Indices count from the sequence's first token, padding included.
 
-    Parameters
-    ----------
-    rows
-        Int64 ``(R,)``: index of each row.
-    bounds
-        First and last real key of each batch entry, int64 ``(B, 1)`` each; ``None``: no padding.
-    offset
-        Index of the first key that the cache returns (a sliding cache drops the oldest).
-    seen, sample
-        Bool ``(B, S, K)``: which keys the model's own mask function shows the rows ``sample``, int64 ``(S,)``.
-    limits
-        ``hi``, ``lo`` and the kernels' plan, by kind of layer.
+    ``rows``, int64 ``(R,)``, are the rows' indices; ``bounds``, int64 ``(B, 1)`` each, the first and last real key of each batch entry
+    (``None``: no padding); ``offset`` is the index of the first key that the cache returns (a sliding cache drops the oldest). ``seen``,
+    bool ``(B, S, K)``, holds which keys the model's own mask function shows the rows ``sample``, int64 ``(S,)``.
     """
 
     rows: torch.Tensor

@@ -92,8 +92,7 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
         stop, slots = self._rows.stop, self._rows.slots
-        keys, values = self._kv.layers[layer_idx]
-        keys, values = keys[:, :, :stop], values[:, :, :stop]
+        keys, values = (x[:, :, :stop] for x in self._kv.layers[layer_idx])
         if self._before_write is not None:
             self._before_write(layer_idx, keys, values, key_states, value_states)
         keys[:, :, slots] = key_states
@@ -236,16 +235,9 @@ def _attention(
     if forward.observed is not None:
         forward.observed.masks[id(module)] = forward.observed.made.get(id(attention_mask), (None, None))[1]
     mass = forward.mass if id(module) in forward.weighed else None
-    attend = partial(
-        ragged_attention,
-        keys=key,
-        values=value,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        reach=forward.reach.get(id(module), EVERYTHING),
-        softcap=softcap,
-        sinks=s_aux,
-        mass=mass,
-    )
+    scale, reach = query.shape[-1] ** -0.5 if scaling is None else scaling, forward.reach.get(id(module), EVERYTHING)
+    layer = {"scale": scale, "reach": reach, "softcap": softcap, "sinks": s_aux, "mass": mass}
+    attend = partial(ragged_attention, keys=key, values=value, **layer)
     if id(module) == forward.final:
         return forward.attend_last(query, value, mass, attend).transpose(1, 2), None
     return attend(query, limits=forward.limits).transpose(1, 2), None

@@ -16,24 +16,20 @@ from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, lock_of, running, switched
 from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
-from kvrag.model.rope import Rotation, Rotations
+from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVArena, KVBuffer, Rows
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
 
 
 class CausalLM:
-    """A loaded model: forwards over chosen rows of a buffer, rotations, and capture of position-free keys.
+    """A loaded decoder-only causal LM on one device, as the stages see it.
 
     Attributes
     ----------
-    num_layers
-        Number of decoder layers ``L``.
     traits, shapes
         What is known of each layer, and the shape of its KV.
-    context_window
-        Largest number of tokens of prompt and answer together.
-    reuse_window
-        Largest number of tokens of prompt and answer that stored KV holds for: less than the context window where longer prompts rotate by
+    context_window, reuse_window
+        Largest number of tokens of prompt and answer together; the largest that stored KV holds for is less where longer prompts rotate by
         other angles (longrope).
     is_dense
         Whether its attention can't be replaced, and gets a mask instead.
@@ -77,10 +73,7 @@ class CausalLM:
         tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
         self._switch = Attentions(self.device, reach, next(reversed(seen.masks), None), tells_offsets, self.is_dense)
         self._can_pack = "position_ids" in self._accepted[False] and not (self.is_dense or tells_offsets)
-        self._rotations: list[Rotation] = []
-        for trait in self.traits:
-            if trait.rotation not in self._rotations:
-                self._rotations.append(trait.rotation)
+        self._rotations = list(dict.fromkeys(trait.rotation for trait in self.traits))
         self._kinds = [self._rotations.index(trait.rotation) for trait in self.traits]
         self._check_angles(positions)
 
@@ -204,8 +197,7 @@ class CausalLM:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": logits}
         if self.is_dense:  # ALiBi is made from the mask of padding
             options["attention_mask"] = positions.new_ones((ids.shape[0], forward.limits.num_keys))
-        names = self._accepted[bool(logits)]
-        options = {name: value for name, value in options.items() if name in names}
+        options = {name: value for name, value in options.items() if name in self._accepted[bool(logits)]}
         run = self.model if logits else self._base
         weighing = self._weighing(forward) if self.is_dense and forward.mass is not None else nullcontext()
         with switched(self.model, forward), weighing, suppress(StopForward):
@@ -218,9 +210,10 @@ class CausalLM:
     def _weighing(self, forward: Forward) -> Iterator[None]:
         """Collect the mass of attention that can't be replaced from the weights that it returns."""
         mass = forward.mass
+        assert mass is not None
 
         def collect(_: object, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            if mass is not None and running() is forward:
+            if running() is forward:
                 mass.total.add_(output[1][:, :, -mass.rows :].float().sum(dim=(0, 1, 2)))
 
         handles = [a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed]
@@ -235,11 +228,9 @@ class CausalLM:
         """Collect position-free keys of this thread's forwards: layer → ``(B, R, H_kv, D)``; kvrag's other threads wait."""
         with lock_of(self.model):
             captured: dict[int, torch.Tensor] = {}
-            handles = [
-                trait.source.attach(self._attentions[layer], layer, captured)
-                for layer, trait in enumerate(self.traits)
-                if trait.source is not None
-            ]
+            sources = [trait.source for trait in self.traits]
+            layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]
+            handles = [source.attach(self._attentions[layer], layer, captured) for layer, source in layers]
             self._captured = captured
             try:
                 yield captured
@@ -251,10 +242,13 @@ class CausalLM:
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
         """Turn back the fresh keys of the layers whose position-free keys no submodule gives."""
         layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
-        rotations = self.rotary(rows.stop) if layers else []
+        rotations, positions = (
+            self.rotary(rows.stop) if layers else [],
+            rows.slots if rows.positions is None else rows.positions,
+        )
         for layer in layers:
             keys = kv.keys(layer)[:, :, rows.slots]
-            free = rotations[layer].unrotate(keys.flatten(0, 1), rows.own_positions)
+            free = rotations[layer].unrotate(keys.flatten(0, 1), positions)
             captured[layer] = free.reshape(keys.shape).transpose(1, 2)
 
 

@@ -129,7 +129,7 @@ def _keep_freed_memory() -> None:
 
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
-    """Say where the weights are from; ``None`` where that does not tell what they are."""
+    """Return where the weights are from; ``None`` where that does not identify them."""
     path, base = os.fspath(source.model), base_directory(source)
     commit = getattr(model.config, "_commit_hash", None)
     if getattr(model, "peft_config", None):
@@ -142,10 +142,7 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
 def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
     """Return a loaded causal LM as one that reuse can be built on, or one that answers without.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If its quantised layers can't run on its device.
+    Raises ``UnsupportedModelError`` if its quantised layers can't run on its device.
     """
     try:
         check_adapters(model)

@@ -22,10 +22,7 @@ NO_LIMIT = 2**31 - 1  # the same of other models (state space models)
 Extend = Callable[[torch.Tensor], torch.Tensor]
 """``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
 
-_LEARNED = (
-    "adds a learned embedding of the absolute position to each token, so a chunk's KV fits one position only: reuse is possible "
-    "there alone, as a prefix"
-)
+_LEARNED = "adds an embedding of the absolute position to each token, so a chunk's KV fits one position only: reusable there as a prefix"
 _STATE = "keeps a running state instead of keys and values per token, so a chunk's part of it can't be stored and moved"
 _MIXED = "mixes attention with layers that keep a running state over all tokens before, so a chunk's part of it can't be stored and moved"
 
@@ -64,8 +61,8 @@ def refusal(config: Any) -> str | None:
     for rope in rope_parameters(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
             return (
-                f"has RoPE type {rope['rope_type']!r}, which changes its angles with the prompt's length, so stored keys can't be moved "
-                "exactly; set another rope_type, such as 'yarn'"
+                f"has RoPE type {rope['rope_type']!r}, which changes its angles with the prompt's length, so stored keys can't be moved; "
+                "set another rope_type, such as 'yarn'"
             )
     return None
 
@@ -92,7 +89,7 @@ def check_placement(model: PreTrainedModel) -> None:
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     devices = {str(parameter.device) for parameter in model.parameters()}
     is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-    if len(places) > 1 or "disk" in places or len(devices) > 1 or "meta" in devices or is_sharded:
+    if max(len(places), len(devices)) > 1 or {"disk", "meta"} & (places | devices) or is_sharded:
         where = ", ".join(sorted(places or devices))
         raise UnsupportedModelError(
             f"the weights of {type(model).__name__} are spread over several places ({where}), and kvrag keeps KV on one device; load the "
@@ -111,17 +108,16 @@ def check_generates(model_or_config: Any) -> None:
     """Raise :class:`ModelError` unless a ``PreTrainedModel``, or the model of a ``PretrainedConfig``, is a causal LM."""
     is_model = isinstance(model_or_config, PreTrainedModel)
     config = model_or_config.config if is_model else model_or_config
-    remedy = "load a model that AutoModelForCausalLM takes"
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs; {remedy}")
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if is_model:
-        if not model_or_config.can_generate():
-            raise ModelError(f"{type(model_or_config).__name__} has no language model's head to answer with; {remedy}")
-    elif not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"transformers has no causal LM for {config.model_type!r} (it may need images or sound, or answer by an encoder); {remedy}"
-        )
+    fault = None
+    if getattr(config, "is_encoder_decoder", False):
+        fault = f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs"
+    elif is_model and not model_or_config.can_generate():
+        fault = f"{type(model_or_config).__name__} has no language model's head to answer with"
+    elif not is_model and not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        fault = f"transformers has no causal LM for {config.model_type!r} (it may need images or sound, or answer by an encoder)"
+    if fault is not None:
+        raise ModelError(f"{fault}; load a model that AutoModelForCausalLM takes")
 
 
 class PlainLM:
@@ -132,24 +128,15 @@ class PlainLM:
         self.config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-
-    @property
-    def context_window(self) -> int:
-        """Largest number of tokens of prompt and answer together; :data:`NO_LIMIT` where the config names none."""
-        window = context_window(self.config, NO_LIMIT)
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_window = context_window(self.config, NO_LIMIT)
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":  # stretches its angles beyond the length that it was trained at
-            return int(window * float(rope.get("factor", 1.0)))
-        return window
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return int(self.config.vocab_size)
+            self.context_window = int(self.context_window * float(rope.get("factor", 1.0)))
 
     @torch.inference_mode()
     def prefill(self, token_ids: torch.Tensor, *, max_new_tokens: int) -> tuple[torch.Tensor, Extend]:
-        """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, in the model's dtype, and what goes on from there."""
+        """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, and what goes on from there."""
         run = _Run(self, token_ids.to(self.device)[None], max_new_tokens)
         logits = run.forward()
         return logits, run.extend
@@ -189,8 +176,8 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
     found: dict[str, Any] = {}
 
     def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        loop = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
-        found.update({name: value for name, value in arguments.items() if name not in loop})
+        loop = {"logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"}
+        found.update({name: arguments[name] for name in arguments.keys() - loop})
         return input_ids
 
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "pad_token_id": 0}

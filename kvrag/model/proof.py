@@ -71,7 +71,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared for one model: checks, notes on what they can't say, length of the prompt, effect of a planted mistake, time."""
+    """What was compared for one model, with notes on what it can't say; ``fault`` is the effect of a planted mistake."""
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
@@ -86,7 +86,7 @@ class Proof:
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether a planted mistake moves the logits by more than any check allows: else one could hide in the rounding."""
+        """Whether a planted mistake moves the logits by more than any check allows."""
         return all(check.limit < self.fault for check in self.checks if check.unit == "logits")
 
     @property
@@ -114,15 +114,15 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
             break
     own = str(lm.model.config._attn_implementation)
     if own != EAGER and any(check.promise == "0" and not check.passed for check in proof.checks):
-        by_definition = _Trial(lm, seed, EAGER).prove()
-        if by_definition.passed:
+        eager = _Trial(lm, seed, EAGER).prove()
+        if eager.passed:
             note = f"transformers' {own!r} attention differs from its {EAGER!r} one, which defines this model; kvrag follows the latter"
-            proof = replace(by_definition, notes=(*by_definition.notes, note))
+            proof = replace(eager, notes=(*eager.notes, note))
     return replace(proof, seconds=time.perf_counter() - start)
 
 
 class _Trial:
-    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix; ``attention``: transformers' to compare with."""
+    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix."""
 
     def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
         self._lm, self._attention, self._seed = lm, attention, seed
@@ -131,8 +131,8 @@ class _Trial:
         lengths = [3, max(12, max((w for w in self._windows if w <= CROSSABLE_WINDOW), default=0) + 8), 3, 10, 4]
         while sum(lengths) > lm.context_window - 1 and max(lengths) > 2:
             lengths = [max(2, length // 2) for length in lengths]
-        drawn = _draw(lm, sum(lengths) + 1, seed)
-        self._ids, self._other = drawn[:-1], int(drawn[-1])
+        *ids, self._other = _draw(lm, sum(lengths) + 1, seed).tolist()
+        self._ids = torch.tensor(ids)
         spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
         self._prefix, self._first, self._glue, self._moved, _ = spans
 
@@ -186,7 +186,7 @@ class _Trial:
         return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
 
     def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False) -> Measured:
-        """Stitch what is stored and compute the selected and all other rows; ``plant`` puts the first chunk's keys one row off."""
+        """Stitch what is stored and compute the selected and all other rows; ``plant``: the first chunk's keys are one row off."""
         kv, rotary = self._lm.buffer(len(ids)), self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)
         for span, layers in zip((self._prefix, self._first, self._moved), stored, strict=False):
@@ -206,8 +206,7 @@ class _Trial:
     def _first_chunk(self, stored: list[Pairs], own: Measured) -> tuple[float, float]:
         """Compare prefix, first chunk and glue, unrepaired, with transformers; and the same with a planted mistake."""
         head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
-        # From the end: the prompt's head is causal, what follows doesn't matter.
-        reference = own.logits[len(head) - 1 - len(self._ids)]
+        reference = own.logits[len(head) - 1 - len(self._ids)]  # from the end: what follows the head doesn't matter
         sound, faulty = (self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True))
         return gap(sound, reference), gap(faulty, reference)
 
@@ -253,11 +252,12 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
     kv = lm.buffer(start + longest, batch=len(chunks))
     with lm.capture() as captured:
         lm.forward(ids, Rows.span(0, start + longest), kv, logits=0)
-    spans = [(0, slice(0, start)), *((i, slice(start, start + len(chunk))) for i, chunk in enumerate(chunks))]
-    return [
-        [(captured[n][i, rows].transpose(0, 1), values[i, :, rows]) for n, (_, values) in enumerate(kv.layers)]
-        for i, rows in spans
-    ]
+
+    def taken(i: int, rows: slice) -> Pairs:
+        return [(captured[n][i, rows].transpose(0, 1), values[i, :, rows]) for n, (_, values) in enumerate(kv.layers)]
+
+    behind = [taken(i, slice(start, start + len(chunk))) for i, chunk in enumerate(chunks)]
+    return [taken(0, slice(0, start)), *behind]
 
 
 def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:

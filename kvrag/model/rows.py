@@ -20,12 +20,7 @@ MAX_CACHED_MASK = 2**24  # elements of one forward's mask that are kept for all 
 class Reach:
     """How far back the rows of a layer see; ``None``: no limit.
 
-    Parameters
-    ----------
-    window
-        Sliding window: the last ``window`` keys, the row's own included.
-    chunk
-        Chunked attention (Llama 4): the keys from the last multiple of ``chunk`` on.
+    ``window`` shows the last keys, the row's own included; ``chunk`` those from its last multiple on (Llama 4).
     """
 
     window: int | None = None
@@ -55,16 +50,10 @@ class LayerShape:
 
 
 class KVBuffer:
-    """The KV of one request (or of a batch of chunks), row index = position: consecutive slots of an arena.
+    """The KV of one request (or of a batch of chunks), row index = position: consecutive slots of an arena, from ``start`` on.
 
-    Parameters
-    ----------
-    layers
-        Keys ``(B, H_kv, capacity, D)``, rotated, and values ``(B, H_kv, capacity, D_v)`` of each layer.
-    start
-        Slot of the arena at which it begins.
-    token_ids
-        Int64 ``(capacity,)`` on the host, kept by the forwards of a model that may have to compute rows again; else ``None``.
+    ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``. ``token_ids``, int64 ``(capacity,)`` on
+    the host, are kept by the forwards of a model that may have to compute rows again; else ``None``.
     """
 
     def __init__(
@@ -89,18 +78,8 @@ class KVBuffer:
 class KVArena(KVBuffer):
     """Preallocated KV in slots, which requests share; each request's buffer is a :meth:`view`.
 
-    Slots are uninitialised until written; no slot is visible to attention before.
-
-    Parameters
-    ----------
-    shapes
-        One per layer.
-    slots
-        Number of slots.
-    dtype, device, batch
-        Of the tensors; ``batch`` is 1 for prompts.
-    keeps_ids
-        Whether views keep their token ids.
+    Slots are uninitialised until written; attention sees none before. ``shapes`` has one per layer; ``batch`` is 1 for prompts;
+    ``keeps_ids``: views keep their token ids.
     """
 
     def __init__(
@@ -130,20 +109,9 @@ class KVArena(KVBuffer):
 class Rows:
     """The rows that one forward computes, of one request or of several.
 
-    A row sees the slots from ``first`` to its own, and the first ``prefix`` slots. A request is in neighbouring slots, in order.
-
-    Parameters
-    ----------
-    slots
-        Where the KV of each row is written: a slice, or an int64 tensor ``(R,)``, ascending within each request.
-    stop
-        One past the last slot.
-    positions
-        Int64 ``(R,)``: position of each row in its prompt; ``None``: its slot.
-    first
-        Int64 ``(R,)``: first slot that each row sees; ``None``: slot 0.
-    prefix
-        Number of first slots that every row sees besides.
+    A row sees the slots from ``first``, int64 ``(R,)`` (``None``: 0), to its own, and the first ``prefix`` slots. A request is in
+    neighbouring slots, in order. The KV of the rows is written to ``slots``: a slice, or int64 ``(R,)``, ascending within each request;
+    ``stop`` is one past the last of them. ``positions``, int64 ``(R,)``, are those of each row in its prompt; ``None``: its slot.
     """
 
     slots: slice | torch.Tensor
@@ -185,11 +153,6 @@ class Rows:
         if isinstance(self.slots, slice):
             return torch.arange(self.slots.start, self.slots.stop, device=device)
         return self.slots.to(device)
-
-    @property
-    def own_positions(self) -> slice | torch.Tensor:
-        """Positions of the rows, as an index."""
-        return self.slots if self.positions is None else self.positions
 
 
 class Block(NamedTuple):

@@ -25,24 +25,11 @@ T = TypeVar("T")
 class ModelSource:
     """Which model to load, and how.
 
-    Parameters
-    ----------
-    model
-        Hub id, local directory (of a model, or of an adapter of one), ``.gguf`` file, a loaded ``PreTrainedModel`` or a ``PeftModel``.
-    tokenizer
-        Tokenizer, its id or directory; ``None``: the model's own.
-    revision
-        Hub revision.
-    dtype
-        A ``torch.dtype`` or its name; ``"auto"``: float32 on CPU (bfloat16 is slow on CPUs without native support), else the checkpoint's.
-    device
-        ``None``: CUDA if there is one, else CPU.
-    hf_kwargs
-        Passed on to ``from_pretrained``.
-    extra_keys
-        Names and values that take part in the fingerprint: KV is shared only where they are equal.
-    prove
-        Whether reuse is proven on the loaded model.
+    ``model`` is a hub id, a local directory (of a model, or of an adapter of one), a ``.gguf`` file, a loaded ``PreTrainedModel`` or a
+    ``PeftModel``; ``tokenizer`` one, its id or directory, ``None``: the model's own. ``dtype`` is a ``torch.dtype``, its name, or
+    ``"auto"``: float32 on CPU (bfloat16 is slow on CPUs without native support), else the checkpoint's. ``device`` ``None``: CUDA if there
+    is one, else CPU. ``hf_kwargs`` go to ``from_pretrained``. KV is shared only where ``extra_keys`` are equal, which take part in the
+    fingerprint. ``prove``: whether reuse is proven on the loaded model.
     """
 
     model: str | os.PathLike[str] | PreTrainedModel
@@ -125,20 +112,17 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
     usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()  # they tell where its files are
     idle = [name for name in source.hf_kwargs if name not in usable] + ["revision"] * (source.revision is not None)
     if idle:
-        raise ConfigError(
-            f"{idle[0]!r} is given with a model that is loaded already, and would have no effect: leave it out, or pass it to the function "
-            "that loads the model"
-        )
+        what = f"{idle[0]!r} is given with a model that is loaded already, and would have no effect"
+        raise ConfigError(f"{what}: leave it out, or pass it to the function that loads the model")
     if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
         raise ConfigError(
-            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: leave it out, or load the model with that dtype"
+            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: leave it out, or load the model with it"
         )
     if source.device is not None:
         wanted = resolve_device(replace(source, model=""))
         if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
-            raise ConfigError(
-                f"device is {source.device!r}, and the loaded model is on {model.device}: leave it out, or move the model first"
-            )
+            where = f"device is {source.device!r}, and the loaded model is on {model.device}"
+            raise ConfigError(f"{where}: leave it out, or move the model first")
 
 
 def directory(source: ModelSource) -> str:
@@ -207,10 +191,8 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
 def check_source(source: ModelSource) -> None:
     """Raise ``ModelError`` or ``ConfigError`` for what can be seen without loading weights: no such model or device, no causal LM."""
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
-        raise ConfigError(
-            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "
-            "PeftModel"
-        )
+        what = f"model is of type {type(source.model).__name__}"
+        raise ConfigError(f"{what}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel")
     check_prove(source.prove)
     resolve_device(source)
     resolve_dtype(source)

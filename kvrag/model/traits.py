@@ -71,34 +71,26 @@ def sample_positions(context: int) -> list[int]:
 
 def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
     """Run the forward and note all that is needed; the caller holds the model's lock. Raises ``UnsupportedModelError`` if it fails."""
+    seen, decoder, name = Seen(), decoder_of(model), type(model).__name__
+    states = torch.tensor(STATES[: len(positions)], device=positions.device)
+    recorder = _Recorder(model, seen, len(positions))
+    inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
+    inputs = {option: value for option, value in inputs.items() if option in accepted(decoder)}
+    inputs["input_ids"] = ((states + 1) % int(model.config.vocab_size))[None]
     try:
-        return _observe(model, attentions, positions)
+        with ExitStack() as stack, torch.inference_mode():
+            for layer, attention in enumerate(attentions):
+                stack.enter_context(_watched(attention, layer, states, seen))
+            stack.enter_context(switched(model, recorder))
+            decoder(**inputs, past_key_values=recorder, use_cache=True)
     except UnsupportedModelError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
-            f"{type(model).__name__} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error})"
+            f"{name} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error})"
         ) from error
-
-
-@torch.inference_mode()
-def _observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
-    seen, decoder = Seen(), decoder_of(model)
-    states = torch.tensor(STATES[: len(positions)], device=positions.device)
-    recorder = _Recorder(model, seen, len(positions))
-    inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
-    with ExitStack() as stack:
-        for layer, attention in enumerate(attentions):
-            stack.enter_context(_watched(attention, layer, states, seen))
-        stack.enter_context(switched(model, recorder))
-        decoder(
-            input_ids=((states + 1) % int(model.config.vocab_size))[None],
-            past_key_values=recorder,
-            use_cache=True,
-            **{name: value for name, value in inputs.items() if name in accepted(decoder)},
-        )
     return seen
 
 
@@ -197,7 +189,7 @@ def _explain(
     positions: torch.Tensor,
     known: dict[int, list[tuple[Rotation, RotaryTable]]],
 ) -> tuple[Rotation, RotaryTable]:
-    """Return the rotation, and its table, that explains these keys best; refuse the model if none does. ``known``: by key dim."""
+    """Return the rotation, and its table, that explains these keys best; ``known``: by key dim."""
     dim, tolerance, exact = keys.shape[-1], _tolerance(keys), keys[0].float()
 
     def listed() -> list[tuple[Rotation, RotaryTable]]:
@@ -206,8 +198,7 @@ def _explain(
     def error_of(candidate: tuple[Rotation, RotaryTable]) -> float:
         return _differs_within_states(candidate[1].unrotate(exact, slice(0, exact.shape[1])))
 
-    found = known.setdefault(dim, []) or listed()
-    known[dim] = found
+    found = known[dim] = known.get(dim) or listed()
     best = min(found, key=error_of)
     if error_of(best) > tolerance and layer > 0:  # rotary modules of this layer's own
         best = min(listed(), key=error_of)
@@ -230,8 +221,8 @@ def _source_of(
 ) -> KeySource | None:
     """Return the source whose keys, rotated, are the keys that the layer attends to; ``None`` if no submodule gives them."""
     heads, rows, dim = keys.shape[1:]
-    config = model.config
-    groups = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
+    names = ("num_kv_heads", "num_key_value_heads")
+    groups = next((count for name in names if (count := getattr(model.config, name, None))), heads)
     best, least = None, _tolerance(keys)
     for source, captured in key_sources(attention, outputs, heads, dim, groups):
         rotated = table.rotate(captured[0].transpose(0, 1), slice(0, rows))
@@ -244,17 +235,13 @@ def _source_of(
 def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, seen: Seen) -> Reach:
     where = f"layer {layer} of {type(model).__name__}"
     if not seen.masks:  # attention that can't be replaced gets its own mask in every forward
-        if not seen.returns_weights.get(layer):
-            raise UnsupportedModelError(
-                f"{where} neither asks for an attention function nor returns attention weights; kvrag can't tell what its rows see"
-            )
-        return EVERYTHING
+        if seen.returns_weights.get(layer):
+            return EVERYTHING
+        raise UnsupportedModelError(f"{where} neither asks for an attention function nor returns attention weights")
     mask = seen.masks.get(id(attention))
     reach = None if mask is None else read_mask(mask, model.config, seen.kv[layer][0].device)
     if reach is None:
-        raise UnsupportedModelError(
-            f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks; kvrag can't apply it to chosen rows"
-        )
+        raise UnsupportedModelError(f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks")
     return reach
 
 

@@ -14,22 +14,7 @@ from kvrag.types import ChunkKV, LayerKV
 
 @torch.inference_mode()
 def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer, ChunkKV | None]:
-    """Run the prefix once.
-
-    Parameters
-    ----------
-    model
-        The model.
-    prefix_ids
-        Everything before the first chunk; may be empty.
-
-    Returns
-    -------
-    buffer : KVBuffer
-        The prefix's rows at positions ``0:P``, for :func:`encode_chunks`.
-    kv : ChunkKV or None
-        The same KV, position-free, for the store; ``None`` for an empty prefix.
-    """
+    """Run the prefix once: its buffer for :func:`encode_chunks`, and its KV for the store; ``None`` for an empty prefix."""
     length = len(prefix_ids)
     buffer = model.buffer(length)
     if not length:
@@ -39,24 +24,10 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer,
 
 @torch.inference_mode()
 def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode several chunks in one forward, each as if it stood alone behind the prefix.
+    """Encode several chunks, none empty, in one forward, each as if it stood alone behind the prefix, whose buffer stays as it is.
 
     On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart; elsewhere,
-    and where a window cuts them, they are a padded batch, which is faster on a CPU.
-
-    Parameters
-    ----------
-    model
-        The model.
-    prefix
-        Buffer of :func:`encode_prefix`, ``P`` rows; it is not changed.
-    chunks
-        Token ids of each chunk, none empty.
-
-    Returns
-    -------
-    list of ChunkKV
-        In the order given, contiguous on the host, in the model's dtype.
+    and where a window cuts them, they are a padded batch, which is faster on a CPU. The KV is contiguous, on the host.
     """
     longest = prefix.capacity + max(map(len, chunks))
     is_packed = len(chunks) > 1 and model.device.type == "cuda" and model.can_pack(longest) and _has_kernel(model)
@@ -64,18 +35,14 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
 
 
 def _has_kernel(model: CausalLM) -> bool:
-    """Whether the attention that packing is made for is computed by a kernel; without one, a padded batch keeps torch's fused attention."""
+    """Whether a kernel computes the attention; without one, a padded batch keeps torch's fused attention."""
     import kvrag_kernels
 
     return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"
 
 
 def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode chunks as a batch, shorter ones padded on the right; see :func:`encode_chunks`.
-
-    Attention is causal and a row's index is its position, so no row of a chunk sees padding and the result is that of encoding one at a
-    time.
-    """
+    """Encode chunks as a batch, shorter ones padded on the right: no row of a chunk sees padding, for attention is causal."""
     start, longest = prefix.capacity, max(map(len, chunks))
     padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
     buffer = _behind(model, prefix, start + longest, len(chunks))
@@ -84,7 +51,7 @@ def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
 
 
 def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode chunks as one run of rows after the other, without padding and with the prefix's KV once; see :func:`encode_chunks`."""
+    """Encode chunks one after the other, without padding and with the prefix's KV once."""
     ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
     buffer = _behind(model, prefix, ends[-1], 1)
     rows = Rows.packed(prefix.capacity, [len(ids) for ids in chunks], model.device)
