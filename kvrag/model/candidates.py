@@ -55,9 +55,8 @@ class KeySource:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its head."""
-    base = model.base_model
-    if base is not model:
-        return base
+    if model.base_model is not model:
+        return model.base_model
     # Llama 4's prefix names a part that its text model lacks
     return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
@@ -66,9 +65,7 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the attention module of every decoder layer, in order; raises ``UnsupportedModelError`` if some have none."""
     best: list[torch.nn.Module] = []
     mixers: set[str] = set()
-    for stack in decoder_of(model).modules():
-        if not isinstance(stack, torch.nn.ModuleList) or len(stack) == 0:
-            continue
+    for stack in (module for module in decoder_of(model).modules() if isinstance(module, torch.nn.ModuleList)):
         found = {layer: _attention_of(layer) for layer in stack}
         with_attention = [attention for attention in found.values() if attention is not None]
         if len(with_attention) > len(best):
@@ -80,9 +77,9 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
             f"{type(model).__name__} has no decoder layers with attention: there are no keys and values per token to store"
         )
     if mixers:
+        what = f"{type(model).__name__} mixes attention with layers of another kind ({', '.join(sorted(mixers))})"
         raise UnsupportedModelError(
-            f"{type(model).__name__} mixes attention with layers of another kind ({', '.join(sorted(mixers))}): their state sums up all "
-            "tokens before, so a chunk's part of it can't be stored and moved"
+            f"{what}: their state sums up all tokens before, so a chunk's part can't be stored and moved"
         )
     return best
 
@@ -181,10 +178,9 @@ def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int) -> I
         if width > key_dim:
             continue
         try:
-            out = apply(torch.ones((1, 1, 2, width)), cos[None], sin[None])
+            if apply(torch.ones((1, 1, 2, width)), cos[None], sin[None]).shape != (1, 1, 2, width):
+                continue
         except (RuntimeError, ValueError, IndexError):
-            continue
-        if out.shape != (1, 1, 2, width):
             continue
         is_aligned = width == cos.shape[-1] and all(
             torch.allclose(a, b, atol=1e-6) for a, b in zip(spread(apply, cos, sin, width), (cos, sin), strict=True)

@@ -67,8 +67,8 @@ class _Forward:
         expected = (keys <= rows) & (keys >= reach.lo(rows, rows))
         if not bool((self.seen == expected).all()):
             raise InputError(
-                "the model's mask is not causal attention with this layer's window: packed sequences and other masks are not supported; "
-                "call uninstall_flash_attention(model) before such a forward"
+                "the model's mask is not causal attention with this layer's window (packed sequences?); call "
+                "uninstall_flash_attention(model) before such a forward"
             )
 
 
@@ -152,12 +152,8 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     """Have transformers compute a model's attention with kvrag's kernels, until :func:`uninstall_flash_attention`.
 
     For ``generate`` and your own forwards, with any cache of transformers; :class:`~kvrag.KVRagEngine` doesn't need it. Padding at either
-    side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only; idempotent.
-
-    Returns
-    -------
-    int
-        Number of attention layers: all of them.
+    side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only; idempotent. Returns the
+    number of attention layers: all of them.
 
     Raises
     ------
@@ -169,7 +165,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     lm = CausalLM(model)
     if lm.is_dense:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes its attention itself and asks for no attention function, so it can't be replaced"
+            f"{type(model).__name__} asks for no attention function, so its own can't be replaced"
         )
     modules = attention_modules(model)
     with lock_of(model):

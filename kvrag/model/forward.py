@@ -39,7 +39,7 @@ class StopForward(Exception):
 
 @dataclass(slots=True)
 class Observed:
-    """What a forward at load notes: the mask function of each attention module by ``id``; ``None``: a mask of another origin."""
+    """The mask functions of attention modules, by ``id``, that a forward at load notes; ``None``: a mask of another origin."""
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
@@ -92,7 +92,8 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
         stop, slots = self._rows.stop, self._rows.slots
-        keys, values = (x[:, :, :stop] for x in self._kv.layers[layer_idx])
+        keys, values = self._kv.layers[layer_idx]
+        keys, values = keys[:, :, :stop], values[:, :, :stop]
         if self._before_write is not None:
             self._before_write(layer_idx, keys, values, key_states, value_states)
         keys[:, :, slots] = key_states
@@ -236,8 +237,8 @@ def _attention(
         forward.observed.masks[id(module)] = forward.observed.made.get(id(attention_mask), (None, None))[1]
     mass = forward.mass if id(module) in forward.weighed else None
     scale, reach = query.shape[-1] ** -0.5 if scaling is None else scaling, forward.reach.get(id(module), EVERYTHING)
-    layer = {"scale": scale, "reach": reach, "softcap": softcap, "sinks": s_aux, "mass": mass}
-    attend = partial(ragged_attention, keys=key, values=value, **layer)
+    layer: dict[str, Any] = {"scale": scale, "reach": reach, "softcap": softcap, "sinks": s_aux, "mass": mass}
+    attend: Callable[..., torch.Tensor] = partial(ragged_attention, keys=key, values=value, **layer)
     if id(module) == forward.final:
         return forward.attend_last(query, value, mass, attend).transpose(1, 2), None
     return attend(query, limits=forward.limits).transpose(1, 2), None

@@ -39,7 +39,7 @@ class CausalLM:
     Raises
     ------
     UnsupportedModelError
-        If its KV can't be moved: what its config shows, and what one forward of a few tokens proves about its keys and masks.
+        If its KV can't be moved: by its config, or by what one forward of a few tokens proves about its keys and masks.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -179,9 +179,8 @@ class CausalLM:
 
         def extend(ids: torch.Tensor) -> torch.Tensor:
             nonlocal length
-            logits, _ = self.forward(ids, Rows.span(length, length + len(ids)), kv, logits=len(ids))
             length += len(ids)
-            return logits[0]
+            return self.forward(ids, Rows.span(length - len(ids), length), kv, logits=len(ids))[0][0]
 
         return extend
 

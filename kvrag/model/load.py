@@ -58,16 +58,8 @@ _load_lock = threading.Lock()
 def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) -> LoadedModel:
     """Load a model, or return the one that this process has loaded from the same source and still uses.
 
-    A model that was handed in is examined each time.
-
-    ``make_encoder`` makes :attr:`LoadedModel.encoder` from the tokenizer; ``None``: the tokenizer itself.
-
-    Raises
-    ------
-    ModelError
-        If it can't be found or loaded, or is no causal LM.
-    ConfigError
-        If the dtype or the device does not exist here.
+    A model that was handed in is examined each time. ``make_encoder`` makes :attr:`LoadedModel.encoder` from the tokenizer; ``None``: the
+    tokenizer itself. Raises ``ModelError`` if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device that isn't here.
     """
     if isinstance(source.model, PreTrainedModel):
         found = _load(source, make_encoder)

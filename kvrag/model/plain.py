@@ -22,7 +22,10 @@ NO_LIMIT = 2**31 - 1  # the same of other models (state space models)
 Extend = Callable[[torch.Tensor], torch.Tensor]
 """``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
 
-_LEARNED = "adds an embedding of the absolute position to each token, so a chunk's KV fits one position only: reusable there as a prefix"
+_LEARNED = (
+    "adds a learned embedding of the absolute position to each token, so a chunk's KV fits one position only: reuse is possible "
+    "there alone, as a prefix"
+)
 _STATE = "keeps a running state instead of keys and values per token, so a chunk's part of it can't be stored and moved"
 _MIXED = "mixes attention with layers that keep a running state over all tokens before, so a chunk's part of it can't be stored and moved"
 

@@ -39,7 +39,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Measured(NamedTuple):
-    """Logits (float32, on the host) and KV of a run; or how far apart two runs are, absolute and relative to the layer's largest."""
+    """Logits (float32, on the host) and KV of a run; or how far apart two runs are."""
 
     logits: Any
     kv: Any
@@ -181,8 +181,7 @@ class _Trial:
     def _noise(self, own: Measured) -> Measured:
         """Measure how far transformers is from itself."""
         others = [self._run_own(pieces=2)]
-        if "inputs_embeds" in accepted(self._lm.model):
-            others.append(self._run_own(moved=True))
+        others += [self._run_own(moved=True)] if "inputs_embeds" in accepted(self._lm.model) else []
         return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
 
     def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False) -> Measured:
@@ -212,10 +211,9 @@ class _Trial:
 
     def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
         """Repair half of the moved chunk's rows, and again with another token in the last of them; compare the rows before it."""
-        order = torch.randperm(len(moved), generator=torch.Generator().manual_seed(self._seed))
-        selected = moved[order[: (len(moved) + 1) // 2]].sort().values
-        changed, last = self._ids.clone(), int(selected[-1])
-        changed[last] = self._other
+        selected = moved[::2]
+        last = int(selected[-1])
+        changed = self._ids.index_fill(0, selected[-1], self._other)
         one, two = (self._blend(ids, stored, selected).kv for ids in (self._ids, changed))
         return kv_gap(two, one, slice(0, last))
 
