@@ -24,10 +24,8 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.model.rope import NO_ROTATION, ApplyRotary, MakeTables, Rotation, spread
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
-
 STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "temporal_block", "ssm")
 """Parts of a layer that carry a state from token to token."""
-
 SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
 """Last modules that shape keys before they are rotated; a norm comes after its projection."""
 
