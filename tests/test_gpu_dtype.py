@@ -56,26 +56,6 @@ def test_every_read_is_rounded_and_what_is_below_stays_exact(tmp_path: Any, gpu_
     store.close()
 
 
-def test_what_is_kept_otherwise_here_is_not_handed_down(tmp_path: Any) -> None:
-    """Not even where the host has lost its exact copy: it would stand there in place of that."""
-    for gpu_dtype, is_demoted in (("int8", False), (None, True)):
-        config = StoreConfig(gpu_dtype=gpu_dtype, min_free_bytes=0)  # type: ignore[arg-type]
-        below = open_store(tmp_path / str(gpu_dtype), config)
-        one, two = make_identity(1), make_identity(2)
-        exact = make_kv(one)
-        store = pretend(
-            below, torch.device("cpu"), config, exact.num_bytes if is_demoted else pack(exact, "int8").num_bytes
-        )
-        for identity in (one, two):
-            store.put(identity, make_kv(identity), text=None)
-        store.get(one)
-        below.release()
-        store.get(two)  # pushes the other one out
-        assert below.stats()["host"].chunks == 1 + is_demoted
-        assert same_bits(below.get(one), exact)
-        store.close()
-
-
 def test_codes_from_below_may_be_read_once(tmp_path: Any) -> None:
     config = StoreConfig(kv_dtype="int8", gpu_dtype="auto", min_free_bytes=0)
     store = pretend(open_store(tmp_path / "kv", config), torch.device("cpu"), config)
@@ -133,29 +113,27 @@ def test_it_passes_the_same_gate(engine_of: MakeEngine, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("options", "read"),
+    ("kv", "ram", "gpu", "read"),
     [
-        ({"gpu_dtype": "int8"}, "int8"),
-        ({"gpu_dtype": "auto"}, "auto"),
-        ({"kv_dtype": "int8", "gpu_dtype": "auto"}, "int8"),
-        ({"kv_dtype": "int8", "gpu_dtype": "int8"}, "int8"),
-        ({"ram_dtype": "fp8", "gpu_dtype": "fp8"}, "fp8"),
-        ({"ram_dtype": "auto", "gpu_dtype": "int4"}, "int4"),
-        ({"kv_dtype": "int8", "ram_dtype": "int8", "gpu_dtype": "int8"}, "int8"),
-        ({"kv_dtype": "int8", "ram_dtype": "auto", "gpu_dtype": "auto"}, "int8"),
+        ("auto", None, "int8", "int8"),
+        ("auto", None, "auto", "auto"),
+        ("int8", None, "auto", "int8"),
+        ("int8", None, "int8", "int8"),
+        ("auto", "fp8", "fp8", "fp8"),
+        ("auto", "auto", "int4", "int4"),
+        ("int8", "int8", "int8", "int8"),
+        ("int8", "auto", "auto", "int8"),
     ],
 )
-def test_what_is_read_follows_from_all_tiers(options: dict[str, Any], read: str) -> None:
-    assert StoreConfig(**options).read_dtype == read
+def test_what_is_read_follows_from_all_tiers(kv: Any, ram: Any, gpu: Any, read: str) -> None:
+    assert StoreConfig(kv_dtype=kv, ram_dtype=ram, gpu_dtype=gpu).read_dtype == read
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gpu_dtype": "int2"}, "gpu_dtype is 'int2'; it must be one of None, auto, int8, int4, fp8"),
         ({"kv_dtype": "int8", "gpu_dtype": "int4"}, "gpu_dtype is 'int4' above kv_dtype='int8'.*rounded once"),
         ({"ram_dtype": "int8", "gpu_dtype": "fp8"}, "gpu_dtype is 'fp8' above .*ram_dtype='int8'"),
-        ({"kv_dtype": "int8", "ram_dtype": "auto", "gpu_dtype": "int8"}, "above kv_dtype='int8' and ram_dtype='auto'"),
     ],
 )
 def test_nothing_is_rounded_twice(options: dict[str, Any], words: str) -> None:
@@ -166,5 +144,5 @@ def test_nothing_is_rounded_twice(options: dict[str, Any], words: str) -> None:
 def test_the_tier_is_built_with_its_type() -> None:
     below = open_store(None, StoreConfig())
     config = StoreConfig(gpu_bytes=2**20, gpu_fraction=1.0, gpu_dtype="int8")
-    store = on_accelerator(below, torch.device("meta"), config)
+    store = on_accelerator(below, torch.device("meta"), config, convert=convert_kv)
     assert store is not below
