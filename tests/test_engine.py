@@ -402,7 +402,7 @@ def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> No
 
     if how == "get":
         monkeypatch.setattr(engine.store, "get_many", fail)
-    elif how == "contains":
+    elif how == "known":
         monkeypatch.setattr(engine.store, "known", fail)
         monkeypatch.setattr(engine.store.catalog, "variants", fail)
     elif how == "texts":
@@ -411,7 +411,7 @@ def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> No
         monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: [hole(i) for i in identities])
 
 
-@pytest.mark.parametrize("how", ["get", "contains", "texts", "late"])
+@pytest.mark.parametrize("how", ["get", "known", "texts", "late"])
 def test_a_broken_or_late_store_gives_the_full_prefills_answer(
     how: str, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -682,7 +682,7 @@ def test_a_known_chunk_inside_the_prefix_is_part_of_the_prefix(engine_of: MakeEn
     assert torch.allclose(result.logits, engine.prefill(prompt, mode="full").logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("what", ["contains", "texts"])
+@pytest.mark.parametrize("what", ["known", "texts"])
 def test_a_store_that_hangs_costs_its_deadline_once(
     what: str, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -694,7 +694,7 @@ def test_a_store_that_hangs_costs_its_deadline_once(
     def wait(*_: Any, **__: Any) -> Any:
         hang.wait(20)
 
-    monkeypatch.setattr(*((engine.store, "known") if what == "contains" else (engine.store.catalog, "texts")), wait)
+    monkeypatch.setattr(*((engine.store, "known") if what == "known" else (engine.store.catalog, "texts")), wait)
     start = time.perf_counter()
     answer = engine.generate(ask(0, 1, 2), mode="stitch", max_new_tokens=4)
     assert time.perf_counter() - start < 5
@@ -813,7 +813,8 @@ def test_an_engine_that_is_garbage_closes_its_store(tiny_dir: str, tmp_path: Pat
     stream = engine.stream("Who?", max_new_tokens=2)
     del engine
     gc.collect()
-    assert stream.read().token_ids, "a request keeps its engine"
+    list(stream)
+    assert stream.result.token_ids, "a request keeps its engine"
     del stream
     gc.collect()
     with pytest.raises(StoreError, match="closed"):
