@@ -263,10 +263,11 @@ def store_reads(result: dict[str, Any]) -> str:
     rows = []
     for name, r in result["reads"].items():
         place, state, _ = name.split("/")
-        times = [f"{r[f'{kind}_ms']:.1f}" for kind in ("plain", "get")]
-        rows.append([f"{r['bytes'] / 1e6:.0f} MB", place, state, *times, f"**{r['get_ratio']:.2f}**"])
-    header = ["blob", "file system", "page cache", "plain, ms", "chunk, ms", "ratio"]
-    return table(header, rows) + machine_of(result, "store.json")
+        times = [f"{r[f'{kind}_ms']:.1f}" for kind in ("plain", "layers", "get")]
+        ratios = [f"**{r['layers_ratio']:.2f}**", f"{r['get_ratio']:.2f}"]
+        rows.append([f"{r['bytes'] / 1e6:.0f} MB", place, state, *times, *ratios, f"{r['first_layer_ms']:.2f}"])
+    header = ["blob", "file system", "page cache", "plain, ms", "layer by layer", "whole chunk"]
+    return table([*header, "ratio, layers", "ratio, chunk", "first layer, ms"], rows) + machine_of(result, "store.json")
 
 
 def fuzz_reader(result: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 KERNELS_NEED = ("torch", "pytest")
-ENGINE_NEEDS = (*KERNELS_NEED, "transformers", "tokenizers", "safetensors", "numpy", "tqdm")
+ENGINE_NEEDS = (*KERNELS_NEED, "transformers", "tokenizers", "safetensors", "numpy", "tqdm", "pydantic")
 STAND_INS = ROOT / "tests" / "stand_ins"
 """Modules in the place of packages that a bare machine lacks."""
 

@@ -1,4 +1,4 @@
-"""The store beside plain files: write, verified read, look-up, opening; and the sizes of rounded KV.
+"""The store beside plain files: write, verified read, first layer, index look-up, opening; and the sizes of rounded KV.
 
 A plain file holds the same bytes and makes the same promise: it is written with one ``write`` to a temporary name and renamed;
 where the store is durable, it is synced before and its folder after that. It is read with one ``preadv`` into a buffer that is
@@ -30,16 +30,15 @@ from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
 from kvrag.estimate import PRESETS, ModelShape
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import TieredStore, open_store
-from kvrag.store.base import Record
-from kvrag.store.catalog import Catalog
-from kvrag.store.format import encode
-from kvrag.testing.chunks import make_identity, make_text
+from kvrag.store import Catalog, Record, TieredStore, open_store
+from kvrag.store.blobs import OBJECTS, SUFFIX, Buffers
+from kvrag.store.format import Blob, encode
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_text
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV
 
 MB = 10**6
 LAYERS, HEADS, DIM = 28, 8, 128
-TARGETS = {"write": 0.85, "read": 0.75, "lookup_us": 50.0, "open_s": 0.5}
+TARGETS = {"write": 0.85, "read": 0.75, "lookup_us": 50.0, "open_s": 0.5, "first_layer_ms": 2.0}
 SIZE_TARGETS = {"int8": 0.53, "fp8": 0.53, "int4": 0.32}
 SIZED = ("smollm2-135m", "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-8b")
 SIZED_TOKENS = 250
@@ -105,7 +104,7 @@ def summary(times: dict[str, list[float]], plain: str, num_bytes: int) -> dict[s
     ratios = {
         name: statistics.median(p / s for p, s in zip(times[plain], values, strict=True))
         for name, values in times.items()
-        if name != plain
+        if name not in (plain, "first_layer")
     }
     return {
         "bytes": num_bytes,
@@ -114,13 +113,8 @@ def summary(times: dict[str, list[float]], plain: str, num_bytes: int) -> dict[s
     }
 
 
-def path_of(root: Path, key: ChunkKey) -> Path:
-    """Place of a chunk's file."""
-    return root / "objects" / key[:2] / f"{key}.safetensors"
-
-
 def writes(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[str, float]:
-    """Compare a chunk's file alone, and the whole put with its rows, with a plain file."""
+    """Compare a chunk's file alone, and the whole put with its reference and rows, with a plain file."""
     store = open_store(folder / "store", config)
     identity, kv = chunk(size, 1)
     view, plain, key = contiguous(kv), folder / "plain", chunk_key(identity)
@@ -129,15 +123,10 @@ def writes(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[st
     def clear() -> None:
         plain.unlink(missing_ok=True)
         store.delete([key])
-        store.blobs.delete([key])
-
-    def file() -> None:
-        encoded = encode(identity, kv)
-        store.blobs.write(key, encoded.parts)
 
     works: dict[str, Callable[[], Any]] = {
         "plain": lambda: plain_write(plain, view, durable=config.durability == "durable"),
-        "file": file,
+        "file": lambda: store.blobs.write(key, encode(identity, kv).parts),
         "put": lambda: store.put(identity, kv, text=text, doc_id="doc"),
     }
     times = take_turns(works, rounds, clear)
@@ -146,20 +135,27 @@ def writes(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[st
 
 
 def reads(folder: Path, size: int, rounds: int, *, warm: bool) -> dict[str, float]:
-    """Compare a verified read of the whole chunk with a plain file, read into a buffer that is there."""
+    """Compare verified reads, layer by layer and of the whole chunk, with a plain file."""
     store = open_store(folder / "store", CONFIG)
     identity, kv = chunk(size, 1)
-    view, plain = contiguous(kv), folder / "plain"
+    view, plain, key = contiguous(kv), folder / "plain", chunk_key(identity)
     plain_write(plain, view, durable=True)
     store.put(identity, kv, text=make_text("a"), doc_id="doc")
-    files = [plain, path_of(folder / "store", chunk_key(identity))]
-    buffer = memoryview(bytearray(len(view)))
+    files = [plain, file_of(folder / "store", key)]
+    buffer = Buffers().take(len(view))
     works: dict[str, Callable[[], Any]] = {
         "plain": lambda: plain_read(plain, buffer),
+        "layers": lambda: list(blob_of(store, identity).layers()),
         "get": lambda: store.get(identity),
+        "first_layer": lambda: next(blob_of(store, identity).layers()),
     }
-    times = take_turns(works, rounds, (lambda: None) if warm else partial(drop, files))
-    assert store.get(identity) is not None
+
+    def before() -> None:
+        if not warm:
+            drop(files)
+
+    times = take_turns(works, rounds, before)
+    before()
     store.close()
     return summary(times, "plain", len(view))
 
@@ -178,6 +174,16 @@ def drop(files: list[Path]) -> None:
         os.close(fd)
 
 
+def blob_of(store: TieredStore, identity: ChunkIdentity) -> Blob:
+    """Open a chunk's blob."""
+    return Blob(partial(store.blobs.read, chunk_key(identity)), identity)
+
+
+def file_of(root: Path, key: ChunkKey) -> Path:
+    """Path of a chunk's file."""
+    return root / OBJECTS / key[:2] / (key + SUFFIX)
+
+
 def lookups(folder: Path, rows: int) -> dict[str, float]:
     """Fill a catalog, and look up random keys."""
     catalog = Catalog(folder / "catalog")
@@ -188,24 +194,25 @@ def lookups(folder: Path, rows: int) -> dict[str, float]:
         catalog.confirm(each.key)
     filled = time.perf_counter() - start
     keys = [records[number * 7919 % rows].key for number in range(2000)]
-    times = [timed(lambda key=key: catalog.known([key])) for key in keys]  # type: ignore[misc]
+    times = [timed(lambda key=key: catalog.get(key)) for key in keys]  # type: ignore[misc]
+    known = timed(lambda: catalog.known(keys)) / len(keys)
     catalog.close()
     return {
         "rows": rows,
         "insert_us": filled / rows * 1e6,
         "lookup_us": statistics.median(times) * 1e6,
         "lookup_p99_us": statistics.quantiles(times, n=100)[98] * 1e6,
+        "known_us": known * 1e6,
     }
 
 
 def record(number: int) -> Record:
     """Row of a chunk that is nowhere."""
-    key = chunk_key(make_identity(number))
-    return Record(key, f"content {number}", "model", "namespace", "prefix", "", 512, 10**6)
+    return Record(chunk_key(make_identity(number)), f"content {number}", "model", "namespace", "prefix", "", 512, 10**6)
 
 
 def opening(folder: Path, chunks: int) -> dict[str, float]:
-    """Open a store of many small chunks, for writing and for reading."""
+    """Open a store of many small chunks, for writing and for reading only; list its texts and documents, and rank its chunks."""
     config = replace(CONFIG, durability="cache")
     store = open_store(folder / "many", config)
     row = torch.ones(1, 3, 2)
@@ -213,9 +220,21 @@ def opening(folder: Path, chunks: int) -> dict[str, float]:
         kv = ChunkKV((LayerKV(row, row),))
         store.put(make_identity(number), kv, text=make_text(str(number)), doc_id=f"doc {number}")
     store.close()
-    configs = {"open_s": config, "read_only_s": replace(config, read_only=True)}
-    works = {name: lambda c=each: open_store(folder / "many", c).close() for name, each in configs.items()}
-    return {"chunks": chunks, **{n: statistics.median(timed(work) for _ in range(3)) for n, work in works.items()}}
+    times = [timed(lambda: open_store(folder / "many", config).close()) for _ in range(3)]
+    read_only = timed(lambda: open_store(folder / "many", replace(config, read_only=True)).close())
+    store = open_store(folder / "many", config)
+    texts = timed(lambda: store.catalog.texts(NAMESPACE, 0))
+    documents = timed(lambda: store.catalog.documents(NAMESPACE))
+    usages = timed(store.catalog.usages)
+    store.close()
+    return {
+        "chunks": chunks,
+        "open_s": statistics.median(times),
+        "read_only_s": read_only,
+        "texts_s": texts,
+        "documents_s": documents,
+        "usages_s": usages,
+    }
 
 
 def sizes(folder: Path) -> dict[str, dict[str, float]]:
@@ -225,21 +244,23 @@ def sizes(folder: Path) -> dict[str, dict[str, float]]:
     for name in SIZED:
         shape = PRESETS[name]
         identity = make_identity(1, model=name, tokens=SIZED_TOKENS)
-        row = {"auto": float(size_on_disk(store, folder / "sizes", identity, shape))}
+        row = {"auto": float(size_on_disk(store, identity, shape))}
         for kv_dtype in SIZE_TARGETS:
             rounded = replace(identity, kv_dtype=kv_dtype)  # type: ignore[arg-type]
-            row[kv_dtype] = size_on_disk(store, folder / "sizes", rounded, shape) / row["auto"]
+            row[kv_dtype] = size_on_disk(store, rounded, shape) / row["auto"]
         found[name] = row
     store.close()
     return found
 
 
-def size_on_disk(store: TieredStore, root: Path, identity: ChunkIdentity, shape: ModelShape) -> int:
+def size_on_disk(store: TieredStore, identity: ChunkIdentity, shape: ModelShape) -> int:
     """Bytes of the file of a chunk of a model."""
     flat = torch.randn(2, shape.num_kv_heads, len(identity.token_ids), shape.head_dim).to(torch.bfloat16)
     kv = ChunkKV((LayerKV(flat[0], flat[1]),) * shape.num_layers)  # the size does not depend on the values
     store.put(identity, pack(kv, identity.kv_dtype), text=make_text("a"), doc_id="doc")
-    return path_of(root, chunk_key(identity)).stat().st_size
+    blob = store.blobs.read(chunk_key(identity))
+    assert blob is not None
+    return len(blob)
 
 
 def measure_blobs(result: dict[str, Any], places: dict[str, Path], rounds: int) -> None:
@@ -297,15 +318,17 @@ def report(missed: list[str]) -> None:
 
 
 def misses(result: dict[str, Any]) -> list[str]:
-    """Targets that were missed."""
+    """Targets that were missed; that of the first layer is for warm reads."""
     found = [
         f"{name}: write {row['file_ratio']:.2f}"
         for name, row in result["writes"].items()
         if row["file_ratio"] < TARGETS["write"]
     ]
     for name, row in result["reads"].items():
-        if row["get_ratio"] < TARGETS["read"]:
-            found.append(f"{name}: read {row['get_ratio']:.2f}")
+        if row["layers_ratio"] < TARGETS["read"]:
+            found.append(f"{name}: read {row['layers_ratio']:.2f}")
+        if "/warm/" in name and row["first_layer_ms"] > TARGETS["first_layer_ms"]:
+            found.append(f"{name}: first layer after {row['first_layer_ms']:.2f} ms")
     found += [
         f"{kind}: {row['lookup_us']:.0f} µs"
         for kind, row in result["index"].items()

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from stores import CHUNKS, KEYS, KVS, failing, files, fill, path_of, present, put
+from stores import CHUNKS, KEYS, KVS, failing, files, fill, present, put
 
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
