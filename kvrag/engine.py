@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from kvrag.blend.quantise import convert
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError
-from kvrag.generate.sequence import Answering, EngineStats, Request, accounting
+from kvrag.generate.sequence import Answering, EngineStats, Request
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.load import LoadedModel, load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
-from kvrag.precompute.documents import check_items, check_namespace, chosen_documents, chosen_keys, pair_up
+from kvrag.precompute.documents import check_items, check_kv_dir, check_namespace, chosen_documents, chosen_keys
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute, replaced_ids
@@ -96,7 +96,7 @@ class KVRagEngine:
         store_config: StoreConfig | Mapping[str, Any] | None = None,
     ) -> None:
         self.source, self.namespace = source, check_namespace(namespace)
-        self.kv_dir = _check_kv_dir(kv_dir)
+        self.kv_dir = check_kv_dir(kv_dir)
         self.repair = as_config(RepairConfig, repair, option="repair") or RepairConfig()
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
@@ -182,7 +182,7 @@ class KVRagEngine:
         source = ModelSource(model, **given, hf_kwargs=hf_kwargs)
         repair = as_config(RepairConfig, options.get("repair"), option="repair")
         config = as_config(StoreConfig, options.get("store_config"), option="store_config")
-        where = (_check_kv_dir(options.get("kv_dir")), repr(options.get("prefix")), options.get("namespace", "default"))
+        where = (check_kv_dir(options.get("kv_dir")), repr(options.get("prefix")), options.get("namespace", "default"))
         key = (source.key, tuple(sorted(source.extra_keys.items())), *where, repair, config)
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls.from_pretrained(model, **options)
@@ -259,7 +259,7 @@ class KVRagEngine:
         UnsupportedModelError, ConfigError
             If this model's KV is not reused, or does not tolerate the store's rounding (``StoreConfig.kv_dtype``).
         """
-        items = check_items(pair_up(texts, ids), collection, batch_size)
+        items = check_items(texts, ids, collection, batch_size)
         retention = as_config(Retention, retention, option="retention")
         space = self._namespace(namespace)
         self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
@@ -391,7 +391,8 @@ class KVRagEngine:
             If the prompt does not fit, even without reuse.
         """
         options: dict[str, Any] = {"mode": mode, "repair": repair, "stop": stop, "namespace": namespace, **sampling}
-        return self.stream(prompt, max_new_tokens=max_new_tokens, temperature=temperature, **options).read()
+        produce = self._produce(prompt, max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        return produce(lambda _: None, threading.Event())  # in the caller's thread, where Ctrl-C ends it
 
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Answer a prompt piece by piece: iterate over text, then read ``.result``. Options as for :meth:`generate`."""
@@ -414,7 +415,7 @@ class KVRagEngine:
         with self._answering.prefilled(self._request(prompt, **options), max_new_tokens=1) as (done, clock):
             logits = done.logits.float().cpu()
         ttft_ms = (time.perf_counter() - start) * 1e3
-        result = PrefillResult(**accounting(done, clock), logits=logits, ttft_ms=ttft_ms)
+        result = PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms)
         self._stats.count(result)
         return result
 
@@ -427,7 +428,7 @@ class KVRagEngine:
                 logits.append(done.extend(torch.tensor(ids[:-1])))
             scores = torch.cat(logits).float().cpu()
         loss = float(torch.nn.functional.cross_entropy(scores, torch.tensor(ids)))
-        result = ScoreResult(**accounting(done, clock), logits=scores, loss=loss, continuation_ids=ids)
+        result = ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids)
         self._stats.count(result)
         return result
 
@@ -493,9 +494,3 @@ class KVRagEngine:
             return result
 
         return produce
-
-
-def _check_kv_dir(kv_dir: object) -> str | None:
-    if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
-        raise ConfigError(f"kv_dir is {kv_dir!r}; pass the path of a directory")
-    return None if kv_dir is None else os.path.abspath(kv_dir)

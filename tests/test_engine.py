@@ -39,9 +39,11 @@ from kvrag import (
 )
 from kvrag.blend.quantise import convert, pack
 from kvrag.engine import MAX_KEPT
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.threads import POOL
+from kvrag.types import ChunkIdentity, Hole
 
 CHUNKS = make_chunks(5, words=30, seed=3)
 MakeEngine = Callable[..., KVRagEngine]
@@ -390,22 +392,26 @@ def test_a_store_made_by_another_model_is_all_misses(tiny_dir: str, tmp_path: Pa
 # -- a store that is slow or broken --------------------------------------------------------------------------------------
 
 
+def hole(identity: ChunkIdentity) -> Hole:
+    return Hole(chunk_key(identity), "late", None)
+
+
 def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("the disk is gone")
 
     if how == "get":
         monkeypatch.setattr(engine.store, "get_many", fail)
-    elif how == "contains":
-        monkeypatch.setattr(engine.store, "contains", fail)
-        monkeypatch.setattr(engine.store.index, "variants", fail)
+    elif how == "known":
+        monkeypatch.setattr(engine.store, "known", fail)
+        monkeypatch.setattr(engine.store.catalog, "variants", fail)
     elif how == "texts":
-        monkeypatch.setattr(engine.store.index, "texts", fail)
+        monkeypatch.setattr(engine.store.catalog, "texts", fail)
     else:
-        monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: [None] * len(identities))
+        monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: [hole(i) for i in identities])
 
 
-@pytest.mark.parametrize("how", ["get", "contains", "texts", "late"])
+@pytest.mark.parametrize("how", ["get", "known", "texts", "late"])
 def test_a_broken_or_late_store_gives_the_full_prefills_answer(
     how: str, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +444,7 @@ def test_one_lost_chunk_is_a_hole_and_said(engine_of: MakeEngine) -> None:
     engine.precompute(CHUNKS, ids=list("abcde"))
     full = engine.prefill(ask(0, 1, 2), mode="full")
     real = engine.store.get_many
-    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], None]  # type: ignore[method-assign]
+    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], hole(ids[-1])]  # type: ignore[method-assign]
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(strategy="all"))
     assert "could not be loaded" in str(result.fallback_reason)
     assert result.computed_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
@@ -676,7 +682,7 @@ def test_a_known_chunk_inside_the_prefix_is_part_of_the_prefix(engine_of: MakeEn
     assert torch.allclose(result.logits, engine.prefill(prompt, mode="full").logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("what", ["contains", "texts"])
+@pytest.mark.parametrize("what", ["known", "texts"])
 def test_a_store_that_hangs_costs_its_deadline_once(
     what: str, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -688,7 +694,7 @@ def test_a_store_that_hangs_costs_its_deadline_once(
     def wait(*_: Any, **__: Any) -> Any:
         hang.wait(20)
 
-    monkeypatch.setattr(*((engine.store, "contains") if what == "contains" else (engine.store.index, "texts")), wait)
+    monkeypatch.setattr(*((engine.store, "known") if what == "known" else (engine.store.catalog, "texts")), wait)
     start = time.perf_counter()
     answer = engine.generate(ask(0, 1, 2), mode="stitch", max_new_tokens=4)
     assert time.perf_counter() - start < 5
@@ -807,7 +813,8 @@ def test_an_engine_that_is_garbage_closes_its_store(tiny_dir: str, tmp_path: Pat
     stream = engine.stream("Who?", max_new_tokens=2)
     del engine
     gc.collect()
-    assert stream.read().token_ids, "a request keeps its engine"
+    list(stream)
+    assert stream.result.token_ids, "a request keeps its engine"
     del stream
     gc.collect()
     with pytest.raises(StoreError, match="closed"):

@@ -57,20 +57,17 @@ ROOM_FILES = 12
 
 LONGER_FILES = {"kvrag/engine.py": 500}
 """Files that may be longer than :data:`FILE_LINES`, and how long. engine: the whole public surface, mostly its docstrings."""
-LONGER_FUNCTIONS: dict[str, int] = {}
+LONGER_FUNCTIONS: dict[str, int] = {"kvrag/model/lm.py::CausalLM.forward": 60}
 """Functions that may be longer than :data:`FUNCTION_LINES`; each says why in a comment."""
-LARGER_ROOMS: dict[str, int] = {}
+LARGER_ROOMS: dict[str, int] = {"model": 13}
+"""Rooms that may hold more files than :data:`ROOM_FILES`. model: flash, the attention under transformers' generate, has no other home."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {
-    "large rooms": {"model": 16},
+    "large rooms": {},
     "long files": {
         "kvrag/config.py": 379,
         "kvrag/engine.py": 505,
         "kvrag/generate/sequence.py": 344,
-        "kvrag/model/forward.py": 330,
-        "kvrag/model/lm.py": 301,
-        "kvrag/model/load.py": 360,
-        "kvrag/model/proof.py": 315,
         "kvrag/precompute/run.py": 307,
         "kvrag/prompt/template.py": 316,
         "kvrag/store/blobs.py": 339,
@@ -87,7 +84,6 @@ KNOWN: dict[str, dict[str, int] | set[str]] = {
     },
     "long functions": {
         "kvrag/blend/prefill.py::prefill": 65,
-        "kvrag/blend/stitch.py::stitch": 45,
         "kvrag/cli/ask.py::verify": 46,
         "kvrag/cli/estimate.py::estimate": 43,
         "kvrag/cli/precompute.py::precompute": 47,
@@ -97,9 +93,6 @@ KNOWN: dict[str, dict[str, int] | set[str]] = {
         "kvrag/generate/sequence.py::Answering._decode": 44,
         "kvrag/generate/sequence.py::Answering.prefilled": 51,
         "kvrag/hooks.py::precompute_kv": 53,
-        "kvrag/model/attention.py::ragged_attention": 57,
-        "kvrag/model/flash.py::_rows_attention": 43,
-        "kvrag/model/lm.py::CausalLM.forward": 69,
         "kvrag/prompt/plan.py::plan_prompt": 52,
         "kvrag/store/check.py::copy": 42,
         "kvrag/store/memory.py::MemoryTier.keep": 45,
@@ -107,7 +100,7 @@ KNOWN: dict[str, dict[str, int] | set[str]] = {
         "kvrag/verify.py::verify_prompts": 49,
     },
     "totals": {"lines of kvrag": 18153, "lines of kvrag/store": 4335, "lines of tests, per 100 lines of code": 176},
-    "undrawn rooms": {"blend", "cli", "prompt", "model", "testing", "generate"},
+    "undrawn rooms": {"blend", "cli", "prompt", "testing", "generate"},
 }
 """Violations so far: they may only become fewer. The table goes when it is empty."""
 

@@ -15,7 +15,6 @@ import kvrag.precompute.quantise_check
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.estimate import PRESETS, ModelShape, kept_bytes_per_token, kv_bytes_per_token
 from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
-from kvrag.model import CausalLM
 from kvrag.precompute.quantise_check import Gate, Verdict, _same_top, draw_parts, judge, kept_verdict
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkIdentity
@@ -324,7 +323,7 @@ def test_a_model_that_is_not_reused_answers_whatever_the_type(engine_of: MakeEng
 
 def test_the_gates_prompt_fits_a_small_window(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(engine_of)
-    monkeypatch.setattr(CausalLM, "reuse_window", property(lambda _: 40))
+    monkeypatch.setattr(engine.loaded.reusable, "reuse_window", 40)
     parts = draw_parts(engine.loaded, engine.loaded.reusable)
     assert all(parts)
     assert sum(map(len, parts)) < 40

@@ -105,7 +105,7 @@ def test_a_mask_aligned_bottom_right_is_found(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", ["mistral", "llama4_text"])
 def test_a_dropped_window_is_found(name: str) -> None:
     lm = CausalLM(tiny_model(name))
-    lm._reach = dict.fromkeys(lm._reach, EVERYTHING)
+    lm._switch = replace(lm._switch, reach=dict.fromkeys(lm._switch.reach, EVERYTHING))
     assert "0" in failed(prove(lm))
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -72,6 +73,19 @@ class Prefilled:
         """Free the buffer's memory now, whoever still holds this."""
         if self.buffer is not None:
             self.buffer.layers = ()
+
+    def accounting(self, clock: Clock) -> dict[str, Any]:
+        """Return the fields of :class:`~kvrag.types.Accounting`."""
+        total = len(self.token_ids)
+        same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype")
+        return {name: getattr(self, name) for name in same} | {
+            "prompt_ids": self.token_ids,
+            "prompt_tokens": total,
+            "cached_tokens": total - self.num_live - self.num_repaired,
+            "repaired_tokens": self.num_repaired,
+            "computed_tokens": self.num_live,
+            "timings_ms": clock.timings_ms,
+        }
 
 
 def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:

@@ -50,12 +50,7 @@ def stitch(
     skip
         Rows that the next forward computes, int64: they may be left unwritten.
     keep
-        Whether rows of stale chunks will be placed again: then their stored KV stays on the device, where there is room.
-
-    Returns
-    -------
-    Stitcher or None
-        Places kept KV again; ``None`` where nothing is kept.
+        Whether rows of stale chunks will be placed again, by what is returned: their stored KV stays on the device, where there is room.
     """
     segments, stitcher = layout.reused, None
     keys, values = buffer.layers[0]

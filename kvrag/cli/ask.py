@@ -161,12 +161,12 @@ def verify(
     """
     to_prove, files = _split(what or [], engine.get("model"), is_named=is_on_command_line(context, "model"))
     if to_prove is not None:
-        options: Given = {name: engine[name] for name in ("dtype", "device") if name in engine}
-        is_passed = _prove(to_prove, options, max_error, as_json=as_json)
+        is_passed = _prove(to_prove, engine, max_error, as_json=as_json)
     else:
-        prompts, limits = read_prompts(files), dict[str, Any](mode=mode, max_mean_kl=max_kl, min_top1=min_top1)
+        prompts = read_prompts(files)
+        options: Given = {"mode": mode, "max_new_tokens": max_new_tokens, "max_mean_kl": max_kl, "min_top1": min_top1}
         with closing(open_engine(engine, repair=repair)) as opened, progress(f"verifying {len(prompts)} prompt(s) ..."):
-            report = opened.verify(prompts, max_new_tokens=max_new_tokens, **limits)
+            report = opened.verify(prompts, **options)
         is_passed = report.passed
         if as_json:
             print_json(asdict(report))
@@ -217,14 +217,14 @@ def _print_report(report: VerifyReport, max_kl: float, min_top1: float) -> None:
     console().print(grid("Reuse against full prefill", columns, rows), facts("All prompts", totals))
 
 
-def _prove(model: str, options: Given, max_error: float | None, *, as_json: bool) -> bool:
+def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool) -> bool:
     """Load a model, prove reuse on it again, print the proof; say whether it passed."""
     with progress(f"loading {model} ..."):
         from kvrag.model.load import load
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
 
-        loaded = load(ModelSource(model, **options, prove="off"))
+        loaded = load(ModelSource(model, dtype=engine["dtype"], device=engine.get("device"), prove="off"))
     about = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,

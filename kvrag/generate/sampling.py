@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from transformers import (
@@ -70,16 +72,31 @@ class Sampler:
         return token
 
 
-def decode_tokens(
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(slots=True)
+class Decoded:
+    """An answer: its ids, its text, why it ended, and when its first token was there."""
+
+    ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    first_s: float
+
+
+def decode(
     extend: Extend,
     logits: torch.Tensor,
     sampler: Sampler,
+    text: TextStream,
     *,
     max_new_tokens: int,
     eos_ids: frozenset[int],
+    emit: Callable[[str], None],
     cancel: threading.Event,
-) -> Iterator[int]:
-    """Yield answer tokens, the one that ends the answer included; the first needs no forward.
+) -> Decoded:
+    """Choose the tokens of an answer one after the other; the first needs no forward.
 
     Parameters
     ----------
@@ -87,18 +104,32 @@ def decode_tokens(
         Computes the rows after the prefilled prompt; there is room for ``max_new_tokens - 1`` of them.
     logits
         Of the prompt's last row, ``(vocab,)``.
-    sampler, max_new_tokens, eos_ids
-        Choose tokens, and end the answer.
+    sampler, text, max_new_tokens, eos_ids
+        Choose tokens, make text of them, and end the answer.
+    emit
+        Takes text as it comes.
     cancel
-        Checked before every forward.
+        Ends the answer before the next forward.
     """
-    token = sampler.next(logits)
-    yield token
-    for _ in range(max_new_tokens - 1):
-        if token in eos_ids or cancel.is_set():
-            return
-        token = sampler.next(extend(torch.tensor([token]))[-1])
-        yield token
+    ids, parts = [sampler.next(logits)], []
+    first_s, reason = time.perf_counter(), cast("FinishReason | None", None)
+    while True:
+        if delta := text.push(ids[-1]):
+            parts.append(delta)
+            emit(delta)
+        if text.is_stopped or ids[-1] in eos_ids:
+            reason = "stop"
+        elif len(ids) == max_new_tokens:
+            reason = "length"
+        elif cancel.is_set():
+            reason = "cancelled"
+        if reason:
+            break
+        ids.append(sampler.next(extend(torch.tensor(ids[-1:]))[-1]))
+    if delta := text.finish():
+        parts.append(delta)
+        emit(delta)
+    return Decoded(ids, "".join(parts), "stop" if text.is_stopped else reason, first_s)
 
 
 class TextStream:

@@ -19,7 +19,7 @@ import torch
 from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
-from kvrag.generate.sampling import Sampler, TextStream, decode_tokens, eos_token_ids
+from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.streams import Emit
 from kvrag.model.load import LoadedModel
 from kvrag.model.plain import PlainLM
@@ -86,16 +86,13 @@ class Answering:
             lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's catalog"
         )
         if new:
-            spans.add([self.names.unmask(entry) for entry in new])
+            spans.add(new)
         with self._lock:  # a request that read less does no harm: texts that are known are skipped
             self._spans[namespace] = (spans, cursor)
         return spans
 
     def plan(self, request: Request, deadline: Deadline | None = None) -> Plan:
-        """Plan a prompt; warn once when chunks that it will use were encoded behind another prefix than it has.
-
-        ``deadline`` is the time that the store has for this prompt; default: ``load_timeout_s``.
-        """
+        """Plan a prompt within a time budget for the store; warn once when it will use chunks that were encoded behind another prefix."""
         config, loaded = self.store_config, self.loaded
         deadline = deadline or Deadline(config.load_timeout_s)
         plan = plan_prompt(
@@ -134,16 +131,7 @@ class Answering:
     def prefilled(
         self, request: Request, *, max_new_tokens: int, cancel: threading.Event | None = None
     ) -> Iterator[tuple[Prefilled, Clock]]:
-        """Plan a prompt, wait for its turn, and prefill; when memory runs out, once more without reuse.
-
-        Parameters
-        ----------
-        request
-            The prompt and how to treat it.
-        max_new_tokens
-            Room for the answer.
-        cancel
-            Ends the wait.
+        """Plan a prompt, wait for its turn, and prefill, with room for the answer; when memory runs out, once more without reuse.
 
         Raises
         ------
@@ -218,39 +206,27 @@ class Answering:
         cancel: threading.Event,
     ) -> GenerationResult:
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
-        eos_ids = eos_token_ids(defaults, encoder.tokenizer)
         penalty = getattr(defaults, "repetition_penalty", None) or 1.0
-        sampler = Sampler(config, done.token_ids, repetition_penalty=penalty)
-        text = TextStream(encoder.decode, config.stop)
-        ids: list[int] = []
-        parts: list[str] = []
-
-        def show(delta: str) -> None:
-            if delta:
-                parts.append(delta)
-                emit(delta)
-
-        most, first = config.max_new_tokens, 0.0
         with clock.stage("decode"):
-            for token in decode_tokens(
-                done.extend, done.logits, sampler, max_new_tokens=most, eos_ids=eos_ids, cancel=cancel
-            ):
-                first = first or time.perf_counter()
-                ids.append(token)
-                show(text.push(token))
-                if text.is_stopped:
-                    break
-            show(text.finish())
-        end = time.perf_counter()
-        has_ended = text.is_stopped or ids[-1] in eos_ids
+            answer = decode(
+                done.extend,
+                done.logits,
+                Sampler(config, done.token_ids, repetition_penalty=penalty),
+                TextStream(encoder.decode, config.stop),
+                max_new_tokens=config.max_new_tokens,
+                eos_ids=eos_token_ids(defaults, encoder.tokenizer),
+                emit=emit,
+                cancel=cancel,
+            )
+        end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
         return GenerationResult(
-            **accounting(done, clock),
-            text="".join(parts),
-            token_ids=ids,
-            finish_reason="stop" if has_ended else "length" if len(ids) == most else "cancelled",
+            **done.accounting(clock),
+            text=answer.text,
+            token_ids=answer.ids,
+            finish_reason=answer.finish_reason,
             ttft_ms=(first - start) * 1e3,
             total_ms=(end - start) * 1e3,
-            tokens_per_s=(len(ids) - 1) / (end - first) if len(ids) > 1 else 0.0,
+            tokens_per_s=more / (end - first) if more else 0.0,
         )
 
 
@@ -292,25 +268,6 @@ def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled |
         if not is_out_of_memory(error):
             raise
         return None, str(error)
-
-
-def accounting(done: Prefilled, clock: Clock) -> dict[str, Any]:
-    """Fields of :class:`~kvrag.types.Accounting`."""
-    total = len(done.token_ids)
-    return {
-        "prompt_ids": done.token_ids,
-        "prompt_tokens": total,
-        "cached_tokens": total - done.num_live - done.num_repaired,
-        "repaired_tokens": done.num_repaired,
-        "computed_tokens": done.num_live,
-        "exactness": done.exactness,
-        "timings_ms": clock.timings_ms,
-        "loaded_bytes": done.loaded_bytes,
-        "fallback_reason": done.fallback_reason,
-        "has_other_prefix": done.has_other_prefix,
-        "holes": done.holes,
-        "kv_dtype": done.kv_dtype,
-    }
 
 
 class EngineStats:

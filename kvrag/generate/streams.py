@@ -89,13 +89,6 @@ class TokenStream(_Base, Iterator[str]):
             raise StopIteration
         return text
 
-    def read(self) -> GenerationResult:
-        """Read the stream to its end and return the result; an exception, such as Ctrl-C, stops decoding."""
-        with self:
-            for _ in self:
-                pass
-        return self.result
-
     def close(self) -> None:
         """Stop early."""
         self.cancel()

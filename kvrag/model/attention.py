@@ -55,16 +55,12 @@ def ragged_attention(
 
     Parameters
     ----------
-    query
-        ``(B, H, R, D)``.
-    keys, values
-        ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)``; ``H`` is a multiple of ``H_kv``.
-    limits
-        Which keys the rows see.
+    query, keys, values
+        ``(B, H, R, D)``, ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)``; ``H`` is a multiple of ``H_kv``.
+    limits, reach
+        Which keys the rows see, and how far back the layer's rows see.
     scale
         Factor of the scores.
-    reach
-        How far back the layer's rows see.
     softcap
         Scores become ``softcap · tanh(scores / softcap)`` (Gemma 2).
     sinks
@@ -81,8 +77,23 @@ def ragged_attention(
     if limits.is_whole and mass is None and not needs_scores and reach.is_whole(limits.num_keys):
         is_grouped = query.shape[1] != keys.shape[1]
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=is_grouped)
-    if limits.prefix or _has_kernel(query, values):
-        return _by_kernel(query, keys, values, limits, scale, reach, softcap, sinks, mass)
+    by_way = _by_kernel if limits.prefix or _has_kernel(query, values) else _by_blocks
+    return by_way(query, keys, values, limits, scale, reach, softcap, sinks, mass)
+
+
+def _by_blocks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    limits: Limits,
+    scale: float,
+    reach: Reach,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    mass: Mass | None,
+) -> torch.Tensor:
+    """Attend block by block: fused where nobody needs the probabilities."""
+    needs_scores = softcap is not None or sinks is not None
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     weighed_from = query.shape[2] if mass is None else query.shape[2] - mass.rows
     kind = (reach, query.shape[1] // keys.shape[1], query.dtype)

@@ -144,8 +144,7 @@ def _rows_attention(
     forward, reach = getattr(attention_mask, "kvrag", None), _reaches.get(module)
     if reach is None:
         raise InputError(
-            f"kvrag's attention is not installed in the model of this {type(module).__name__}, perhaps a copy of another; call "
-            "install_flash_attention(model) on it"
+            f"kvrag's attention is not installed in the model of this {type(module).__name__}; call install_flash_attention(model)"
         )
     if forward is None:
         raise InputError(
@@ -153,9 +152,7 @@ def _rows_attention(
             "uninstall_flash_attention(model)"
         )
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
-        raise InputError(
-            "kvrag's attention has no gradient and no dropout; run the model under torch.no_grad() or torch.inference_mode()"
-        )
+        raise InputError("kvrag's attention has no gradient and no dropout; run the model under torch.inference_mode()")
     hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
     out, _ = kvrag_kernels.ragged_attention(
         query,

@@ -50,51 +50,55 @@ class Observed:
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Attentions:
+    """What a forward has to know of a model's attention modules: how far back each one sees, by ``id``, and the ``id`` of the last.
+
+    ``is_dense``: they can't be replaced, and get a mask. ``tells_offsets``: a layer takes the positions of its fresh rows from the cache's
+    length (Llama 4 scales queries by them), so it is told one from which counting gives the rows' own positions, scattered or not.
+    """
+
+    device: torch.device
+    reach: Mapping[int, Reach] = field(default_factory=dict)
+    final: int | None = None
+    tells_offsets: bool = False
+    is_dense: bool = False
+
+
 class Forward(Cache):  # type: ignore[misc]
     """One forward over chosen rows of a buffer.
 
     Parameters
     ----------
-    rows, kv, device
-        What is computed, where it is written, and where the model is.
-    reach
-        How far back each attention module sees, by its ``id``.
-    weighed, mass
-        The ``id``s of the modules whose attention is collected, and where.
-    final, outputs
-        The ``id`` of the last attention module that is needed, and the last rows that somebody will look at: nothing mixes rows after it.
+    rows, kv, attentions
+        What is computed, where it is written, and by which model.
+    mass
+        Where to collect the attention of the modules ``weighed`` (their ``id``s).
+    outputs
+        Last rows that somebody will look at. What the module ``final`` returns matters for them alone: nothing mixes rows after it.
     before_write
         Called in each layer before its fresh rows are written.
-    tells_offsets
-        Whether a layer takes the positions of its fresh rows from the cache's length (Llama 4 scales queries by them): then the length
-        that it is told is such that counting on from it gives the rows' own positions, scattered or not.
-    is_dense
-        Whether the attention can't be replaced, and gets a mask.
     """
 
     def __init__(
         self,
         rows: Rows,
         kv: KVBuffer,
-        device: torch.device,
+        attentions: Attentions,
         *,
-        reach: Mapping[int, Reach] | None = None,
-        weighed: Sequence[int] = (),
         mass: Mass | None = None,
-        final: int | None = None,
         outputs: int = 0,
         before_write: BeforeWrite | None = None,
-        tells_offsets: bool = False,
-        is_dense: bool = False,
     ) -> None:
         super().__init__(layers=[])
-        self.hi = rows.indices(device)
+        self.hi = rows.indices(attentions.device)
         self.limits = Limits(self.hi, rows.stop, rows.positions, rows.first, rows.prefix)
         self.positions = self.hi if rows.positions is None else rows.positions
-        self.reach, self.weighed, self.mass, self.final, self.outputs = reach or {}, weighed, mass, final, outputs
-        self.is_dense = is_dense
+        self.reach, self.final, self.is_dense = attentions.reach, attentions.final, attentions.is_dense
+        self.mass, self.outputs = mass, outputs
+        self.weighed: Sequence[int] = ()
         self.observed: Observed | None = None
-        self._rows, self._kv, self._before_write, self._tells_offsets = rows, kv, before_write, tells_offsets
+        self._rows, self._kv, self._before_write, self._tells_offsets = rows, kv, before_write, attentions.tells_offsets
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
-from kvrag.model.forward import BeforeWrite, Forward, StopForward, lock_of, running, switched
+from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, lock_of, running, switched
 from kvrag.model.kv import KVArena, KVBuffer
 from kvrag.model.plain import Extend, check_placement, check_supported, context_window, regime_limit
 from kvrag.model.rope import Rotation, Rotations
@@ -77,10 +77,10 @@ class CausalLM:
             seen = observe(self.model, self._attentions, positions)
             self.traits: list[LayerTraits] = find_traits(self.model, self._attentions, seen, positions)
         self.is_dense = not seen.masks
-        self._final = next(reversed(seen.masks), None)
-        self._reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
-        self._tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
-        self._can_pack = "position_ids" in self._accepted[False] and not (self.is_dense or self._tells_offsets)
+        reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
+        tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
+        self._switch = Attentions(self.device, reach, next(reversed(seen.masks), None), tells_offsets, self.is_dense)
+        self._can_pack = "position_ids" in self._accepted[False] and not (self.is_dense or tells_offsets)
         self._rotations: list[Rotation] = []
         for trait in self.traits:
             if trait.rotation not in self._rotations:
@@ -140,6 +140,7 @@ class CausalLM:
         mass_layers: range | None = None,
         before_write: BeforeWrite | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Longer than others by its docstring: every stage calls it.
         """Compute rows against everything that they see in a buffer, and write their KV into it.
 
         Parameters
@@ -149,14 +150,11 @@ class CausalLM:
         rows
             What to compute; see :class:`~kvrag.model.rows.Rows`.
         kv
-            The request's buffer, or the arena for rows of several requests. Every slot that a row sees must be written before, or be
-            among ``rows``.
+            The request's buffer, or the arena for several requests. A slot that a row sees must be written before, or be among ``rows``.
         logits
             How many last rows need logits; 0 skips the language model's head.
-        mass_rows
-            How many last rows' attention to collect; 0 for none.
-        mass_layers
-            Layers whose attention to collect; ``None``: all. The rest is not computed where it isn't needed for anything else.
+        mass_rows, mass_layers
+            How many last rows' attention to collect, and in which layers (``None``: all); layers that nobody needs are not computed.
         before_write
             Called in each layer before its fresh rows are written; may change the buffer in place.
 
@@ -178,21 +176,10 @@ class CausalLM:
         if kv.token_ids is not None:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
         mass = Mass(torch.zeros(rows.stop, device=self.device), mass_rows) if mass_rows else None
-        weighed = [id(self._attentions[i]) for i in mass_layers or range(self.num_layers)] if mass_rows else []
-        final = self._final if logits or not weighed else weighed[-1]
-        forward = Forward(
-            rows,
-            kv,
-            self.device,
-            reach=self._reach,
-            weighed=weighed,
-            mass=mass,
-            final=final,
-            outputs=logits,
-            before_write=before_write,
-            tells_offsets=self._tells_offsets,
-            is_dense=self.is_dense,
-        )
+        forward = Forward(rows, kv, self._switch, mass=mass, outputs=logits, before_write=before_write)
+        if mass_rows:
+            forward.weighed = [id(self._attentions[i]) for i in mass_layers or range(self.num_layers)]
+            forward.final = self._switch.final if logits else forward.weighed[-1]
         with lock:
             out = self._run(ids.to(self.device), forward, logits)
             if self._captured is not None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.model.candidates import KeySource, decoder_of, key_sources, rotations
-from kvrag.model.forward import Forward, MaskFunction, Observed, running, switched
+from kvrag.model.forward import Attentions, Forward, MaskFunction, Observed, running, switched
 from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
@@ -55,7 +55,7 @@ class _Recorder(Forward):
     """A forward whose cache stores nothing and notes the keys and values handed to it."""
 
     def __init__(self, model: PreTrainedModel, seen: Seen, num_rows: int) -> None:
-        super().__init__(Rows.span(0, num_rows), KVBuffer([]), model.device)
+        super().__init__(Rows.span(0, num_rows), KVBuffer([]), Attentions(model.device))
         self.observed = self._seen = seen
         self._name = type(model).__name__
 

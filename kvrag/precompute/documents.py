@@ -5,6 +5,7 @@ A document of a collection is stored as ``collection/id``; a collection is nothi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvrag.errors import ConfigError, InputError
@@ -16,18 +17,9 @@ Item = tuple[str | None, str]
 """A document id, if there is one, and a text."""
 
 
-def pair_up(texts: Sequence[str], ids: Sequence[str | None] | None) -> list[Item]:
-    """Pair texts with their ids; raise :class:`InputError` if their numbers differ."""
-    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
-        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
-    if len(names) != len(texts):
-        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
-    return list(zip(names, texts, strict=True))
-
-
-def check_items(items: Iterable[Item], collection: str | None, batch_size: object = 1) -> list[Item]:
+def check_items(
+    texts: Sequence[str], ids: Sequence[str | None] | None, collection: str | None, batch_size: object
+) -> list[Item]:
     """Validate what is to be precomputed, and return ``(id in its collection, stripped text)``.
 
     Raises
@@ -39,9 +31,15 @@ def check_items(items: Iterable[Item], collection: str | None, batch_size: objec
     """
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
+        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
+    if len(names) != len(texts):
+        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
     found: list[Item] = []
     seen: dict[str, str] = {}
-    for number, (name, text) in enumerate(items):
+    for number, (name, text) in enumerate(zip(names, texts, strict=True)):
         try:
             body = check_chunk_text(text).strip()
         except InputError as error:
@@ -54,8 +52,8 @@ def check_items(items: Iterable[Item], collection: str | None, batch_size: objec
         found.append((name, body))
     if collection is None:
         return found
-    names = in_collection((name for name, _ in found), collection)
-    return [(name, text) for name, (_, text) in zip(names, found, strict=True)]
+    stored = in_collection((name for name, _ in found), collection)
+    return [(name, text) for name, (_, text) in zip(stored, found, strict=True)]
 
 
 def check_namespace(namespace: object) -> str:
@@ -63,6 +61,13 @@ def check_namespace(namespace: object) -> str:
     if not isinstance(namespace, str) or not namespace:
         raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
     return namespace
+
+
+def check_kv_dir(kv_dir: object) -> str | None:
+    """Return the absolute path of a store's directory, or ``None``; raise :class:`ConfigError` if it is not a path."""
+    if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
+        raise ConfigError(f"kv_dir is {kv_dir!r}; pass the path of a directory")
+    return None if kv_dir is None else os.path.abspath(kv_dir)
 
 
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:

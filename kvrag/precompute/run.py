@@ -60,7 +60,7 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
     replaced = []
     for name, text in items:
         held = store.catalog.document_texts(namespace, name) if name is not None else []
-        entry = _stored_entry(text, store) if held else None
+        entry = text_entry(text) if held else None
         if name is not None and held and held != [entry.digest if entry else None]:
             replaced.append(name)
     return replaced
@@ -145,9 +145,9 @@ class Precompute:
         for name, text in items:
             named.setdefault(text, {})[name] = None
         behind = replace(self._prefix.identity, prefix=ids_digest(self._prefix.identity.token_ids))
-        encode, store = self._loaded.encoder.chunk_ids, self._store
+        encode = self._loaded.encoder.chunk_ids
         return [
-            NewChunk(tuple(ids), _stored_entry(text, store), replace(behind, token_ids=encode(text)))
+            NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
             for text, ids in named.items()
         ]
 
@@ -275,8 +275,3 @@ class Precompute:
         """Note that a chunk has no KV now and is computed at query time."""
         logger.warning("chunk %s was not stored: %s", chunk.label, reason)
         self.failed.append((chunk.label, reason))
-
-
-def _stored_entry(text: str, store: TieredStore) -> TextEntry | None:
-    entry = text_entry(text)
-    return None if entry is None else store.names.mask(entry)

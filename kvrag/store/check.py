@@ -210,8 +210,7 @@ def copy(
 def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:
     """Return the documents that refer to each text."""
     found: dict[tuple[str, str], list[str | None]] = {}
-    for namespace in store.catalog.namespaces():
-        for doc_id in store.catalog.documents(namespace):
-            for digest in store.catalog.document_texts(namespace, doc_id):
-                found.setdefault((namespace, digest), []).append(doc_id)
+    for namespace, doc_id in store.catalog.all_documents():
+        for digest in store.catalog.document_texts(namespace, doc_id):
+            found.setdefault((namespace, digest), []).append(doc_id)
     return found

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, require
 from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest, text_digest
-from kvrag.types import TextEntry
 
 MIN_KEY_BYTES = 32
 """Shorter keys are refused: they could be guessed."""
@@ -110,14 +109,6 @@ class Naming:
     def digest(self, text: str) -> str:
         """Digest of a stripped chunk text, 64 hex digits; raises ``UnicodeEncodeError``."""
         return text_digest(text)
-
-    def mask(self, entry: TextEntry) -> TextEntry:
-        """Return what the catalog takes of a text's entry: all of it, for the catalog encrypts it where there is a key."""
-        return entry
-
-    def unmask(self, entry: TextEntry) -> TextEntry:
-        """Undo :meth:`mask`."""
-        return entry
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""

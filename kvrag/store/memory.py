@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -161,7 +161,7 @@ class MemoryTier:
         self._now += 1
         known = self._entries.get(key)
         hits = 0.0 if known is None else known.usage.recent_hits(self._now)
-        entry.usage = replace(entry.usage, hits=max(hits, entry.usage.hits), last=self._now)
+        entry.usage = entry.usage._replace(hits=max(hits, entry.usage.hits), last=self._now)
         excess = self._num_bytes + entry.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
         victims = self._victims(key, entry, excess) if excess > 0 else []
         if victims is not None:

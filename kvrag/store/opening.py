@@ -10,7 +10,7 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,6 @@ class _Shared:
     tiers: dict[object, MemoryTier]
     reads: Reads
     users: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _shared: dict[object, _Shared] = {}

@@ -115,17 +115,21 @@ class Rows:
         self._cache: diskcache.Cache | None = None
         self._file: object = None
         self._closed = self._warned = False
+        self._changing: int | None = None
         try:
             self._database()
         except FAULTS as error:
             self.close()
             raise self._unusable(error) from error
 
-    def get(self, name: str) -> Any:
-        """Return a row's value; ``None`` if it is absent or can't be read."""
+    def get(self, name: str) -> str | None:
+        """Return a row's value as JSON; ``None`` if it is absent or can't be read. Inside :meth:`change`, faults are raised."""
         try:
-            return self._opened(name, self._database().get(name))
+            text = self._database().get(name)
+            return text if text is None or self._seal is None else self._seal.open(text, name)
         except FAULTS as error:
+            if self._changing == threading.get_ident():
+                raise
             if not self._closed and not self._warned:
                 self._warned = True
                 log.warning("the catalog %s can't be read (%s); it counts as empty", self._folder, error)
@@ -154,10 +158,6 @@ class Rows:
         text = json.dumps(value, separators=(",", ":"))
         self._ours().set(name, text if self._seal is None else self._seal.seal(text, name))
 
-    def read(self, name: str) -> Any:
-        """As :meth:`get`, inside :meth:`change`: faults are raised."""
-        return self._opened(name, self._ours().get(name))
-
     def delete(self, name: str) -> None:
         """Remove a row, inside :meth:`change`; absent ones are fine."""
         self._ours().delete(name)
@@ -176,6 +176,7 @@ class Rows:
             If it can't be made; then nothing has changed.
         """
         with self._lock:
+            outer, self._changing = self._changing, threading.get_ident()
             try:
                 with self._transaction():
                     yield
@@ -188,6 +189,8 @@ class Rows:
                     f"the catalog {self._folder} can't be changed: {error or 'it is locked'}; "
                     "make sure that the directory exists, is writable and has free space, then try again"
                 ) from error
+            finally:
+                self._changing = outer
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
@@ -206,16 +209,7 @@ class Rows:
 
     def reset_after_fork(self) -> None:
         """Let go of the parent's lock, which another thread of it may hold."""
-        self._lock = threading.RLock()
-
-    def _opened(self, name: str, text: Any) -> Any:
-        """Parse a row's value; what is not JSON, or not sealed as it should be, is absent."""
-        if isinstance(text, str) and self._seal is not None:
-            text = self._seal.open(text, name)
-        try:
-            return None if text is None else json.loads(text)
-        except (ValueError, RecursionError, TypeError):
-            return None
+        self._lock, self._changing = threading.RLock(), None
 
     def _ours(self) -> diskcache.Cache:
         """Return the open database, inside a transaction."""

@@ -10,9 +10,9 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import Field
 
@@ -35,11 +35,9 @@ PROBE = 4
 RETRY_S = 600.0
 """Seconds for which nothing more leaves for the sake of free space after none came of it."""
 
-IN_VAIN = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+Since = Annotated[float, Field(ge=-1, lt=2**63)]
 
-KINDS = (int, str, float, float, float, int, float)
-BOUNDS: tuple[tuple[int, int] | None, ...] = ((0, 100), None, *((-1, 2**63),) * 2, *((0, 2**63),) * 2, (-1, 2**63))
-"""Types and bounds of a row's fields: a foreign row must not make a chunk one that never leaves."""
+IN_VAIN = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
 
 
 @config_class
@@ -93,8 +91,7 @@ class Sized(Protocol):
         """Bytes of its KV."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """What eviction must know of one chunk.
 
     Parameters
@@ -110,35 +107,19 @@ class Usage:
         Time that computing it took; -1 if nobody said.
     """
 
-    priority: int = DEFAULT_PRIORITY
+    # A row from elsewhere must not make a chunk one that never leaves.
+    priority: Annotated[int, Field(ge=0, le=100)] = DEFAULT_PRIORITY
     boot: str = ""
-    deadline: float = -1.0
-    duration_s: float = -1.0
-    hits: float = 0.0
-    last: int = 0
-    cost_ms: float = -1.0
-
-    @classmethod
-    def of(cls, value: object) -> Usage:
-        """Parse a row; one that is not of this form is that of a chunk nobody said anything about."""
-        if not isinstance(value, list) or len(value) != len(KINDS):
-            return cls()
-        for item, kind, bounds in zip(value, KINDS, BOUNDS, strict=True):
-            if type(item) is not kind:
-                return cls()
-            if bounds is not None and not (isinstance(item, (int, float)) and bounds[0] <= item <= bounds[1]):
-                return cls()
-        return cls(*value)
-
-    def row(self) -> list[object]:
-        """Value of the row."""
-        return [self.priority, self.boot, self.deadline, self.duration_s, self.hits, self.last, self.cost_ms]
+    deadline: Since = -1.0
+    duration_s: Since = -1.0
+    hits: Annotated[float, Field(ge=0, lt=2**63)] = 0.0
+    last: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    cost_ms: Since = -1.0
 
     def retained(self, retention: Retention) -> Usage:
         """With another priority, from now on."""
         duration = -1.0 if retention.duration_s is None else float(retention.duration_s)
-        return replace(
-            self,
+        return self._replace(
             priority=retention.priority,
             boot=boot_id(),
             deadline=-1.0 if duration < 0 else since_boot() + duration,
@@ -156,7 +137,7 @@ class Usage:
 
     def touched(self, hits: int, now: int) -> Usage:
         """With more hits, at access ``now``."""
-        return replace(self, hits=self.recent_hits(now) + hits, last=now)
+        return self._replace(hits=self.recent_hits(now) + hits, last=now)
 
     def recent_hits(self, now: int) -> float:
         """Hits, decayed to access ``now``."""

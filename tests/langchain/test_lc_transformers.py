@@ -35,7 +35,7 @@ def test_the_transformer_passes_collection_and_worth_on(chat: ChatKVRag, chunks:
     KVPrecompute(chat, collection="manuals", retention=Retention(60)).transform_documents([document])
     engine = chat.engine
     assert engine.document_ids() == ["manuals/a"]
-    (key,) = engine.store.catalog.document_keys(engine.names.namespace(engine.namespace), "manuals/a")
+    (key,) = engine.store.catalog.document_keys(engine.store.names.namespace(engine.namespace), "manuals/a")
     told = engine.store.retention(key)
     assert told is not None
     assert told.priority == 60

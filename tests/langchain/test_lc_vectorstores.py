@@ -155,7 +155,7 @@ def test_stores_of_one_namespace_have_collections(
     manuals.add_texts(chunks[1:2], ids=["a"])
     letters.add_texts(chunks[2:3], ids=["a"])
     assert set(chat.engine.document_ids()) == {f"manuals/{named}", "manuals/a", "letters/a"}
-    index, space = chat.engine.store.catalog, chat.engine.names.namespace(chat.engine.namespace)
+    index, space = chat.engine.store.catalog, chat.engine.store.names.namespace(chat.engine.namespace)
     (key,) = index.document_keys(space, "manuals/a")
     told = chat.engine.store.retention(key)
     assert told is not None

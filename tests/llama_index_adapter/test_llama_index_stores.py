@@ -277,7 +277,7 @@ def test_namespaces_are_kept_apart(llm: KVRagLLM):
 
 def worth(llm: KVRagLLM, doc_id: str) -> int:
     engine = llm.engine
-    (key,) = engine.store.catalog.document_keys(engine.names.namespace(engine.namespace), doc_id)
+    (key,) = engine.store.catalog.document_keys(engine.store.names.namespace(engine.namespace), doc_id)
     return (engine.store.retention(key) or Retention()).priority
 
 
