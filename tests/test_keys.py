@@ -7,13 +7,13 @@ import pickle
 import traceback
 
 import pytest
-from kvrag.store import Keys, Naming
-from kvrag.store.crypto import derive, key_id, read_key
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.identity.fingerprint import namespace_digest, text_digest
 from kvrag.prompt.spans import text_entry
+from kvrag.store import Keys, Naming
+from kvrag.store.crypto import derive, key_id, read_key
 
 KEY = bytes(range(32))
 OTHER = bytes(range(1, 33))

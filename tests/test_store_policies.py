@@ -227,7 +227,8 @@ def test_what_another_process_evicts_takes_no_memory(engine_of: MakeEngine, tmp_
     assert engine.prefill(ask(0, 1, 2), mode="stitch").cached_tokens > 0
     host = engine.stats()["store"]["host"]
     other = TieredStore([], FileBlobs(tmp_path), Catalog(tmp_path / "catalog"))
-    other.delete([key for key in other.catalog.keys() if other.retention(key).priority < 85])  # type: ignore[union-attr]
+    keys = other.catalog.keys()
+    other.delete([key for key in keys if other.retention(key).priority < 85])  # type: ignore[union-attr]
     assert engine.prefill(ask(1, 2), mode="stitch").exactness == "exact"  # its prefix
     left = engine.stats()["store"]["host"]
     assert (host.chunks, left.chunks) == (4, 1)
