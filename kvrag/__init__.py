@@ -4,12 +4,9 @@
 
     index time   text ──chunk text──▶ token ids ──fingerprint──▶ key ──precompute──▶ ChunkKV ──▶ store
     query time   prompt ─▶ spans ─▶ plan ─▶ layout ─▶ store (load) ─▶ stitch ─▶ selection ─▶ repair ─▶ decode ─▶ text
-                                                                                       + how it was computed
 
 Start with :class:`KVRagEngine`, or with ``langchain_kvrag`` for LangChain and ``llama_index.llms.kvrag`` for LlamaIndex.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
     from kvrag.store import Retention
 
 __version__ = "0.1.0"
-
 __all__ = [
     "Chunk",
     "ConfigError",
@@ -93,7 +89,6 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at first use."""
     for module, names in _LAZY.items():
         if name in names:
             globals()[name] = getattr(importlib.import_module(module), name)
@@ -102,5 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List public names, imported yet or not."""
     return sorted({*globals(), *__all__})
