@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.streams import Emit
+from kvrag.identity.fingerprint import text_digest
 from kvrag.model.load import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
@@ -29,9 +30,9 @@ from kvrag.prompt.lookup import Lookup
 from kvrag.prompt.plan import Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
-from kvrag.store import Naming, TieredStore
+from kvrag.store import TieredStore
 from kvrag.threads import Deadline, Turns, fork_lock
-from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, Mode, TextEntry
+from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ MAX_RUNNING = 8
 """Requests of this process that hold the KV of their prompts at one time; what comes beyond them is planned, and waits for its turn."""
 
 TURNS = Turns(MAX_RUNNING)
+
+Counted = TypeVar("Counted", bound=Accounting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +65,25 @@ class Answering:
         Model, tokenizer, KV store and its limits.
     write_back
         Takes what answered prompts missed; ``None`` where that is computed each time.
-    names
-        How texts are called in the store.
     """
 
     loaded: LoadedModel
     store: TieredStore
     store_config: StoreConfig
     write_back: WriteBack | None = None
-    names: Naming = field(default_factory=Naming)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
+    _read_dtype: KVDtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._read_dtype = self.store_config.read_dtype
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
         with self._lock:
             if namespace not in self._spans:
-                self._spans[namespace] = SpanIndex(self.names.digest), 0
+                self._spans[namespace] = SpanIndex(text_digest), 0
             spans, cursor = self._spans[namespace]
         nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
@@ -99,10 +103,10 @@ class Answering:
             request.prompt,
             loaded.encoder,
             scanner=self.scanner(request.namespace, deadline),
-            lookup=Lookup(self.store, loaded.fingerprint, request.namespace, deadline, config.kv_dtype),
+            lookup=Lookup(self.store, loaded.identity.fingerprint, request.namespace, deadline, config.kv_dtype),
             prefixes=request.prefixes,
             min_chunk_tokens=config.min_chunk_tokens,
-            read_dtype=config.read_dtype,
+            read_dtype=self._read_dtype,
         )
         if isinstance(loaded.lm, PlainLM):
             return plan.without_reuse(loaded.lm.refusal)
@@ -277,8 +281,8 @@ class EngineStats:
         self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
 
-    def count(self, result: Accounting) -> None:
-        """Add one request."""
+    def count(self, result: Counted) -> Counted:
+        """Add one request, and return it."""
         with self._lock:
             self._totals.update(
                 {
@@ -292,6 +296,7 @@ class EngineStats:
                     "fallbacks": int(result.fallback_reason is not None),
                 }
             )
+        return result
 
     def snapshot(self) -> dict[str, Any]:
         """Return the totals and the overall reuse ratio."""
