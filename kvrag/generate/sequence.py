@@ -25,8 +25,7 @@ from kvrag.model.load import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import explain_plan
-from kvrag.prompt.lookup import Lookup
-from kvrag.prompt.plan import Plan, plan_prompt
+from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.store import Naming, TieredStore
