@@ -115,7 +115,7 @@ class SpanIndex:
         return np.unique(np.concatenate([table.places(windows) for table in self._tables()])).tolist()  # type: ignore[no-any-return]
 
     def texts_like(self, text: str, *, limit: int) -> list[TextEntry]:
-        """Return the (longest) registered texts that begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters alone."""
+        """Return the longest registered texts that may begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters."""
         head = _window_hashes(text[:ANCHOR_CHARS]) if len(text) >= ANCHOR_CHARS else ()
         digests = [d for window in head for table in self._tables() for d in table.digests_of(window, limit)]
         found = [entry for digest in digests if (entry := self._entries.get(digest))]

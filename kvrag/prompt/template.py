@@ -138,7 +138,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"a chat message has the keys {list(message)}; it needs 'role' and 'content'")
     if not isinstance(message["role"], str):
         raise InputError(f"the role of a chat message is {message['role']!r}; pass a string such as 'user'")
-    content = message["content"] or ""
+    content = "" if message["content"] is None else message["content"]
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InputError(f"the content of a {message['role']} message is {_describe(content)}; pass a string")
     return {**message, "content": content if isinstance(content, str) else "".join(map(_part_text, content))}
