@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 
 from kvrag.prompt.plan import Plan
-from kvrag.types import ChunkIdentity
 
 Kind = Literal["prefix", "chunk", "live"]
 
@@ -133,14 +132,12 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
 
 def lay_out(plan: Plan) -> Layout:
     """Lay a plan out with all the reuse that is possible."""
-    sources: dict[ChunkIdentity, int] = {identity: index for index, identity in enumerate(plan.identities)}
+    sources = {identity: index for index, identity in enumerate(plan.identities)}
     entries: list[tuple[int, Kind, bool, int, bool]] = []
-    for index, piece in enumerate(plan.pieces):
-        if piece.identity is None:
-            entries.append((len(piece.ids), "live", False, -1, False))
-            continue
-        kind: Kind = "prefix" if index == 0 and piece.piece.kind == "live" else "chunk"
-        entries.append((len(piece.ids), kind, piece.is_exact, sources[piece.identity], piece.is_mismatched))
+    for piece in plan.pieces:
+        kind: Kind = "live" if piece.identity is None else "prefix" if piece.piece.kind == "live" else "chunk"
+        source = -1 if piece.identity is None else sources[piece.identity]
+        entries.append((len(piece.ids), kind, piece.is_exact, source, piece.is_mismatched))
     return place(entries)
 
 

@@ -192,13 +192,14 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
         return False
     for layer, shape in zip(kv.layers, shapes, strict=True):
         rows = shape.num_heads, num_tokens
-        wanted = keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
+        keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
+        wanted = [keys, values]
         if layer.scales is not None:
             try:
-                wanted = tuple([part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)])
+                wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)]
             except StoreError:
                 return False
-        if tuple([tensor.shape for tensor in layer.tensors]) != wanted:
+        if [tensor.shape for tensor in layer.tensors] != wanted:
             return False
     return True
 

@@ -55,26 +55,26 @@ class Signals:
 
 
 def _random(signals: Signals) -> torch.Tensor:
-    """Rows drawn uniformly: the control that every other strategy must beat."""
+    """Draw rows uniformly: the control that every other strategy must beat."""
     generator = torch.Generator().manual_seed(signals.config.seed)
     order = torch.randperm(len(signals.candidates), generator=generator)
     return signals.candidates[order[: signals.budget]]
 
 
 def _first_rows(signals: Signals) -> torch.Tensor:
-    """The head of each chunk, ``max(first_k, ratio · T)`` rows (EPIC / LegoLink, arXiv 2410.15332)."""
+    """Choose the head of each chunk, ``max(first_k, ratio · T)`` rows (EPIC / LegoLink, arXiv 2410.15332)."""
     counts = [max(signals.config.first_k, math.ceil(signals.ratio * s.num_rows)) for s in signals.stale]
     return rows_of([s.head(n) for s, n in zip(signals.stale, counts, strict=True)])
 
 
 def _seam_rows(signals: Signals) -> torch.Tensor:
-    """The last ``ratio · T - first_k`` rows before each seam (KVBoost's "selective"); the rest of the budget is the heads."""
+    """Choose the last ``ratio · T - first_k`` rows before each seam (KVBoost's "selective"); the rest of the budget is the heads."""
     counts = [max(0, math.ceil(signals.ratio * s.num_rows) - signals.config.first_k) for s in signals.stale]
     return rows_of([Segment(s.stop - n, s.stop, "chunk") for s, n in zip(signals.stale, counts, strict=True)])
 
 
 def _top_rows(signals: Signals) -> torch.Tensor:
-    """The rows with the highest product of the signals; ties go to the lower row."""
+    """Choose the rows with the highest product of the signals; ties go to the lower row."""
     given = [signal[signals.candidates] for signal in signals.measured.values() if signal is not None]
     order = torch.argsort(torch.stack(given).prod(dim=0), descending=True, stable=True)
     return signals.candidates[order[: signals.budget]]
