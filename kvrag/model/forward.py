@@ -8,7 +8,6 @@ evaluated at the rows' true positions.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -24,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.kv import KVBuffer
 from kvrag.model.rows import EVERYTHING, Limits, Reach, Rows
+from kvrag.threads import fork_lock
 
 ATTENTION = "kvrag"
 """Name of the implementation. It holds neither "flash" nor "/", which transformers treats specially."""
@@ -168,24 +168,13 @@ class _Own:
 
     attention: str = EAGER
     is_dense: bool = False
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=fork_lock)
 
 
 _current = _Current()
 _ATTENTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
 _own: dict[int, _Own] = {}  # by id of the config, which the switch is part of
-_guard = threading.Lock()
-
-
-def _after_fork() -> None:
-    """Make new locks in a forked process: the threads that held them are not there."""
-    global _guard
-    _guard = threading.Lock()
-    for own in _own.values():
-        own.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_guard = fork_lock()
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:
