@@ -19,8 +19,8 @@ from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import Extend, PlainLM
+from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
 from kvrag.store.layers import parts

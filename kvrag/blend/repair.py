@@ -13,9 +13,8 @@ import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of
 from kvrag.model import CausalLM, StopForward
-from kvrag.model.kv import KVBuffer
 from kvrag.model.rope import Rotations
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 
 SHIFT_SKIP = 4  # head rows of a chunk that don't count towards its mean change: former sinks change in their own way
 SHIFT_MIN_ROWS = 3  # fewer repaired rows than this give no estimate of a chunk's change worth applying

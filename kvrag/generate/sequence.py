@@ -22,7 +22,7 @@ from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import text_digest
-from kvrag.model.load import LoadedModel
+from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import explain_plan
