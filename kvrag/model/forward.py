@@ -7,7 +7,6 @@ Attention that calls no attention function can't be replaced; it gets the model'
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -22,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.threads import fork_lock
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
@@ -151,24 +151,13 @@ class _Own:
 
     attention: str = EAGER
     is_dense: bool = False
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=fork_lock)
 
 
 _current = _Current()
 _ATTENTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
 _own: dict[int, _Own] = {}  # by id of the config, which the switch is part of
-_guard = threading.Lock()
-
-
-def _after_fork() -> None:
-    """Make new locks in a forked process: the threads that held the old ones are gone."""
-    global _guard
-    _guard = threading.Lock()
-    for own in _own.values():
-        own.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_guard = fork_lock()
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:

@@ -1,4 +1,4 @@
-"""Precompute: token ids of chunks → position-free KV, several chunks per forward, each encoded behind the same prefix."""
+"""Token ids of chunks → position-free KV, several chunks per forward, each encoded behind the same prefix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from kvrag.types import ChunkKV, LayerKV
 
 @torch.inference_mode()
 def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer, ChunkKV | None]:
-    """Run the prefix once: its buffer for :func:`encode_chunks`, and its KV for the store; ``None`` for an empty prefix."""
+    """Encode the prefix, ``P`` tokens; return a buffer of its rows for :func:`encode_chunks`, and its KV for the store.
+
+    For an empty prefix the KV is ``None``.
+    """
     length = len(prefix_ids)
     buffer = model.buffer(length)
     if not length:
@@ -26,8 +29,20 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer,
 def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
     """Encode several chunks, none empty, in one forward, each as if it stood alone behind the prefix, whose buffer stays as it is.
 
-    On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart; elsewhere,
-    and where a window cuts them, they are a padded batch, which is faster on a CPU. The KV is contiguous, on the host.
+    On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart. Elsewhere,
+    and where a window cuts them, they are a padded batch, which is faster on a CPU.
+
+    Parameters
+    ----------
+    prefix
+        Buffer of :func:`encode_prefix`, ``P`` rows; it is not changed.
+    chunks
+        Token ids of each chunk, none empty.
+
+    Returns
+    -------
+    list of ChunkKV
+        In the given order, contiguous on the host, in the model's dtype.
     """
     longest = prefix.capacity + max(map(len, chunks))
     is_packed = len(chunks) > 1 and model.device.type == "cuda" and model.can_pack(longest) and _has_kernel(model)
@@ -42,7 +57,7 @@ def _has_kernel(model: CausalLM) -> bool:
 
 
 def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode chunks as a batch, shorter ones padded on the right: no row of a chunk sees padding, for attention is causal."""
+    """Encode chunks as a batch, padded on the right: attention is causal, so no row of a chunk sees padding; see :func:`encode_chunks`."""
     start, longest = prefix.capacity, max(map(len, chunks))
     padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
     buffer = _behind(model, prefix, start + longest, len(chunks))
@@ -51,7 +66,7 @@ def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
 
 
 def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode chunks one after the other, without padding and with the prefix's KV once."""
+    """Encode chunks one after the other in one sequence, without padding and with one copy of the prefix; see :func:`encode_chunks`."""
     ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
     buffer = _behind(model, prefix, ends[-1], 1)
     rows = Rows.packed(prefix.capacity, [len(ids) for ids in chunks], model.device)

@@ -226,7 +226,7 @@ def test_what_is_no_file_is_a_miss_and_does_not_hinder_a_put(filled, root, damag
     assert filled.get(ME) is None
     (hole,) = filled.get_many([ME], timeout_s=PATIENT_S)
     assert isinstance(hole, Hole)
-    assert filled.delete([KEYS[1]]) == 1
+    assert filled.delete([KEYS[1]]) in (0, 1), "it may have been erased by then"
     damage_again = path_of(root, ME)
     damage_again.touch()
     damage(damage_again)

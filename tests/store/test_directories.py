@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+from contextlib import suppress
 
 import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, PATIENT_S, fill, flip, listing, path_of, present, put
@@ -54,12 +55,9 @@ def test_links_to_folders_are_not_followed(shipped, opened, key, tmp_path, place
         assert store.get(CHUNKS[0]) is None
         assert KEYS[0] not in store.blobs.keys()  # noqa: SIM118 - blobs are no dict
     with pytest.raises(StoreError, match="can't be written"):
-        put(store, 0 if place == "shard" else 9)
-        put(store, 0)
-    try:
+        fill(store, 9 if place == "tmp" else 0)
+    with suppress(StoreError):
         store.clear()
-    except StoreError as error:
-        assert "can't be erased" in str(error)
     assert listing(elsewhere) == before
 
 

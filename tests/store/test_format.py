@@ -1,6 +1,7 @@
 """What a blob is: a plain safetensors file, aligned, whole and finite, however its chunk is cut into parts and reads."""
 
 import json
+import re
 import stat
 import struct
 
@@ -98,7 +99,7 @@ def test_layers_of_any_size_come_back(monkeypatch, sizes, step_bytes):
     strided = [(torch.randn(1, 3, sizes[0]), torch.randn(sizes[1] + 1, 3, 1).permute(2, 1, 0)) for _ in range(5)]
     layers = (KV.layers[0], *(LayerKV(keys, values) for keys, values in strided), KV.layers[1])
     raw = blob_of(ME, ChunkKV(layers))
-    assert same_bits(read(raw, ME), ChunkKV(tuple(LayerKV(l.keys, l.values.contiguous()) for l in layers)))
+    assert same_bits(read(raw, ME), ChunkKV(tuple(LayerKV(each.keys, each.values.contiguous()) for each in layers)))
     steps_of.cache_clear()
 
 
@@ -139,9 +140,7 @@ def is_accepted(values):
     try:
         encode(make_identity(tokens=1), ChunkKV((LayerKV(torch.zeros(1, 1, 1, dtype=values.dtype), values),)))
     except StoreError as error:
-        assert "values of layer 0" in str(error)
-        assert "not finite" in str(error)
-        return False
+        return not re.search("values of layer 0 .* not finite", str(error))
     return True
 
 

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, Killed, ended, files, fill, in_child, present, put
@@ -56,10 +57,8 @@ def killed_at(monkeypatch, action, step):
     with monkeypatch.context() as patch:
         for owner, name in STEPS:
             patch.setattr(owner, name, wrap(getattr(owner, name)))
-        try:
+        with suppress(Killed):
             action()
-        except Killed:
-            pass
     return bool(reached)
 
 

@@ -1,4 +1,4 @@
-"""A request waits for its store once, and gets a hole with its reason for what is not there in time; and what is read ahead is read once."""
+"""A request waits for its store once, and gets a hole for what is not there in time; what is read ahead is read once."""
 
 import threading
 import time
