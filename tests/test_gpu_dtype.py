@@ -99,7 +99,7 @@ def test_it_passes_the_same_gate(engine_of: MakeEngine, monkeypatch: pytest.Monk
     asked: list[str] = []
 
     def refuse(gate: Gate, loaded: object) -> None:
-        asked.append(gate._kv_dtype)
+        asked.append(gate.kv_dtype)
         raise ConfigError("this model does not bear it")
 
     monkeypatch.setattr(Gate, "admit", refuse)

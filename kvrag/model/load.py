@@ -47,8 +47,7 @@ from kvrag.model.source import (
 
 logger = logging.getLogger(__name__)
 
-PROOF_VERSION = 2
-"""Version of the checks; a change invalidates every kept proof."""
+PROOF_VERSION = 2  # of the checks; a change invalidates every kept proof
 
 
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()

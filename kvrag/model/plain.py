@@ -126,8 +126,7 @@ class PlainLM:
     """A loaded model that answers without reuse: any that ``AutoModelForCausalLM`` gives. ``refusal`` says why, as a sentence."""
 
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
-        self.model, self.refusal = model, refusal
-        self.config = model.config.get_text_config()
+        self.model, self.refusal, self.config = model, refusal, model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(self.config.vocab_size)

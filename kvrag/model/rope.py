@@ -152,8 +152,7 @@ def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return empty, empty
 
 
-NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True)
-"""Keys without positions."""
+NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True)  # keys without positions
 
 
 def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,8 +36,7 @@ class Reach:
         return (self.window or num_keys) >= num_keys and (self.chunk or num_keys) >= num_keys
 
 
-EVERYTHING = Reach()
-"""No limit but causality."""
+EVERYTHING = Reach()  # no limit but causality
 
 
 @dataclass(frozen=True, slots=True)
