@@ -20,7 +20,8 @@ from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_co
 from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, EngineStats, Request
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
-from kvrag.model.load import LoadedModel, load
+from kvrag.model.lm import LoadedModel
+from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute.documents import check_items, check_kv_dir, check_namespace, chosen_documents, chosen_keys

@@ -22,12 +22,11 @@ from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import text_digest
-from kvrag.model.load import LoadedModel
+from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import explain_plan
-from kvrag.prompt.lookup import Lookup
-from kvrag.prompt.plan import Plan, plan_prompt
+from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.store import TieredStore
@@ -36,8 +35,9 @@ from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Miss
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNNING = 8
-"""Requests of this process that hold the KV of their prompts at one time; what comes beyond them is planned, and waits for its turn."""
+MAX_RUNNING = (
+    8  # requests of this process that hold the KV of their prompts at one time; the others wait for their turn
+)
 
 TURNS = Turns(MAX_RUNNING)
 
@@ -59,12 +59,7 @@ class Request:
 class Answering:
     """What the requests of one engine share: the model, the store, and the texts that are known to it.
 
-    Parameters
-    ----------
-    loaded, store, store_config
-        Model, tokenizer, KV store and its limits.
-    write_back
-        Takes what answered prompts missed; ``None`` where that is computed each time.
+    ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time.
     """
 
     loaded: LoadedModel
@@ -137,12 +132,7 @@ class Answering:
     ) -> Iterator[tuple[Prefilled, Clock]]:
         """Plan a prompt, wait for its turn, and prefill, with room for the answer; when memory runs out, once more without reuse.
 
-        Raises
-        ------
-        ContextLengthError, OutOfMemoryError, InputError
-            As :meth:`kvrag.engine.KVRagEngine.generate`.
-        CancelledError
-            If ``cancel`` is set before the turn comes.
+        Raises what :meth:`kvrag.engine.KVRagEngine.generate` does, and ``CancelledError`` if ``cancel`` is set before the turn comes.
         """
         clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
@@ -185,8 +175,6 @@ class Answering:
 
         Parameters
         ----------
-        request, config
-            The prompt, how to treat it, and how to choose tokens.
         start
             When the caller asked, on ``time.perf_counter``'s clock.
         emit
@@ -194,35 +182,22 @@ class Answering:
         cancel
             Ends decoding before its next forward.
         """
-        with self.prefilled(request, max_new_tokens=config.max_new_tokens, cancel=cancel) as (done, clock):
-            result = self._decode(done, clock, config, start, emit, cancel)
-        if self.write_back and done.missed:
-            self.write_back.offer(done.missed)
-        return result
-
-    def _decode(
-        self,
-        done: Prefilled,
-        clock: Clock,
-        config: SamplingConfig,
-        start: float,
-        emit: Emit,
-        cancel: threading.Event,
-    ) -> GenerationResult:
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
-        penalty = getattr(defaults, "repetition_penalty", None) or 1.0
-        with clock.stage("decode"):
+        penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
+        with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
             answer = decode(
                 done.extend,
                 done.logits,
                 Sampler(config, done.token_ids, repetition_penalty=penalty),
                 TextStream(encoder.decode, config.stop),
-                max_new_tokens=config.max_new_tokens,
+                max_new_tokens=limit,
                 eos_ids=eos_token_ids(defaults, encoder.tokenizer),
                 emit=emit,
                 cancel=cancel,
             )
-        end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
+            end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
+        if self.write_back and done.missed:
+            self.write_back.offer(done.missed)
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
@@ -253,8 +228,7 @@ def _retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release:
     if release() or mode != "full":
         logger.warning("out of memory with reuse (%s); trying once more without", reason)
         gc.collect()  # the failed attempt's buffers go before the next one allocates
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         done, reason = _attempt(attempt, "full")
     if done is None:
         raise OutOfMemoryError(
@@ -274,6 +248,9 @@ def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled |
         return None, str(error)
 
 
+SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens", "loaded_bytes")
+
+
 class EngineStats:
     """How answers were made since an engine was opened: totals over requests, thread-safe."""
 
@@ -284,23 +261,13 @@ class EngineStats:
     def count(self, result: Counted) -> Counted:
         """Add one request, and return it."""
         with self._lock:
-            self._totals.update(
-                {
-                    "requests": 1,
-                    f"requests_{result.exactness}": 1,
-                    "prompt_tokens": result.prompt_tokens,
-                    "cached_tokens": result.cached_tokens,
-                    "repaired_tokens": result.repaired_tokens,
-                    "computed_tokens": result.computed_tokens,
-                    "loaded_bytes": result.loaded_bytes,
-                    "fallbacks": int(result.fallback_reason is not None),
-                }
-            )
+            self._totals.update(["requests", f"requests_{result.exactness}"])
+            self._totals.update({name: getattr(result, name) for name in SUMMED})
+            self._totals["fallbacks"] += result.fallback_reason is not None
         return result
 
     def snapshot(self) -> dict[str, Any]:
         """Return the totals and the overall reuse ratio."""
         with self._lock:
-            totals = dict(self._totals)
-        prompt = totals.get("prompt_tokens", 0)
-        return {**totals, "kv_reuse_ratio": totals.get("cached_tokens", 0) / prompt if prompt else 0.0}
+            totals = self._totals.copy()
+        return {**totals, "kv_reuse_ratio": totals["cached_tokens"] / max(totals["prompt_tokens"], 1)}

@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 from kvrag.types import ChunkKV, LayerKV
 
 
@@ -28,7 +27,7 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer,
 
 @torch.inference_mode()
 def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode several chunks in one forward, each as if it stood alone behind the prefix.
+    """Encode several chunks, none empty, in one forward, each as if it stood alone behind the prefix, whose buffer stays as it is.
 
     On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart. Elsewhere,
     and where a window cuts them, they are a padded batch, which is faster on a CPU.
@@ -51,7 +50,7 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
 
 
 def _has_kernel(model: CausalLM) -> bool:
-    """Whether the attention that packing is made for is computed by a kernel; without one, a padded batch keeps torch's fused attention."""
+    """Whether a kernel computes the attention; without one, a padded batch keeps torch's fused attention."""
     import kvrag_kernels
 
     return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"

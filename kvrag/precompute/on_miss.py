@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import content_key, text_digest
-from kvrag.model.load import LoadedModel
+from kvrag.model.lm import LoadedModel
 from kvrag.precompute.run import Guard, Precompute
 from kvrag.store import TieredStore
 from kvrag.threads import POOL

@@ -23,7 +23,8 @@ from kvrag.blend.stitch import stitch
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.weights import keep
 from kvrag.model import CausalLM
-from kvrag.model.load import LoadedModel, kept_file
+from kvrag.model.lm import LoadedModel
+from kvrag.model.load import kept_file
 from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV, KVDtype

@@ -16,8 +16,8 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, ids_digest
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
-from kvrag.model.load import LoadedModel
+from kvrag.model.lm import LoadedModel
+from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.spans import text_entry
