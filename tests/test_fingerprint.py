@@ -263,6 +263,19 @@ def test_a_slow_tokenizer_counts_with_vocabulary_and_files() -> None:
     assert tokenizer_digest(SlowTokenizer()) == tokenizer_digest(SlowTokenizer())
 
 
+def test_what_has_no_files_and_no_order_is_described_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_files = tokenizer_digest(SlowTokenizer())
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(SlowTokenizer, "save_vocabulary", refuse)
+    assert tokenizer_digest(SlowTokenizer()) != with_files
+    config = tiny_model().config
+    config.no_rope_layers = {"b", "a"}
+    assert '"no_rope_layers":["a","b"]' in rope_text(config)
+
+
 # -- the rest of the way from a source to its fingerprint --------------------------------------------------------------------
 
 
