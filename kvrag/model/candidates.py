@@ -14,20 +14,27 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.model.rope import NO_ROTATION, ApplyRotary, MakeTables, Rotation, spread
+from kvrag.model.rope import (
+    NO_ROTATION,
+    ApplyRotary,
+    MakeTables,
+    Rotation,
+    adapt,
+    complex_product,
+    from_module,
+    from_sinusoids,
+    spread,
+)
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
-
 STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "temporal_block", "ssm")
 """Parts of a layer that carry a state from token to token."""
-
 SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
 """Last modules that shape keys before they are rotated; a norm comes after its projection."""
 
@@ -187,34 +194,3 @@ def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int) -> I
         )
         for start in dict.fromkeys((0, key_dim - width)):
             yield Rotation(name, make, apply, magnitude, width, start, is_aligned)
-
-
-def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
-    """Return a modelling module's rotation behind our signature; ``None`` if it takes other arguments than are known."""
-    parameters = list(inspect.signature(function).parameters)
-    if parameters[:4] == ["q", "k", "cos", "sin"]:
-        return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
-    if parameters == ["tensor", "sin", "cos"]:  # GPT-J: (B, T, H, D), sine first
-        return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)
-    return None
-
-
-def complex_product(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Multiply pairs of neighbours as complex numbers: the rotation by a complex table."""
-    pairs = torch.view_as_complex(keys.reshape(*keys.shape[:-1], -1, 2).contiguous())
-    return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)
-
-
-def from_module(
-    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tables of a rotary module; ``kinds``: the layer type, where it asks for one."""
-    made = module(torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds)
-    cos, sin = (made.real, made.imag) if is_complex else made
-    return cos[0].float(), sin[0].float()
-
-
-def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tables of a buffer of sinusoids, sine first (GPT-J)."""
-    sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
-    return cos, sin

@@ -79,9 +79,7 @@ class CausalLM:
 
     def _check_angles(self, positions: torch.Tensor) -> None:
         """Refuse a model whose angles at a position depend on the prompt's length, unless it is known from which length on."""
-        if self.reuse_window < self.context_window:
-            return
-        for rotation in self._rotations:
+        for rotation in self._rotations if self.reuse_window == self.context_window else ():
             short, long = rotation.tables(positions[:3]), rotation.tables(positions)
             if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
                 name = f"{type(self.model).__name__} ({rotation.name})"

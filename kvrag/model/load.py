@@ -13,6 +13,7 @@ import platform
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -172,11 +173,8 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
     if proof.failure is not None:
         return refuse(lm.model, proof.failure)
     if not proof.is_conclusive:
-        logger.warning(
-            "in %s this model amplifies roundings so much that its proof could miss a mistake; prove it in float32 as well: kvrag verify "
-            "MODEL --dtype float32",
-            lm.dtype,
-        )
+        words = "in %s this model amplifies roundings so much that its proof could miss a mistake; prove it in float32 as well: %s"
+        logger.warning(words, lm.dtype, "kvrag verify MODEL --dtype float32")
     logger.info("reuse is proven for this model in %.2f s (largest difference %.1e)", proof.seconds, proof.max_error)
     keep(file, json.dumps(proof.to_dict()))  # where it can't be written, it is proven again next time
     return lm
@@ -203,8 +201,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
 
 def kept_proof(file: Path) -> Proof | None:
     """Read a proof that passed; anything else in its place, damaged or failed, is none."""
-    try:
+    with suppress(OSError, ValueError):
         proof = TypeAdapter(Proof).validate_json(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return proof if proof.passed else None
+        return proof if proof.passed else None
+    return None

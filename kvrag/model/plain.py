@@ -79,12 +79,11 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 def regime_limit(config: Any) -> int | None:
     """Return the longest prompt that longrope (Phi 3) rotates by the angles of shorter ones; ``None`` where the length doesn't matter."""
-    limits = [
-        int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
-        for rope in rope_parameters(config)
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(limits, default=None)
+    ropes, name = (
+        [r for r in rope_parameters(config) if r.get("rope_type") == "longrope"],
+        "original_max_position_embeddings",
+    )
+    return min((int(rope.get(name) or getattr(config, name)) for rope in ropes), default=None)
 
 
 def check_placement(model: PreTrainedModel) -> None:

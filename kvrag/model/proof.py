@@ -235,11 +235,9 @@ class _Trial:
             captured.clear()
             with evaluating(lm.model):
                 lm.model(input_ids=tokens[None], past_key_values=cache, use_cache=True, position_ids=positions[None])
-        rotary, worst = lm.rotary(start + len(tokens)), 0.0
-        for layer, keys in {**captured, 0: first}.items():
-            rotated, cached = rotary[layer].rotate(keys[0].transpose(0, 1), positions), cache.layers[layer].keys[0]
-            worst = max(worst, float((rotated - cached).abs().max() / cached.abs().max()))
-        return worst, limit
+        rotary, cached = lm.rotary(start + len(tokens)), [layer.keys[0] for layer in cache.layers]
+        found = {n: rotary[n].rotate(keys[0].transpose(0, 1), positions) for n, keys in {**captured, 0: first}.items()}
+        return max(gap(keys, cached[n]) / float(cached[n].abs().max()) for n, keys in found.items()), limit
 
 
 def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:

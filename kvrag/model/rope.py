@@ -6,8 +6,10 @@ So the model's own function serves every layout, and with ``-sin`` it is the inv
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -160,3 +162,34 @@ def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int)
     zeros = torch.zeros_like(cos)[None]
     signs = apply(ones[:, :, :1], zeros[:, :1], torch.ones_like(cos[None, :1]))  # J(1): +1 or -1
     return apply(ones, cos[None], zeros)[0, 0], (apply(ones, zeros, sin[None]) * signs)[0, 0]
+
+
+def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
+    """Return a modelling module's rotation behind our signature; ``None`` if it takes other arguments than are known."""
+    parameters = list(inspect.signature(function).parameters)
+    if parameters[:4] == ["q", "k", "cos", "sin"]:
+        return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
+    if parameters == ["tensor", "sin", "cos"]:  # GPT-J: (B, T, H, D), sine first
+        return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)
+    return None
+
+
+def complex_product(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Multiply pairs of neighbours as complex numbers: the rotation by a complex table."""
+    pairs = torch.view_as_complex(keys.reshape(*keys.shape[:-1], -1, 2).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)
+
+
+def from_module(
+    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables of a rotary module; ``kinds``: the layer type, where it asks for one."""
+    made = module(torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds)
+    cos, sin = (made.real, made.imag) if is_complex else made
+    return cos[0].float(), sin[0].float()
+
+
+def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables of a buffer of sinusoids, sine first (GPT-J)."""
+    sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
+    return cos, sin

@@ -162,14 +162,13 @@ def loading_options(source: ModelSource) -> dict[str, Any]:
 
 def load_tokenizer(source: ModelSource) -> Any:
     """Return the tokenizer: the one given, or that of the directory given, or the model's own."""
-    if isinstance(source.tokenizer, (str, os.PathLike)):
-        home, options = os.fspath(source.tokenizer), hub_options(source, own_files=False)
-    elif source.tokenizer is not None:
+    is_named = isinstance(source.tokenizer, (str, os.PathLike))
+    if source.tokenizer is not None and not is_named:
         return source.tokenizer
-    else:
-        home, options = directory(source), hub_options(source)
-        if not os.path.exists(os.path.join(home, "tokenizer_config.json")):
-            home = base_directory(source)
+    home = os.fspath(source.tokenizer) if is_named else directory(source)
+    if not is_named and not os.path.exists(os.path.join(home, "tokenizer_config.json")):
+        home = base_directory(source)
+    options = hub_options(source, own_files=not is_named)
     return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
 
 

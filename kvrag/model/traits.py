@@ -146,7 +146,7 @@ def find_traits(
     name, given = type(model).__name__, seen.first_input[0]
     if _differs_within_states(given) > _tolerance(given):
         raise UnsupportedModelError(
-            f"{name} adds its absolute position to each token before the first layer, so a chunk's KV fits one position only"
+            f"{name} adds its absolute position to each token before the first layer, so KV fits one position only"
         )
     if any(tensor.dim() != 4 for pair in seen.kv.values() for tensor in pair):
         raise UnsupportedModelError(f"{name} keeps KV in its own shape; kvrag needs (batch, heads, tokens, head dim)")
