@@ -106,13 +106,12 @@ class KVRagEngine:
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
-        self._erasures = erasures_of(self.kv_dir)
+        self._erasures, self._prefix = erasures_of(self.kv_dir), prefix
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
+        self._digest_of(namespace)
         self._gate = Gate(self.store_config.read_dtype)
-        self._prefix = prefix
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
-        self._stats = EngineStats()
-        self._lock = fork_lock()
+        self._stats, self._lock = EngineStats(), fork_lock()
         self._loaded: LoadedModel | None = None
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None

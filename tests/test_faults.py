@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -73,10 +74,14 @@ def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(
         interrupt.wait(60)
         os.kill(os.getpid(), 2)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
     thread = threading.Thread(target=press)
     thread.start()
-    with pytest.raises(KeyboardInterrupt) as kept:
-        engine.generate("a b c", max_new_tokens=3000)
+    try:
+        with pytest.raises(KeyboardInterrupt) as kept:
+            engine.generate("a b c", max_new_tokens=3000)
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     assert kept.tb is not None
     assert _settles(forwards)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -96,7 +95,8 @@ class Layout:
 
     def only_exact_head(self) -> Layout:
         """Return the layout that reuses only the leading exact segments."""
-        head = tuple(takewhile(lambda segment: segment.exact, self.segments))
+        inexact = [index for index, segment in enumerate(self.segments) if not segment.exact]
+        head = self.segments[: inexact[0]]  # there is one: the last row is live
         return Layout((*head, Segment(head[-1].stop if head else 0, self.num_tokens, "live")))
 
     def only_live(self) -> Layout:
@@ -148,7 +148,7 @@ def num_rows_of(segments: Iterable[Segment]) -> int:
 
 def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
     """Return the rows of segments, int64, ascending."""
-    return torch.cat([torch.arange(0), *(torch.arange(s.start, s.stop) for s in segments)])
+    return torch.cat([torch.arange(0), *[torch.arange(s.start, s.stop) for s in segments]])
 
 
 def mask_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:

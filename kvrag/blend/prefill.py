@@ -135,12 +135,12 @@ def prefill(
         layout, also = decide(layout.without(holes), mode, config, num_layers=model.num_layers)
         reason = because(because(in_words(list(holes.values())), also), reason)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors]) if layout.reused else 0
-    dtypes = [kvs[s.source].kv_dtype for s in layout.reused if kvs[s.source].kv_dtype != "auto"]
+    dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     selected, logits = _blend(model, buffer, layout, kvs, ids, config, clock)
     # Where every row was computed, whatever was loaded, nothing rounded is left.
     has_cached = num_rows_of(layout.reused) > len(selected)
-    kv_dtype: KVDtype = dtypes[0] if dtypes and has_cached else "auto"
+    kv_dtype: KVDtype = dtypes.pop() if dtypes and has_cached else "auto"
     is_exact = kv_dtype == "auto" and len(selected) == num_rows_of(layout.stale)
     return Prefilled(
         extend=model.extension(buffer, layout.num_tokens),
@@ -193,12 +193,14 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
     for layer, shape in zip(kv.layers, shapes, strict=True):
         rows = shape.num_heads, num_tokens
         keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
-        wanted = [keys, values]
-        if layer.scales is not None:
-            try:
-                wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)]
-            except StoreError:
+        if layer.scales is None:
+            if (layer.keys.shape, layer.values.shape) != (keys, values):
                 return False
+            continue
+        try:
+            wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)]
+        except StoreError:
+            return False
         if [tensor.shape for tensor in layer.tensors] != wanted:
             return False
     return True

@@ -165,10 +165,10 @@ class WriteBack:
 
     def _store(self, missed: Missed) -> Counter[str]:
         """Store the chunks of one prompt that are still missing, and return the counts; no error gets out."""
-        guard, rest, skipped = _MissGuard(self, missed), "failed", 0
+        guard, rest, skipped, run = _MissGuard(self, missed), "failed", 0, None
         space, prefix = missed.namespace, missed.prefix
-        run = Precompute(self.loaded, self.store, self.config, prefix=prefix, namespace=space, guard=guard)
         try:
+            run = Precompute(self.loaded, self.store, self.config, prefix=prefix, namespace=space, guard=guard)
             guard.before_forward()
             wanted = [(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)]
             skipped = len(missed.chunks) - len(wanted)
@@ -178,7 +178,7 @@ class WriteBack:
         except Exception as error:  # the answer has been given
             level = logging.DEBUG if self.closed.is_set() else logging.WARNING
             logger.log(level, "missed chunks were not stored: %s", error)
-        counts = Counter(stored=run.stored, skipped=skipped + run.skipped)
+        counts = Counter(stored=run.stored, skipped=skipped + run.skipped) if run is not None else Counter[str]()
         counts[rest] += len(missed.chunks) - counts.total()
         return counts
 

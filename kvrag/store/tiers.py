@@ -450,7 +450,8 @@ class TieredStore:
         for tier in self.tiers:
             tier.clear(namespace)
         if namespace is None:
-            self.events.cleared(self.name)
+            for name in (self.name, *(tier.name for tier in self.tiers)):
+                self.events.cleared(name)
         else:
             self.events.removed(self.name, sorted(keys), "deleted")
         catalog.scrub()
