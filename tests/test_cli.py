@@ -351,7 +351,7 @@ def test_rounded_kv_from_precompute_to_answer(run: Run, notes: Path) -> None:
 
 
 def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.cli.measure.read_bandwidth.__kwdefaults__", {"num_bytes": 2**20})
+    monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 1)
     values = json.loads(run("estimate", "--measure", "--json").stdout)
     assert values["prefill_tokens_per_s"] > 0
     assert values["disk_bytes_per_s"] > 0

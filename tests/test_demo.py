@@ -23,9 +23,9 @@ from demo.questions import Question, read_questions, spread
 from demo.report import print_report
 from demo.run import Sizes, run_demo
 from kvrag.cli.app import app
-from kvrag.cli.demo import demo
+from kvrag.cli.app import demo
 from kvrag.cli.documents import read_documents, split_documents, split_text
-from kvrag.cli.measure import full_prefill
+from demo.baseline import full_prefill
 from kvrag.config import RepairConfig
 from kvrag.errors import ConfigError, InputError, MissingDependencyError
 from kvrag.testing.models import tiny_model
@@ -89,7 +89,7 @@ def test_a_folder_is_read_below_too_and_chunks_are_named_by_path_and_number(tmp_
     (tmp_path / "empty.md").write_text(" \n")
     documents = read_documents([tmp_path])
     assert [Path(path).name for path in documents] == ["b.txt", "a.md"]
-    chunks = split_documents(documents, count_words, chunk_tokens=3, min_tokens=2)
+    chunks = split_documents(documents, count_words, chunk_tokens=3)
     assert [(Path(chunk.id).name, chunk.text, chunk.num_tokens) for chunk in chunks] == [
         ("a.md#0", "one two three", 3),
         ("a.md#1", "four five six", 3),
