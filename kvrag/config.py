@@ -24,8 +24,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-KeySource = Callable[[], bytes] | str
-"""Where a key comes from: a function that returns it, or ``"env:NAME"``. Never the key itself."""
+KeySource = Callable[[], bytes] | str  # a function that returns the key, or "env:NAME"; never the key itself
 
 # -- how a config is made and checked ----------------------------------------------------------------------------------
 

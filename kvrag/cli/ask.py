@@ -210,10 +210,8 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
     about |= {f"note {number}": note for number, note in enumerate(proof.notes, start=1)}
     limit = "" if max_error is None else f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
     about["result"] = ("passed" if is_passed else "FAILED") + limit
-    rows = [
-        (c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", "ok" if c.passed else "FAILED")
-        for c in proof.checks
-    ]
+    verdict = ("FAILED", "ok")
+    rows = [(c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", verdict[c.passed]) for c in proof.checks]
     columns = "promise|claim|unit|>largest difference|>allowed|"
     checks = grid("Reuse on this model against transformers' own forward", columns, rows)
     found = {**about, "passed": is_passed, "proof": proof.to_dict()}

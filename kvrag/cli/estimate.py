@@ -174,10 +174,8 @@ def _speeds(
     return {
         "prefill_tokens_per_s": prefill,
         "disk_bytes_per_s": disk,
-        "break_even_bytes_per_s": None if prefill is None else arithmetic.break_even_bandwidth(per_token, prefill),
-        "speedup": None
-        if prefill is None or disk is None
-        else arithmetic.reuse_speedup(per_token, prefill, disk, ratio),
+        "break_even_bytes_per_s": prefill and arithmetic.break_even_bandwidth(per_token, prefill),
+        "speedup": prefill and disk and arithmetic.reuse_speedup(per_token, prefill, disk, ratio),
     }
 
 
