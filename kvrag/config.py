@@ -1,8 +1,6 @@
-"""The public configs, and how options are checked.
+"""The public configs: frozen pydantic dataclasses, from whose fields the command line and the adapters derive their options.
 
-A config is a frozen pydantic dataclass: its fields, their ranges and their one-line help are declared here, once. The command line and
-the adapters derive their options from them. A wrong value or an unknown option is a :class:`~kvrag.errors.ConfigError` that names the
-field, the value, the range and the remedy.
+A wrong value or an unknown option is a :class:`~kvrag.errors.ConfigError` that names the field, the value and the range.
 """
 
 from __future__ import annotations
@@ -26,11 +24,7 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-KeySource = Callable[[], bytes] | str
-"""Where a key comes from: a function that returns it, or ``"env:NAME"``. Never the key itself."""
-
-NEAR = 0.8
-"""How similar (:func:`difflib.SequenceMatcher.ratio`) a misspelt option is to the one that was meant."""
+KeySource = Callable[[], bytes] | str  # a function that returns the key, or "env:NAME"; never the key itself
 
 # -- how a config is made and checked ----------------------------------------------------------------------------------
 
@@ -38,9 +32,8 @@ NEAR = 0.8
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def config_class(cls: type[T]) -> type[T]:
     """Make a frozen, hashable pydantic dataclass that raises :class:`ConfigError`; field docstrings become descriptions."""
-    made: Any = dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))(
-        cls
-    )
+    options = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    made: Any = dataclass(frozen=True, slots=True, config=options)(cls)
     validate = made.__init__
 
     @functools.wraps(validate)
@@ -66,21 +59,17 @@ def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> Co
     if isinstance(cause, ConfigError):
         return cause
     known, where = _names(cls), (*fault["loc"], "")[0]
-    name = (
-        known[where] if isinstance(where, int) and where < len(known) else str(where)
-    )  # a positional value's is a number
+    is_positional = isinstance(where, int) and where < len(known)
+    name = known[int(where)] if is_positional else str(where)
     if fault["type"] == "unexpected_keyword_argument":
         return unknown_option(name, known, of=cls.__name__)
     if name not in known:
         return ConfigError(f"{cls.__name__}: {fault['msg']}")
     schema = TypeAdapter(cls).json_schema()["properties"][name]
-    wanted = str(cause) if cause is not None else f"{_hint(given[name], schema)}it must be {_wanted(schema)}"
+    near = difflib.get_close_matches(str(given[name]), schema.get("enum", ()), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    wanted = str(cause) if cause is not None else f"{hint}it must be {_wanted(schema)}"
     return ConfigError(f"{cls.__name__}.{name} is {given[name]!r}; {wanted}")
-
-
-def _hint(value: object, schema: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(value, schema.get("enum", ()), n=1) if isinstance(value, str) else ()
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def _wanted(schema: Mapping[str, Any]) -> str:
@@ -109,13 +98,8 @@ def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
 def option_fields(cls: type, *names: str) -> dict[str, Any]:
     """Return ``{name: (type, field)}`` of a config's fields, without ranges: for ``pydantic.create_model`` and command lines."""
     hints, declared = get_type_hints(cls), cls.__pydantic_fields__  # type: ignore[attr-defined]
-    return {
-        name: (hints[name], Field(default=declared[name].default, description=declared[name].description))
-        for name in names
-    }
-
-
-# -- options that were passed to the wrong thing -----------------------------------------------------------------------
+    about = {name: {"default": declared[name].default, "description": declared[name].description} for name in names}
+    return {name: (hints[name], Field(**about[name])) for name in names}
 
 
 def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
@@ -127,29 +111,14 @@ def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
 
 
 def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str, misspelt: bool = True) -> None:
-    """Refuse options that would be dropped or fail late: those of a :class:`StoreConfig`, and misspelt ones of our own.
+    """Raise :class:`ConfigError` on options of a :class:`StoreConfig` that were passed to ``of``, and would be dropped or fail late.
 
-    Without ``encryption_key``, for instance, KV that was to be encrypted would be written plain.
-
-    Parameters
-    ----------
-    given
-        Names of options that are about to be handed on, or ignored.
-    own
-        Names of options that ``of`` has.
-    of
-        What the options were passed to.
-    misspelt
-        Whether to refuse names that are close to ``own`` ones too.
-
-    Raises
-    ------
-    ConfigError
-        Names the option, and where it belongs.
+    Without ``encryption_key``, for instance, KV that was to be encrypted would be written plain. With ``misspelt``, names close to
+    ``own`` ones are refused too.
     """
     own, stored = set(own), set(_names(StoreConfig))
     for name in given:
-        near = difflib.get_close_matches(name, sorted(own | stored), n=1, cutoff=NEAR)
+        near = difflib.get_close_matches(name, sorted(own | stored), n=1, cutoff=0.8)
         if near and near[0] in stored:
             where = f"store_config=StoreConfig({near[0]}=...)"
             raise ConfigError(f"{of} has no option {name!r}; pass it to the store: {where}")
@@ -188,9 +157,9 @@ def _span(value: object) -> object:
 
 def _stop_strings(value: object) -> object:
     """Accept ``None``, one string or an iterable of strings."""
-    items = (
-        () if value is None else (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
-    )
+    if value is None:
+        return ()
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     for item in items:
         if not isinstance(item, str) or not item:
             raise ConfigError(f"SamplingConfig.stop holds {item!r}; every stop must be a non-empty string")
@@ -207,9 +176,9 @@ def _key_source(value: object) -> object:
     """Refuse what does not say where a key comes from; the value may be a key, so it is not repeated."""
     is_variable = isinstance(value, str) and value.startswith("env:") and len(value) > len("env:")
     if value is not None and not is_variable and not callable(value):
+        kind = type(value).__name__
         raise ConfigError(
-            f"StoreConfig.encryption_key is of type {type(value).__name__}; it must be a function that returns the key, 'env:NAME', or "
-            "None. A key itself is not taken, because a config may be printed or pickled"
+            f"StoreConfig.encryption_key is of type {kind}; it must be a function that returns the key, 'env:NAME', or None, never a key"
         )
     return value
 
@@ -219,13 +188,12 @@ class RepairConfig:
     """How stitched KV is repaired."""
 
     strategy: Strategy = "query"
-    """Which rows are recomputed: ``query`` (those that the question attends to), ``hkvd`` (high KV deviation, CacheBlend),
-    ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
+    """Which rows are recomputed: ``query`` (those the question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd``
+    (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction = 0.10
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
     first_k: Count = 4
-    """Rows at the head of every chunk that is not exact, recomputed first. They count towards the ratio, and are recomputed even where
-    it is smaller."""
+    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it."""
     shift: Fraction = 0.5
     """Strength in [0, 1] of the residual shift: the mean change of a chunk's repaired rows, applied to its other rows."""
     mismatch_ratio: Fraction = 0.20
@@ -233,8 +201,7 @@ class RepairConfig:
     check_layer: Positive = 1
     """Layer at which ``hkvd`` measures deviation; at least 1, because layer 0 can't deviate."""
     probe_span: Annotated[tuple[float, float], BeforeValidator(_span)] = (1 / 3, 0.8)
-    """Layers whose attention ``query`` uses, as fractions of all layers, from and to. The middle layers tell best what a question asks
-    for: the first attend to neighbours, the last to the next token."""
+    """Layers whose attention ``query`` uses, as fractions of all layers, from and to."""
     seed: Count = 0
     """Seed of ``random``."""
 
@@ -251,19 +218,16 @@ class StoreConfig:
     ram_bytes: Count = 2 * 2**30
     """Budget of the host's memory tier, in bytes. The lowest priority leaves first, then what was not used for longest."""
     disk_bytes: Count | None = None
-    """Budget of the disk tier, in bytes of KV; ``None``: no limit. The chunks that are worth least leave first: lowest priority, then
-    least computing time saved per byte."""
+    """Budget of the disk tier, in bytes of KV; ``None``: no limit. The lowest priority leaves first, then the least time saved per byte."""
     min_free_bytes: Count = 256 * 2**20
-    """Bytes of the file system that the store leaves free for others. Chunks are evicted, or not stored, to keep them free. 0: nothing
-    is evicted for others, and a chunk that finds the disk full is not stored."""
+    """Bytes of the file system that the store leaves free for others. Chunks are evicted, or not stored, to keep them free. 0: none."""
     high_watermark: Fraction = 0.95
     """Fraction of ``disk_bytes`` above which eviction begins. For ``min_free_bytes`` it begins when they are not free."""
     low_watermark: Fraction = 0.85
-    """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes`` it ends when the difference
-    of the two, as a fraction of what is stored, is free as well."""
+    """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes``, when the difference of the
+    two, as a fraction of what is stored, is free as well."""
     durability: Literal["durable", "cache"] = "durable"
-    """``durable``: stored chunks survive a power cut; ``cache``: the latest ones may be lost, which saves waiting for the disk. Nothing
-    false is ever read, either way."""
+    """``durable``: stored chunks survive a power cut; ``cache``: the latest may be lost, which saves waiting for the disk."""
     read_only: Switch = False
     """Change nothing in the directory."""
     event_log: str | None = None
@@ -273,32 +237,28 @@ class StoreConfig:
     )
     """Called with each :class:`kvrag.store.StoreEvent`; must return quickly, and not use the store."""
     load_timeout_s: NonNegative = 10.0
-    """Seconds that a request waits for the store in all, for look-ups and loads. Chunks that are not there by then are computed."""
+    """Seconds that a request waits for the store in all. Chunks that are not loaded by then are computed."""
     min_chunk_tokens: Positive = 32
     """Shorter chunks are not stored: a row that must be repaired anyway saves nothing."""
     on_miss: Literal["compute", "store"] = "compute"
-    """What to do with chunks of a prompt that are not stored. ``compute``: compute them for the answer, each time. ``store``: after the
-    answer, precompute them in the background, without a document id, so that only budgets erase them. This holds for explicit
-    :class:`~kvrag.Chunk` segments and registered texts, never for live text such as a user's turn."""
+    """What to do with chunks of a prompt that are not stored. ``compute``: compute them for this answer alone. ``store``: after the
+    answer, precompute them in the background, without a document id. Live text, such as a user's turn, is never stored."""
     gpu_bytes: Count | None = 0
-    """Budget of the tier in the accelerator's memory, in bytes; ``None``: no limit, 0: no such tier. A model on the CPU has none. The
-    tier is emptied when memory runs out."""
+    """Budget of the tier in the accelerator's memory, in bytes; ``None``: no limit, 0: no such tier. Out of memory empties it."""
     gpu_fraction: Fraction = 0.1
-    """The same as a fraction of that memory; the lesser wins. Used where the size is known (CUDA and ROCm)."""
+    """The same as a fraction of that memory, on CUDA and ROCm; the lesser wins."""
     ram_fraction: Fraction = 0.5
-    """Budget of the host's memory tier as a fraction of the memory that this process may use; the lesser of this and ``ram_bytes`` wins."""
+    """Budget of the host's memory tier as a fraction of this process's memory; the lesser of this and ``ram_bytes`` wins."""
     disk_fraction: Fraction = 1.0
     """Budget of the disk tier as a fraction of the file system's size (1: no limit); the lesser of this and ``disk_bytes`` wins."""
     prefetch: Literal["best_effort", "wait", "timeout"] = "timeout"
-    """What a request does about prefetches that are still reading. ``best_effort``: compute instead; ``wait``: wait however long;
-    ``timeout``: wait until ``load_timeout_s`` is over."""
+    """What a request does about prefetches under way: ``best_effort``: compute; ``wait``; ``timeout``: wait ``load_timeout_s``."""
     kv_dtype: KVDtype = "auto"
-    """How KV is kept, on disk and in memory: ``auto`` (as the model computed it), or rounded to ``int8``, ``fp8`` or ``int4``, half of
-    bfloat16's bytes or less (docs/quantised.md). Rounded KV is close and never exact, and a model that it harms is refused. An engine
-    does not find KV of another type."""
+    """How KV is kept, on disk and in memory: ``auto`` (as computed), or rounded to ``int8``, ``fp8`` or ``int4`` (docs/quantised.md).
+    Rounded KV is never exact, and a model that it harms is refused. An engine does not find KV of another type."""
     ram_dtype: KVDtype | None = None
-    """How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``auto``: decoded once, which saves time and not memory. A rounded type
-    above ``kv_dtype="auto"``: exact KV stays on disk, and every read is rounded, from either tier."""
+    """How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``auto``: decoded once. A rounded type above ``kv_dtype="auto"``: exact
+    KV stays on disk, and every read is rounded, from either tier."""
     gpu_dtype: KVDtype | None = None
     """How the tier in the accelerator's memory keeps KV; ``None``: like the tier below. Otherwise as ``ram_dtype``, above either."""
     encryption_key: Annotated[
@@ -306,30 +266,23 @@ class StoreConfig:
         BeforeValidator(_key_source),
         WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^env:."}, {"type": "null"}]}),
     ] = Field(default=None, repr=False)
-    """Key of the store: a function that returns at least 32 bytes, or ``"env:NAME"``, an environment variable that holds them as hex
-    digits or base64. Blobs are encrypted with AES-256-GCM, the catalog with AES-SIV, and the names of namespaces and files are HMACs
-    (needs the extra ``crypto``). It is read when the store is opened. A store written with another key is left alone and gives no hits."""
+    """Key of the store: a function that returns at least 32 bytes, or ``"env:NAME"``, a variable that holds them as hex digits or base64.
+    Blobs are encrypted with AES-256-GCM, the catalog with AES-SIV, names are HMACs (needs the extra ``crypto``). It is read when the store
+    is opened. A store written with another key gives no hits."""
 
     def __post_init__(self) -> None:
         if self.low_watermark > self.high_watermark:
-            raise ConfigError(
-                f"StoreConfig.low_watermark is {self.low_watermark!r}; it must be a number in [0, {self.high_watermark:g}]"
-            )
+            wanted = f"it must be a number in [0, {self.high_watermark:g}]"
+            raise ConfigError(f"StoreConfig.low_watermark is {self.low_watermark!r}; {wanted}")
         if self.read_only and self.on_miss == "store":
-            raise ConfigError(
-                "StoreConfig.on_miss is 'store', and a read_only store takes nothing; leave one of them out"
-            )
-        if len({self.kv_dtype, self.ram_dtype} - {"auto", None}) > 1:
-            raise ConfigError(
-                f"StoreConfig.ram_dtype is {self.ram_dtype!r} above kv_dtype={self.kv_dtype!r}; KV is rounded once: let ram_dtype be "
-                "the same or 'auto', or keep exact KV on disk with kv_dtype='auto'"
-            )
-        is_decoded = self.kv_dtype != "auto" and self.ram_dtype == "auto"  # the memory tier holds no codes then
+            raise ConfigError("StoreConfig.on_miss is 'store', and a read_only store takes nothing; drop one of them")
         below = self.kv_dtype if self.ram_dtype in (None, "auto") else self.ram_dtype
-        if self.gpu_dtype not in (None, "auto") and (is_decoded or below not in ("auto", self.gpu_dtype)):
+        is_decoded = self.kv_dtype != "auto" and self.ram_dtype == "auto"  # the memory tier holds no codes then
+        is_twice = self.gpu_dtype not in (None, "auto") and (is_decoded or below not in ("auto", self.gpu_dtype))
+        if is_twice or len({self.kv_dtype, self.ram_dtype} - {"auto", None}) > 1:
             raise ConfigError(
                 f"StoreConfig.gpu_dtype is {self.gpu_dtype!r} above kv_dtype={self.kv_dtype!r} and ram_dtype={self.ram_dtype!r}; "
-                "KV is rounded once: let gpu_dtype be 'auto' or what the tier below keeps, or keep exact KV below with 'auto'"
+                "KV is rounded once: let each tier keep 'auto' or what the tier below keeps, or keep exact KV below with 'auto'"
             )
 
     @property
@@ -341,16 +294,13 @@ class StoreConfig:
     def __getstate__(self) -> list[Any]:
         """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""
         if callable(self.encryption_key):
-            raise ConfigError(
-                "a StoreConfig whose encryption_key is a function can't be pickled; use 'env:NAME' instead"
-            )
+            raise ConfigError("a StoreConfig whose encryption_key is a function can't be pickled; use 'env:NAME'")
         return [getattr(self, f.name) for f in fields(self)]
 
-    def __deepcopy__(self, _: dict[int, Any]) -> StoreConfig:
+    def __copy__(self, _: dict[int, Any] | None = None) -> StoreConfig:
         return self
 
-    def __copy__(self) -> StoreConfig:
-        return self
+    __deepcopy__ = __copy__
 
 
 @config_class

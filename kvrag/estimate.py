@@ -18,23 +18,11 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The part of a config that decides the size of KV.
+    """The part of a config that decides the size of KV; ``dtype`` is the checkpoint's, a key of :data:`ITEMSIZE`."""
 
-    Parameters
-    ----------
-    num_layers
-        Decoder layers ``L``.
-    num_kv_heads
-        Key/value heads ``H_kv`` per layer.
-    head_dim
-        Elements ``D`` of one key, and of one value.
-    dtype
-        The checkpoint's dtype, a key of :data:`ITEMSIZE`.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    num_layers: int  # L
+    num_kv_heads: int  # H_kv, per layer
+    head_dim: int  # D, elements of one key, and of one value
     dtype: str = "bfloat16"
 
 
@@ -68,12 +56,7 @@ def preset(name: str) -> ModelShape | None:
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """Read the shape from a ``config.json`` as transformers writes it.
-
-    Parameters
-    ----------
-    config
-        The parsed file; the text part of a multimodal config is found by itself.
+    """Read the shape from a parsed ``config.json``, or from the text part of a multimodal one.
 
     Raises
     ------
@@ -102,28 +85,14 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element.
-
-    Raises
-    ------
-    ConfigError
-        If kvrag does not run in this dtype.
-    """
+    """Return the bytes of one element; raise :class:`ConfigError` if kvrag does not run in this dtype."""
     if dtype not in ITEMSIZE:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(ITEMSIZE)}")
     return ITEMSIZE[dtype]
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
-    """Return the bytes of one token's KV over all layers: ``2 · L · H_kv · D · itemsize``.
-
-    Parameters
-    ----------
-    shape
-        The model.
-    dtype
-        Of the KV; default: the checkpoint's.
-    """
+    """Return the bytes of one token's KV over all layers: ``2 · L · H_kv · D · itemsize``; default dtype: the checkpoint's."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(dtype or shape.dtype)
 
 
@@ -132,10 +101,8 @@ def kept_bytes_per_token(shape: ModelShape, kv_dtype: KVDtype, *, chunk_tokens: 
 
     Parameters
     ----------
-    shape
-        The model.
-    kv_dtype
-        How it is kept: :class:`kvrag.StoreConfig`.
+    shape, kv_dtype
+        The model, and how its KV is kept: :class:`kvrag.StoreConfig`.
     chunk_tokens
         Tokens of a chunk, which share scales.
     dtype
@@ -160,12 +127,7 @@ def kept_bytes_per_token(shape: ModelShape, kv_dtype: KVDtype, *, chunk_tokens: 
 def break_even_bandwidth(bytes_per_token: float, prefill_tokens_per_s: float) -> float:
     """Return the bytes per second above which loading a token's KV takes less time than prefilling the token.
 
-    Parameters
-    ----------
-    bytes_per_token
-        From :func:`kv_bytes_per_token`.
-    prefill_tokens_per_s
-        Measured at the length of a real prompt: longer ones are slower per token, because attention grows.
+    Measure ``prefill_tokens_per_s`` at the length of a real prompt: longer ones are slower per token, because attention grows.
     """
     return bytes_per_token * prefill_tokens_per_s
 
@@ -175,16 +137,8 @@ def reuse_speedup(
 ) -> float:
     """Return full prefill's time divided by that of loading, then repairing, the same tokens.
 
-    The two follow each other, and nothing is charged for the question itself: an upper bound, to compare with 1.
-
-    Parameters
-    ----------
-    bytes_per_token, prefill_tokens_per_s
-        As for :func:`break_even_bandwidth`.
-    bandwidth
-        Of the tier that KV comes from, bytes per second.
-    repair_ratio
-        Fraction of the tokens that are computed again.
+    The two follow each other, and nothing is charged for the question itself: an upper bound, to compare with 1. ``bandwidth`` of the
+    tier is in bytes per second; ``repair_ratio`` is the fraction of the tokens that are computed again.
     """
     load = break_even_bandwidth(bytes_per_token, prefill_tokens_per_s) / bandwidth
     return 1.0 / (load + repair_ratio) if load + repair_ratio else float("inf")

@@ -7,20 +7,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
 
-from kvrag.config import (
-    RepairConfig,
-    SamplingConfig,
-    StoreConfig,
-    as_config,
-    check_prove,
-    option_fields,
-    refuse_misplaced,
-)
+from kvrag import config
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.types import Mode, Prove
 
 _Sampled: type[BaseModel] = create_model(
-    "_Sampled", **option_fields(SamplingConfig, "temperature", "top_p", "top_k", "repetition_penalty", "seed")
+    "_Sampled", **config.option_fields(SamplingConfig, "temperature", "top_p", "top_k", "repetition_penalty", "seed")
 )
 
 
@@ -58,10 +51,10 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     def __init__(self, **data: Any) -> None:
         for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
             if isinstance(data.get(name), Mapping):  # not left to pydantic, which would repeat a key in its message
-                data[name] = as_config(kind, data[name], option=name)
+                data[name] = config.as_config(kind, data[name], option=name)
         super().__init__(**data)
         self.check_model_kwargs()
-        check_prove(self.prove)
+        config.check_prove(self.prove)
 
     def check_model_kwargs(self) -> None:
         """Raise :class:`ConfigError` where ``model_kwargs`` holds an option of this class or of the store."""
@@ -69,7 +62,7 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
         for name in self.model_kwargs:
             if name in own:
                 raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
-        refuse_misplaced(self.model_kwargs, own, of=f"model_kwargs of {of}", misspelt=False)
+        config.refuse_misplaced(self.model_kwargs, own, of=f"model_kwargs of {of}", misspelt=False)
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options of :meth:`kvrag.KVRagEngine.get`, but for the prefix."""

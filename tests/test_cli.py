@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -91,32 +91,13 @@ def test_ask_finds_the_chunks_in_its_context(run: Run, notes: Path) -> None:
     assert "repaired" in shown.stderr
 
 
-def test_a_system_message_is_the_prefix_of_both_sides(run: Run, notes: Path) -> None:
-    run("precompute", notes, "--chunk-tokens", 100, "--system", "Answer in one word.")
-    result = run(
-        "ask",
-        "Who?",
-        "-c",
-        notes,
-        "--system",
-        "Answer in one word.",
-        "--max-new-tokens",
-        1,
-        "--mode",
-        "prefix",
-        "--json",
-    )
-    accounting = json.loads(result.stdout)
+@pytest.mark.parametrize("prefix", [("--system", "Answer in one word."), ("--prefix", "Documents:\n\n")])
+def test_a_prefix_is_said_on_both_sides(run: Run, notes: Path, prefix: tuple[str, str]) -> None:
+    run("precompute", notes, "--chunk-tokens", 100, *prefix)
+    options = ("--max-new-tokens", 1, "--mode", "prefix", "--json")
+    accounting = json.loads(run("ask", "Who?", "-c", notes, *prefix, *options).stdout)
     assert accounting["exactness"] == "exact"
     assert accounting["cached_tokens"] > 100, "the prefix and the first chunk"
-
-
-def test_a_prefix_is_text_as_it_stands(run: Run, notes: Path) -> None:
-    run("precompute", notes, "--chunk-tokens", 100, "--prefix", "Documents:\n\n")
-    result = run(
-        "ask", "Who?", "-c", notes, "--prefix", "Documents:\n\n", "--max-new-tokens", 1, "--mode", "prefix", "--json"
-    )
-    assert json.loads(result.stdout)["exactness"] == "exact"
 
 
 def test_explain_reads_a_file_or_standard_input(run: Run, notes: Path, tmp_path: Path) -> None:
@@ -351,7 +332,7 @@ def test_rounded_kv_from_precompute_to_answer(run: Run, notes: Path) -> None:
 
 
 def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.cli.measure.read_bandwidth.__kwdefaults__", {"num_bytes": 2**20})
+    monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 1)
     values = json.loads(run("estimate", "--measure", "--json").stdout)
     assert values["prefill_tokens_per_s"] > 0
     assert values["disk_bytes_per_s"] > 0
@@ -427,43 +408,24 @@ def test_debug_shows_where_an_error_comes_from(run: Run, monkeypatch: pytest.Mon
 # -- what is not installed ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a package look absent."""
-
-    def hide_package(package: str) -> None:
-        real_import, real_import_module = builtins.__import__, importlib.import_module
-
-        def check(name: str) -> None:
-            if name.partition(".")[0] == package:
-                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-        def fake_import(name: str, *args: Any, **kwargs: Any) -> Any:
-            check(name)
-            return real_import(name, *args, **kwargs)
-
-        def fake_import_module(name: str, *args: Any) -> Any:
-            check(name)
-            return real_import_module(name, *args)
-
-        monkeypatch.setattr(builtins, "__import__", fake_import)
-        monkeypatch.setattr(importlib, "import_module", fake_import_module)
-
-    return hide_package
+    for name in {package, *(name for name in sys.modules if name.startswith(f"{package}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
-def test_a_missing_framework_names_its_extra(run: Run, hide: Callable[[str], None]) -> None:
-    hide("langchain_core")
+def test_a_missing_framework_names_its_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide("langchain_core", monkeypatch)
     refused(run("demo", "--framework", "langchain"), "langchain_core", "kvrag[langchain]")
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_packages_the_command_line_says_what_to_install(
-    package: str, hide: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith(("kvrag.cli.app", "kvrag.cli"))]:
+    for name in [name for name in sys.modules if name.startswith("kvrag.cli")]:
         monkeypatch.delitem(sys.modules, name)
-    hide(package)
+    hide(package, monkeypatch)
     with pytest.raises(SystemExit) as stop:
         importlib.import_module("kvrag.cli.app")
     assert stop.value.code == 2

@@ -27,37 +27,13 @@ from kvrag.testing.models import tiny_model
 STORED = [f.name for f in fields(StoreConfig)]
 MAKERS: list[Callable[..., KVRagEngine]] = [KVRagEngine.from_pretrained, KVRagEngine.get]
 
-HUGGING_FACE = [
-    *(
-        "attn_implementation",
-        "cache_dir",
-        "code_revision",
-        "config",
-        "device_map",
-        "force_download",
-        "from_tf",
-        "gguf_file",
-    ),
-    *(
-        "ignore_mismatched_sizes",
-        "key_mapping",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "offload_buffers",
-    ),
-    *("offload_folder", "proxies", "quantization_config", "state_dict", "subfolder", "token", "torch_dtype", "tp_plan"),
-    *(
-        "trust_remote_code",
-        "use_cache",
-        "use_kernels",
-        "use_safetensors",
-        "variant",
-        "weights_only",
-        "max_position_embeddings",
-    ),
-    *("rope_scaling", "sliding_window", "vocab_size", "hidden_size", "tie_word_embeddings", "output_loading_info"),
-]
+HUGGING_FACE = """
+attn_implementation cache_dir code_revision config device_map force_download from_tf gguf_file
+ignore_mismatched_sizes key_mapping local_files_only low_cpu_mem_usage max_memory offload_buffers offload_folder
+proxies quantization_config state_dict subfolder token torch_dtype tp_plan trust_remote_code use_cache
+use_kernels use_safetensors variant weights_only max_position_embeddings rope_scaling sliding_window vocab_size
+hidden_size tie_word_embeddings output_loading_info
+"""
 """Options of transformers' ``from_pretrained`` and fields of configs: none may be taken for a misspelt one of ours."""
 
 
@@ -118,7 +94,7 @@ def test_where_a_tokenizer_is_may_be_said_beside_a_loaded_model(tiny_dir: str) -
 
 
 def test_options_of_transformers_are_not_taken_for_ours(tiny_dir: str) -> None:
-    refuse_misplaced(HUGGING_FACE, ["kv_dir", "prefix", "dtype", "device", "revision", "namespace"], of="x")
+    refuse_misplaced(HUGGING_FACE.split(), ["kv_dir", "prefix", "dtype", "device", "revision", "namespace"], of="x")
     KVRagEngine.from_pretrained(tiny_dir, local_files_only=True, use_cache=True).close()
 
 
@@ -144,13 +120,8 @@ def test_a_misspelt_option_of_a_config_is_named_with_the_nearest(config: Any, na
 
 def test_configs_are_still_copied_and_pickled() -> None:
     for config in (StoreConfig(ram_bytes=5), RepairConfig(first_k=2), SamplingConfig(seed=3), Retention(90)):
-        assert (
-            pickle.loads(pickle.dumps(config))
-            == copy.copy(config)
-            == copy.deepcopy(config)
-            == replace(config)
-            == config
-        )
+        copies = (pickle.loads(pickle.dumps(config)), copy.copy(config), copy.deepcopy(config), replace(config))
+        assert copies == (config,) * 4
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,15 @@ from texts import make_chunks
 from typer.testing import CliRunner
 
 from demo import parts
+from demo.baseline import full_prefill
 from demo.embeddings import SentenceEmbeddings
 from demo.main import FRAMEWORKS
 from demo.pipeline import DemoConfig
 from demo.questions import Question, read_questions, spread
 from demo.report import print_report
 from demo.run import Sizes, run_demo
-from kvrag.cli.app import app
-from kvrag.cli.demo import demo
+from kvrag.cli.app import app, demo
 from kvrag.cli.documents import read_documents, split_documents, split_text
-from kvrag.cli.measure import full_prefill
 from kvrag.config import RepairConfig
 from kvrag.errors import ConfigError, InputError, MissingDependencyError
 from kvrag.testing.models import tiny_model
@@ -89,8 +88,9 @@ def test_a_folder_is_read_below_too_and_chunks_are_named_by_path_and_number(tmp_
     (tmp_path / "empty.md").write_text(" \n")
     documents = read_documents([tmp_path])
     assert [Path(path).name for path in documents] == ["b.txt", "a.md"]
-    chunks = split_documents(documents, count_words, chunk_tokens=3, min_tokens=2)
+    chunks = split_documents(documents, count_words, chunk_tokens=3)
     assert [(Path(chunk.id).name, chunk.text, chunk.num_tokens) for chunk in chunks] == [
+        ("b.txt#0", "seven", 1),
         ("a.md#0", "one two three", 3),
         ("a.md#1", "four five six", 3),
     ]
@@ -226,12 +226,8 @@ def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
     corpus.mkdir()
     (corpus / handbook.name).write_text(handbook.read_text("utf-8"), "utf-8")
     args = ["demo", "--corpus", corpus, "--kv-dir", tmp_path / "kv", "--top-k", "3", "--repeats", "1"]
-    args += [
-        "--question",
-        "Who founded the Ellerby Quay library?",
-        "--question",
-        "In which year was the Corvin chart made?",
-    ]
+    args += ["--question", "Who founded the Ellerby Quay library?"]
+    args += ["--question", "In which year was the Corvin chart made?"]
     first = CliRunner().invoke(app, [str(arg) for arg in args])
     assert first.exit_code == 0, first.output
     computed = re.search(r"0 chunks found on disk, (\d+) computed", first.output)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvrag.errors import ConfigError, ModelError
@@ -114,19 +116,13 @@ def test_speedup_is_one_at_break_even_and_bounded_by_the_repair() -> None:
     assert reuse_speedup(1000, 0, even) == float("inf")
 
 
-def test_sizes_are_written_for_people() -> None:
-    assert [human_bytes(n) for n in (0, 512, 1023, 23040, 131072, 64 * 2**20, 12.5 * 2**40)] == [
-        "0 B",
-        "512 B",
-        "1023 B",
-        "22.5 KiB",
-        "128 KiB",
-        "64 MiB",
-        "12.5 TiB",
-    ]
-    assert [human_bandwidth(n) for n in (500, 3.2e6, 2.949e9, 4e12)] == [
-        "500 B/s",
-        "3.2 MB/s",
-        "2.95 GB/s",
-        "4000 GB/s",
-    ]
+@pytest.mark.parametrize(
+    ("write", "numbers", "expected"),
+    [
+        (human_bytes, (0, 512, 1023, 23040, 131072, 64 * 2**20), "0 B|512 B|1023 B|22.5 KiB|128 KiB|64 MiB"),
+        (human_bytes, (12.5 * 2**40, 2000 * 2**40), "12.5 TiB|2000 TiB"),
+        (human_bandwidth, (500, 3.2e6, 2.949e9, 4e12), "500 B/s|3.2 MB/s|2.95 GB/s|4000 GB/s"),
+    ],
+)
+def test_sizes_are_written_for_people(write: Callable[[float], str], numbers: tuple[float, ...], expected: str) -> None:
+    assert "|".join(map(write, numbers)) == expected

@@ -38,7 +38,7 @@ GENERAL_QUESTIONS = (
 """For a corpus that comes without questions."""
 
 
-@takes(DEMO, REPAIR)
+@takes(engine=DEMO, repair=REPAIR)
 def demo(
     engine: Given,
     repair: Given,

@@ -16,10 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from demo.baseline import FullPrefill, full_prefill
 from demo.pipeline import Answer, Pipeline, prompt_ids
 from demo.questions import Question
 from kvrag.cli.documents import split_documents
-from kvrag.cli.measure import FullPrefill, forget_cached, full_prefill
+from kvrag.cli.estimate import forget_cached
 from kvrag.generate.sampling import eos_token_ids
 from kvrag.types import PrecomputeReport
 
@@ -79,11 +80,6 @@ class Sizes:
     max_new_tokens: int
     repeats: int
 
-    @property
-    def of_chunks(self) -> dict[str, int]:
-        """Sizes for :func:`split_documents`."""
-        return {"chunk_tokens": self.chunk_tokens, "min_tokens": MIN_TOKENS}
-
 
 def run_demo(
     make_pipeline: Callable[[], Pipeline],
@@ -116,7 +112,10 @@ def run_demo(
         pipeline = make_pipeline()
         loaded = pipeline.engine.loaded
         say(f"{pipeline.name}: loaded {Path(pipeline.engine.source.name).name} on {loaded.lm.device}")
-    chunks = split_documents(documents, lambda text: len(loaded.encoder.chunk_ids(text)), **sizes.of_chunks)
+    split = split_documents(
+        documents, lambda text: len(loaded.encoder.chunk_ids(text)), chunk_tokens=sizes.chunk_tokens
+    )
+    chunks = [chunk for chunk in split if chunk.num_tokens >= MIN_TOKENS]
     tokens = sum(chunk.num_tokens for chunk in chunks)
     say(f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet")
     indexed = pipeline.index(chunks)

@@ -1,22 +1,23 @@
-"""The command line: ``kvrag demo | precompute | ask | explain | verify | estimate | stats | fsck | gc | rm | export | import | kernels``.
+"""The commands of ``kvrag``, put together.
 
-Faults that kvrag raises on purpose are printed as one sentence on standard error, with exit status 2. ``--debug`` or
-``KVRAG_DEBUG=1`` show where they come from instead.
+Errors that kvrag raises on purpose are printed as one sentence on standard error, with exit status 2. ``--debug`` or ``KVRAG_DEBUG=1``
+show their tracebacks instead.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
-from kvrag.errors import KVRagError
+from kvrag.errors import InputError, KVRagError
 
 try:
     import typer
 
     from kvrag.cli.ask import ask, explain, verify
-    from kvrag.cli.demo import PASS_ON, demo
     from kvrag.cli.estimate import estimate
     from kvrag.cli.kernels import app as kernels
     from kvrag.cli.precompute import precompute
@@ -25,9 +26,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
         raise
     # The console script imports this module before it calls main(), so this is the place to say it.
-    sys.stderr.write(
-        f"the command line needs the package {error.name!r}; install kvrag[cli]: pip install 'kvrag[cli]'\n"
-    )
+    sys.stderr.write(f"the command line needs {error.name!r}; install kvrag[cli]: pip install 'kvrag[cli]'\n")
     raise SystemExit(2) from None
 
 
@@ -36,9 +35,7 @@ class Commands(typer.core.TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move ``--debug`` to the front, where the group's options are read."""
-        if "--debug" in args:
-            args = ["--debug", *(arg for arg in args if arg != "--debug")]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, sorted(args, key=lambda arg: arg != "--debug"))
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an error of kvrag becomes a sentence and exit status 2."""
@@ -51,10 +48,27 @@ class Commands(typer.core.TyperGroup):
             raise typer.Exit(2) from None
 
 
+def demo(context: typer.Context) -> None:
+    """Answer questions about real documents twice, by full prefill and with reuse from disk, and compare time and answers."""
+    for base in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (base / "examples" / "demo" / "main.py").is_file():
+            break
+    else:
+        raise InputError(
+            "the demo is in examples/demo of kvrag's source code, not in the package; run it in a checkout"
+        )
+    sys.path.insert(0, str(base / "examples"))
+    try:
+        importlib.import_module("demo.main").command.main(context.args, prog_name="kvrag demo", standalone_mode=False)
+    finally:
+        sys.path.remove(str(base / "examples"))
+
+
 app = typer.Typer(
     name="kvrag", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-app.command(context_settings=PASS_ON)(demo)
+# All options of the demo, --help too, are read by the demo itself.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
 for command in (precompute, ask, explain, verify, estimate, stats, fsck, gc, rm, export):
     app.command()(command)
 app.command("import")(import_)
@@ -69,11 +83,12 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+
+
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
+    version: Annotated[bool, _VERSION] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also KVRAG_DEBUG=1).")] = False,
 ) -> None:
     """Prefill each RAG chunk once, and reuse its KV in every prompt."""
@@ -82,7 +97,3 @@ def _options(
 def main() -> None:
     """Run the command line; the entry point of ``kvrag``."""
     app()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from kvrag.cli.documents import STDIN, read_documents, read_prompt, read_prompts
 from kvrag.cli.options import (
@@ -23,32 +24,31 @@ from kvrag.cli.options import (
     open_engine,
     takes,
 )
-from kvrag.cli.output import console, facts, grid, print_json, progress
+from kvrag.cli.output import console, facts, grid, progress, show
 from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.estimate import human_bytes
 
 if TYPE_CHECKING:
-    from kvrag.model.proof import Proof
     from kvrag.prompt.template import Prompt
     from kvrag.types import ExplainedSpan, GenerationResult, VerifyReport
 
-# -- ask ---------------------------------------------------------------------------------------------------------------
+_CONTEXT = typer.Option("--context", "-c", help="Files or folders whose text stands before the question.")
+_PROMPT_FILE = typer.Option("--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input.")
+_PROMPT = typer.Argument(help="The prompt: text, or JSON messages; - is standard input.")
+_WHAT = typer.Argument(
+    metavar="[MODEL | PROMPTS...]", help="A model to prove; or, with --model, text files or .jsonl files of prompts."
+)
+_MAX_ERROR = typer.Option(help="Of a model's proof: the largest difference of logits. Default: the proof's own.")
 
 
-@takes(ENGINE, REPAIR, SAMPLING)
+@takes(engine=ENGINE, repair=REPAIR, sampling=SAMPLING)
 def ask(
     engine: Given,
     repair: Given,
     sampling: Given,
     question: Annotated[str | None, typer.Argument(help="The question; or use --prompt-file.")] = None,
-    context: Annotated[
-        list[Path] | None,
-        typer.Option("--context", "-c", help="Files or folders whose text stands before the question."),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input."),
-    ] = None,
+    context: Annotated[list[Path] | None, _CONTEXT] = None,
+    prompt_file: Annotated[Path | None, _PROMPT_FILE] = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -64,15 +64,15 @@ def ask(
             if not as_json:
                 typer.echo(piece, nl=False)
     if as_json:
-        print_json({name: value for name, value in asdict(stream.result).items() if name != "prompt_ids"})
-        return
-    typer.echo()
-    # The answer alone stands on standard output.
-    console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
+        show({name: value for name, value in asdict(stream.result).items() if name != "prompt_ids"}, as_json=True)
+    else:
+        typer.echo()
+        # The answer alone stands on standard output.
+        console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
 
 
 def _prompt_of(question: str | None, texts: list[str], tokenizer: Any, engine: Given) -> Prompt:
-    """Put the context before the question: as chat messages where the model has a template and no prefix is given as text."""
+    """Put the context before the question: as messages if the model has a chat template and no prefix is given as text."""
     body = "\n\n".join([*texts, f"Question: {question}" if texts else str(question)])
     prefix, system = engine.get("prefix"), engine.get("system")
     if prefix is not None or not getattr(tokenizer, "chat_template", None):
@@ -98,16 +98,11 @@ def _accounting(result: GenerationResult) -> dict[str, object]:
     return rows
 
 
-# -- explain -----------------------------------------------------------------------------------------------------------
-
-
-@takes(ENGINE, REPAIR)
+@takes(engine=ENGINE, repair=REPAIR)
 def explain(
     engine: Given,
     repair: Given,
-    prompt_file: Annotated[
-        Path, typer.Argument(help="The prompt: text, or JSON messages; - is standard input.")
-    ] = STDIN,
+    prompt_file: Annotated[Path, _PROMPT] = STDIN,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -115,14 +110,9 @@ def explain(
     prompt = read_prompt(prompt_file)
     with closing(open_engine(engine, repair=repair)) as opened:
         found = opened.explain(prompt, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
-    if as_json:
-        print_json({**asdict(found), "hits": found.hits})
-        return
     title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
-    columns = {"tokens": True, "kind": False, "KV": False, "text": False, "reason": False}
-    console().print(grid(title, columns, map(_span_cells, found.spans)))
-    for note in found.notes:
-        console().print(note, markup=False)
+    spans = grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans))
+    show({**asdict(found), "hits": found.hits}, spans, *found.notes, as_json=as_json)
 
 
 def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
@@ -130,29 +120,17 @@ def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
     return f"{span.start}-{span.stop}", span.kind, state, " ".join(span.text.split())[:48], span.reason or ""
 
 
-# -- verify ------------------------------------------------------------------------------------------------------------
-
-
-@takes(MAYBE_ENGINE, REPAIR)
+@takes(engine=MAYBE_ENGINE, repair=REPAIR)
 def verify(
     context: typer.Context,
     engine: Given,
     repair: Given,
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MODEL | PROMPTS...]",
-            help="A model to prove reuse on; or, with --model, a .jsonl file with one JSON prompt per line, or text files.",
-        ),
-    ] = None,
+    what: Annotated[list[str] | None, _WHAT] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the greedy answers compared.")] = 16,
-    max_kl: Annotated[float, typer.Option(help="Pass up to this mean KL at the first token, in nats.")] = 0.1,
-    min_top1: Annotated[float, typer.Option(help="Pass from this share of equal first tokens.")] = 0.8,
+    max_kl: Annotated[float, typer.Option(help="Largest mean KL at the first token, in nats.")] = 0.1,
+    min_top1: Annotated[float, typer.Option(help="Smallest share of equal first tokens.")] = 0.8,
     mode: ModeName = "stitch",
-    max_error: Annotated[
-        float | None,
-        typer.Option(help="Of a model's proof: pass up to this difference of logits; default: the proof's own."),
-    ] = None,
+    max_error: Annotated[float | None, _MAX_ERROR] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that reuse is exact on a model (kvrag verify MODEL); or answer prompts with reuse and by full prefill, and compare.
@@ -161,49 +139,29 @@ def verify(
     """
     to_prove, files = _split(what or [], engine.get("model"), is_named=is_on_command_line(context, "model"))
     if to_prove is not None:
-        is_passed = _prove(to_prove, engine, max_error, as_json=as_json)
-    else:
-        prompts = read_prompts(files)
-        options: Given = {"mode": mode, "max_new_tokens": max_new_tokens, "max_mean_kl": max_kl, "min_top1": min_top1}
-        with closing(open_engine(engine, repair=repair)) as opened, progress(f"verifying {len(prompts)} prompt(s) ..."):
-            report = opened.verify(prompts, **options)
-        is_passed = report.passed
-        if as_json:
-            print_json(asdict(report))
-        else:
-            _print_report(report, max_kl, min_top1)
-    if not is_passed:
-        raise typer.Exit(1)
+        _prove(to_prove, engine, max_error, as_json=as_json)
+        return
+    prompts = read_prompts(files)
+    options: Given = {"mode": mode, "max_new_tokens": max_new_tokens, "max_mean_kl": max_kl, "min_top1": min_top1}
+    with closing(open_engine(engine, repair=repair)) as opened, progress(f"verifying {len(prompts)} prompt(s) ..."):
+        report = opened.verify(prompts, **options)
+    show(asdict(report), *_tables(report, max_kl, min_top1), as_json=as_json, ok=report.passed)
 
 
 def _split(what: list[str], model: str | None, *, is_named: bool) -> tuple[str | None, list[Path]]:
     """Distinguish a model to prove from prompt files. ``is_named``: ``--model`` was given, so every argument is a prompt file."""
-    if not what:
-        if model is None:
-            raise InputError("pass a model to prove reuse on, or prompt files and --model")
-        return model, []
-    if len(what) == 1 and not is_named and (model is None or _looks_like_a_model(Path(what[0]))):
+    files = [Path(name) for name in what]
+    if len(files) == 1 and not is_named and (files[0].suffix == ".gguf" or not files[0].is_file()):
         return what[0], []
     if model is None:
-        raise InputError(
-            "which model are the prompts for? pass --model; to prove reuse on a model, pass the model alone"
-        )
-    return None, [Path(name) for name in what]
+        raise InputError("pass a model to prove reuse on, or prompt files and --model")
+    return (None, files) if files else (model, [])
 
 
-def _looks_like_a_model(path: Path) -> bool:
-    """Whether an argument beside ``KVRAG_MODEL`` is a model: a directory with a config, a GGUF file, or a name of the hub."""
-    is_hub_id = not path.suffix and not path.is_absolute() and len(path.parts) == 2 and not path.exists()
-    return (path / "config.json").is_file() or path.suffix == ".gguf" or is_hub_id
-
-
-def _print_report(report: VerifyReport, max_kl: float, min_top1: float) -> None:
-    def same(is_same: bool) -> str:
-        return "same" if is_same else "differs"
-
-    columns = {"#": True, "KL (nats)": True, "first token": False, "answer": False, "exactness": False, "reused": True}
+def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table, Table]:
+    same = ("differs", "same")
     rows = [
-        (n, f"{r.kl:.4f}", same(r.top1), same(r.greedy), r.exactness, f"{r.kv_reuse_ratio:.0%}")
+        (n, f"{r.kl:.4f}", same[r.top1], same[r.greedy], r.exactness, f"{r.kv_reuse_ratio:.0%}")
         for n, r in enumerate(report.rows, start=1)
     ]
     totals = {
@@ -214,18 +172,19 @@ def _print_report(report: VerifyReport, max_kl: float, min_top1: float) -> None:
         f"at {report.changed_seams} of {report.seams} seams",
         "result": "passed" if report.passed else "FAILED",
     }
-    console().print(grid("Reuse against full prefill", columns, rows), facts("All prompts", totals))
+    columns = ">#|>KL (nats)|first token|answer|exactness|>reused"
+    return grid("Reuse against full prefill", columns, rows), facts("All prompts", totals)
 
 
-def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool) -> bool:
-    """Load a model, prove reuse on it again, print the proof; say whether it passed."""
+def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool) -> None:
+    """Load a model, prove reuse on it again, and print the proof."""
     with progress(f"loading {model} ..."):
         from kvrag.model.load import load
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
 
         loaded = load(ModelSource(model, dtype=engine["dtype"], device=engine.get("device"), prove="off"))
-    about = {
+    about: dict[str, Any] = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),
@@ -235,8 +194,9 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
     try:
         reusable = loaded.reusable
     except UnsupportedModelError as error:
-        _print_proof({**about, "result": f"REFUSED: {error}"}, None, as_json, is_passed=False)
-        return False
+        about["result"] = f"REFUSED: {error}"
+        show({**about, "passed": False}, facts("The proof", about), as_json=as_json, ok=False)
+        return
     with progress("proving that reuse is exact on this model ..."):
         proof = prove(reusable)
     is_passed = proof.passed and (max_error is None or proof.max_error <= max_error)
@@ -250,27 +210,9 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
     about |= {f"note {number}": note for number, note in enumerate(proof.notes, start=1)}
     limit = "" if max_error is None else f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
     about["result"] = ("passed" if is_passed else "FAILED") + limit
-    _print_proof(about, proof, as_json, is_passed=is_passed)
-    return is_passed
-
-
-def _print_proof(about: dict[str, str], proof: Proof | None, as_json: bool, *, is_passed: bool) -> None:
-    if as_json:
-        shown: dict[str, Any] = {} if proof is None else {"proof": proof.to_dict()}
-        print_json({**about, "passed": is_passed, **shown})
-        return
-    if proof is not None:
-        columns = {
-            "promise": False,
-            "claim": False,
-            "unit": False,
-            "largest difference": True,
-            "allowed": True,
-            "": False,
-        }
-        rows = [
-            (c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", "ok" if c.passed else "FAILED")
-            for c in proof.checks
-        ]
-        console().print(grid("Reuse on this model against transformers' own forward", columns, rows))
-    console().print(facts("The proof", about))
+    verdict = ("FAILED", "ok")
+    rows = [(c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", verdict[c.passed]) for c in proof.checks]
+    columns = "promise|claim|unit|>largest difference|>allowed|"
+    checks = grid("Reuse on this model against transformers' own forward", columns, rows)
+    found = {**about, "passed": is_passed, "proof": proof.to_dict()}
+    show(found, checks, facts("The proof", about), as_json=as_json, ok=is_passed)

@@ -1,7 +1,7 @@
 """Files that commands read: prompts, and texts with a small splitter (applications have their own).
 
-The splitter cuts at paragraphs, then sentences, then words, and packs the parts to about the size asked for. Every chunk is a verbatim,
-stripped substring of its text, so a prompt that holds the whole text holds its chunks too.
+The splitter cuts at paragraphs, then sentences, then words, and packs the parts to about the size asked for. Every chunk is a verbatim
+substring of its text, so a prompt that holds the whole text holds its chunks too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,11 @@ Range = tuple[int, int]
 SUFFIXES = (".md", ".markdown", ".rst", ".txt")
 """Files taken from a folder; a file given by name may have any."""
 
-_PARAGRAPH = re.compile(r"\n[ \t]*\n")
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
-_WORD = re.compile(r"\s+")
-_HEADING = re.compile(r"#{1,6} [^\n]*\Z")
+_PARTS = (
+    re.compile(r"(?:#{1,6} .*\n\s*\n)*\S.*(?:\n[ \t]*\S.*)*"),  # a paragraph, with the headings above it
+    re.compile(r"(?=\S).*?(?:[.!?](?=\s)|\Z)", re.DOTALL),  # a sentence
+    re.compile(r"\S+"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,7 @@ class DocumentChunk:
 
 
 def read_documents(paths: Iterable[Path]) -> dict[str, str]:
-    """Read text files, and those of folders, below them too.
-
-    Returns
-    -------
-    dict
-        Path as given (and what it led to) → text; empty files are left out.
+    """Read text files, and those of folders, below them too: path → text; empty files are left out.
 
     Raises
     ------
@@ -60,7 +56,8 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
     for path in paths:
         if not path.exists():
             raise InputError(f"there is no file or folder {str(path)!r}; check the path")
-        for file in _files(path):
+        inside = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+        for file in sorted(inside) if path.is_dir() else [path]:
             text = read_text(file)
             if text.strip():
                 texts[file.as_posix()] = text
@@ -70,13 +67,7 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def read_text(file: Path) -> str:
-    """Read one file as UTF-8 text.
-
-    Raises
-    ------
-    InputError
-        If that is not possible.
-    """
+    """Read one file as UTF-8 text; raise :class:`InputError` if that is not possible."""
     try:
         return file.read_text("utf-8")
     except UnicodeDecodeError:
@@ -85,100 +76,43 @@ def read_text(file: Path) -> str:
         raise InputError(f"{str(file)!r} can't be read: {error.strerror or error}; check the path") from error
 
 
-def split_documents(
-    documents: dict[str, str], count_tokens: CountTokens, *, chunk_tokens: int, min_tokens: int = 0
-) -> list[DocumentChunk]:
-    """Split documents into chunks; those of fewer than ``min_tokens`` tokens are left out."""
-    chunks = []
-    for path, text in documents.items():
-        for number, body in enumerate(split_text(text, count_tokens, chunk_tokens=chunk_tokens)):
-            chunk = DocumentChunk(f"{path}#{number}", body, count_tokens(body))
-            if chunk.num_tokens >= min_tokens:
-                chunks.append(chunk)
-    return chunks
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+def split_documents(documents: dict[str, str], count_tokens: CountTokens, *, chunk_tokens: int) -> list[DocumentChunk]:
+    """Split documents into chunks of about ``chunk_tokens`` tokens."""
+    return [
+        DocumentChunk(f"{path}#{number}", body, count_tokens(body))
+        for path, text in documents.items()
+        for number, body in enumerate(split_text(text, count_tokens, chunk_tokens=chunk_tokens))
+    ]
 
 
 def split_text(text: str, count_tokens: CountTokens, *, chunk_tokens: int = 250) -> list[str]:
-    """Cut a text into chunks of about ``chunk_tokens`` tokens, between paragraphs where possible.
+    """Cut a text into chunks of about ``chunk_tokens`` tokens, each by ``count_tokens``, between paragraphs where possible.
 
-    Parameters
-    ----------
-    text
-        Plain text or markdown.
-    count_tokens
-        Tells how many tokens a part has.
-    chunk_tokens
-        Size aimed for. Only a paragraph of more than one and a half times as many is cut inside.
-
-    Returns
-    -------
-    list of str
-        Chunks in order, none empty.
+    Only a paragraph of more than one and a half times as many tokens is cut inside.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens is {chunk_tokens}; it must be a whole number of at least 1")
-    sized = [(part, count_tokens(text[slice(*part)])) for part in _parts(text, count_tokens, chunk_tokens)]
-    return [text[start:stop] for start, stop in _pack(sized, chunk_tokens)]
-
-
-def _pack(sized: list[tuple[Range, int]], target: int) -> Iterator[Range]:
-    """Join neighbours for as long as that brings the chunk's size nearer to the target."""
-    start, stop, size = 0, 0, 0
-    for part, tokens in sized:
-        if size and abs(size + tokens - target) > abs(target - size):
-            yield start, stop
+    chunks: list[str] = []
+    start = stop = size = 0
+    for part in _parts(text, (0, len(text)), _PARTS, lambda part: count_tokens(part) > chunk_tokens * 3 // 2):
+        tokens = count_tokens(text[slice(*part)])
+        # Join neighbours for as long as that brings the chunk's size nearer to the target.
+        if size and abs(size + tokens - chunk_tokens) > abs(chunk_tokens - size):
+            chunks.append(text[start:stop])
             size = 0
         start, stop, size = (start if size else part[0]), part[1], size + tokens
-    if size:
-        yield start, stop
+    return [chunk.strip() for chunk in (*chunks, text[start:stop]) if chunk.strip()]
 
 
-def _parts(text: str, count_tokens: CountTokens, target: int) -> Iterator[Range]:
-    """Paragraphs with the headings above them; long ones by sentences, long sentences by words."""
-    limit = target + target // 2
-
-    def is_long(part: Range) -> bool:
-        return count_tokens(text[slice(*part)]) > limit
-
-    for paragraph in _with_headings(text, _cut(text, (0, len(text)), _PARAGRAPH)):
-        if not is_long(paragraph):
-            yield paragraph
-            continue
-        for sentence in _cut(text, paragraph, _SENTENCE):
-            yield from _cut(text, sentence, _WORD) if is_long(sentence) else (sentence,)
-
-
-def _with_headings(text: str, paragraphs: Iterator[Range]) -> Iterator[Range]:
-    """Keep a heading with the paragraph below it: alone at a chunk's end it would say nothing."""
-    held: int | None = None
-    last: Range | None = None
-    for start, stop in paragraphs:
-        if _HEADING.match(text, start, stop):
-            held, last = (start if held is None else held), (start, stop)
-            continue
-        yield (start if held is None else held), stop
-        held = None
-    if held is not None and last is not None:
-        yield held, last[1]
-
-
-def _cut(text: str, part: Range, border: re.Pattern[str]) -> Iterator[Range]:
-    """Cut a part at its borders, white space at the ends left out, empty pieces too."""
-    start, end = part
-    borders = [match.span() for match in border.finditer(text, start, end)]
-    for stop, after in [*borders, (end, end)]:
-        piece = text[start:stop]
-        body = piece.strip()
-        if body:
-            begin = start + piece.index(body)
-            yield begin, begin + len(body)
-        start = after
+def _parts(
+    text: str, within: Range, patterns: Sequence[re.Pattern[str]], is_long: Callable[[str], bool]
+) -> Iterator[Range]:
+    """Cut a part by the first pattern, and what is still too long by the next ones."""
+    for match in patterns[0].finditer(text, *within):
+        if patterns[1:] and is_long(match[0]):
+            yield from _parts(text, match.span(), patterns[1:], is_long)
+        else:
+            yield match.span()
 
 
 # -- prompts from files ------------------------------------------------------------------------------------------------
@@ -195,21 +129,18 @@ def read_prompt(file: Path) -> Prompt:
 
 
 def read_prompts(files: list[Path]) -> list[Prompt]:
-    """Read many prompts: one per line of a ``.jsonl`` file, one per other file; raises :class:`InputError` if there is none."""
+    """Read prompts: one per line of a ``.jsonl`` file, one per other file; raise :class:`InputError` if there is none."""
     prompts: list[Prompt] = []
     for file in files:
-        if file.suffix != ".jsonl":
-            prompts.append(read_prompt(file))
-            continue
-        for number, line in enumerate(read_text(file).splitlines(), start=1):
+        is_many = file.suffix == ".jsonl"
+        for number, line in enumerate(read_text(file).splitlines() if is_many else (), start=1):
             where = f"line {number} of {str(file)!r}"
-            if not line.strip():
-                continue
             try:
-                value = json.loads(line)
+                values = [json.loads(line)] if line.strip() else []
             except ValueError as error:
                 raise InputError(f"{where} is not JSON ({error}); write one JSON prompt per line") from None
-            prompts.append(_prompt(value, where))
+            prompts += [_prompt(value, where) for value in values]
+        prompts += [] if is_many else [read_prompt(file)]
     if not prompts:
         raise InputError("these files hold no prompt; write one JSON prompt per line of a .jsonl file")
     return prompts
@@ -218,13 +149,10 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
 def _prompt(value: Any, where: str) -> Prompt:
     from kvrag.types import Chunk
 
-    if isinstance(value, str):
-        return value
     items: list[Any] = value if isinstance(value, list) else [None]
+    if isinstance(value, str) or all(isinstance(v, dict) and "chunk" not in v for v in items):
+        return value  # type: ignore[no-any-return]
     if all(isinstance(v, str) or (isinstance(v, dict) and "chunk" in v) for v in items):
         return [v if isinstance(v, str) else Chunk(v["chunk"]) for v in items]
-    if all(isinstance(v, dict) for v in items):
-        return items
-    raise InputError(
-        f'{where} is not a prompt: write a string, a list of chat messages, or of strings and {{"chunk": text}}'
-    )
+    expected = 'write a string, a list of chat messages, or of strings and {"chunk": text}'
+    raise InputError(f"{where} is not a prompt: {expected}")

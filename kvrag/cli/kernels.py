@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from kvrag.cli.options import AsJson
-from kvrag.cli.output import console, facts, print_json, progress
+from kvrag.cli.output import facts, progress, show
 from kvrag.errors import ConfigError, KVRagError
 
 app = typer.Typer(
     name="kernels", no_args_is_help=True, help="The CUDA kernels: which path computes here, and building them ahead."
 )
+_ARCH = typer.Option("--arch", help="As sm_90; may be repeated. Default: those of common GPUs.")
+_HEAD_DIM = typer.Option("--head-dim", help="As 128; may be repeated. Default: every supported one.")
 
 
 @app.command()
@@ -25,24 +27,16 @@ def info(as_json: AsJson = False) -> None:
         found = kvrag_kernels.info()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if as_json:
-        print_json(found)
-        return
-    devices = [f"{d['name']} ({d['arch']}): {d['attention']}" for d in found.pop("devices")]
-    rows = {"devices": "\n".join(devices) or "no CUDA device: torch computes", **found}
-    rows["failures"] = "\n".join(found["failures"]) or "none"
-    console().print(facts("Kernels", rows))
+    devices = [f"{d['name']} ({d['arch']}): {d['attention']}" for d in found["devices"]]
+    lines = {"devices": devices or ["no CUDA device: torch computes"], "failures": found["failures"] or ["none"]}
+    rows = found | {name: "\n".join(each) for name, each in lines.items()}
+    show(found, facts("Kernels", rows), as_json=as_json)
 
 
 @app.command()
 def build(
-    arch: Annotated[
-        list[str] | None, typer.Option("--arch", help="As sm_90; may be repeated. Default: those of common GPUs.")
-    ] = None,
-    head_dim: Annotated[
-        list[int] | None,
-        typer.Option("--head-dim", help="The model's, as 128; may be repeated. Default: every supported one."),
-    ] = None,
+    arch: Annotated[list[str] | None, _ARCH] = None,
+    head_dim: Annotated[list[int] | None, _HEAD_DIM] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed.
@@ -57,8 +51,9 @@ def build(
 
     for name in arch or []:
         if not re.fullmatch(r"sm_\d{2,3}", name) or capability_of(name) < OLDEST:
+            known = ", ".join(ARCHS)
             raise ConfigError(
-                f"--arch is {name!r}; it must be one of {', '.join(ARCHS)}, or another from compute capability 7.5 on, as sm_87"
+                f"--arch is {name!r}; it must be one of {known}, or another from compute capability 7.5 on"
             )
     for dim in head_dim or []:
         if dim not in HEAD_DIMS:
@@ -68,7 +63,4 @@ def build(
             made = build_kernels(arch or ARCHS, head_dim or HEAD_DIMS)
     except CompileError as error:
         raise KVRagError(f"the kernels can't be built: {error}") from error
-    if as_json:
-        print_json(made)
-    else:
-        console().print(facts("Variants in the cache", made))
+    show(made, facts("Variants in the cache", made), as_json=as_json)

@@ -2,7 +2,7 @@
 
 ::
 
-    @takes(ENGINE, REPAIR)                                     --model --kv-dir … --strategy --ratio
+    @takes(engine=ENGINE, repair=REPAIR)                       --model --kv-dir … --strategy --ratio
     def ask(engine: Given, repair: Given, question: …)   ◀──   {"model": …, "kv_dir": …}, {"recompute_ratio": …}
 """
 
@@ -28,71 +28,43 @@ if TYPE_CHECKING:
 Given = dict[str, Any]
 """Options of a group that were given, or have a default."""
 
+Group = tuple[inspect.Parameter, ...]
+"""Options that a command takes together, as one argument."""
+
 KEY_VARIABLE = "KVRAG_ENCRYPTION_KEY"
 """Holds the store's key; it has no option, because the arguments of a process can be seen by others."""
 
 _ENGINE, _REPAIR, _STORE = "Model and store", "Reuse and repair", "Limits of the store (those of your application)"
 
-_MODEL = typer.Option(
-    "--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.", rich_help_panel=_ENGINE
-)
-Model = Annotated[str, _MODEL]
-MaybeModel = Annotated[str | None, _MODEL]
-KVDir = Annotated[
-    Path, typer.Option("--kv-dir", envvar="KVRAG_KV_DIR", help="Directory of the KV store.", rich_help_panel=_ENGINE)
-]
-PrefixText = Annotated[
-    str | None,
-    typer.Option("--prefix", help="Text before the first chunk of your prompts, as rendered.", rich_help_panel=_ENGINE),
-]
-System = Annotated[
-    str | None,
-    typer.Option("--system", help="System message of your chat prompts; instead of --prefix.", rich_help_panel=_ENGINE),
-]
-Namespace = Annotated[
-    str,
-    typer.Option("--namespace", help="Chunks of one namespace are never found from another.", rich_help_panel=_ENGINE),
-]
-Dtype = Annotated[
-    str,
-    typer.Option("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.", rich_help_panel=_ENGINE),
-]
-Device = Annotated[
-    str | None, typer.Option("--device", help="cpu or cuda; default: CUDA if there is one.", rich_help_panel=_ENGINE)
-]
-ModeName = Annotated[
-    str,
-    typer.Option("--mode", help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR),
-]
+_of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
+_MODEL = _of_engine("--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
+_PREFIX = _of_engine("--prefix", help="Text before the first chunk of your prompts, as rendered.")
+_SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
+_DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
+_DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
+_MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)
+
+KVDir = Annotated[Path, _of_engine("--kv-dir", envvar="KVRAG_KV_DIR", help="Directory of the KV store.")]
+Namespace = Annotated[str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")]
+ModeName = Annotated[str, _MODE]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
 DEFAULT_KV_DIR = Path(".kvrag")
 
 
-class Group:
-    """Options that a command takes together, as one argument of this name."""
-
-    def __init__(self, name: str, *parameters: inspect.Parameter) -> None:
-        self.name, self.parameters = name, parameters
-
-    def pop(self, options: Given) -> Given:
-        """Take the group's options out of all; those that were not given and have no default are left out."""
-        found = {p.name: options.pop(p.name) for p in self.parameters}
-        return {name: value for name, value in found.items() if value is not None}
-
-
-def takes(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of groups; it gets each group's as a dict, by the group's name."""
+def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of groups; it gets each group's as a dict, without those that have no value."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**options: Any) -> None:
-            command(**{group.name: group.pop(options) for group in groups}, **options)
+            for group, parameters in groups.items():
+                found = {p.name: options.pop(p.name) for p in parameters}
+                options[group] = {name: value for name, value in found.items() if value is not None}
+            command(**options)
 
-        names = {group.name for group in groups}
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in names]
-        shared = [parameter for group in groups for parameter in group.parameters]
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared)]
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *(p for group in groups.values() for p in group))]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -100,7 +72,7 @@ def takes(*groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
-def _option(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
@@ -117,34 +89,26 @@ def _field(config: type, name: str, panel: str, *, flag: str = "", env: bool = F
         show_default=str(field.default) if field.default is not None else False,
         rich_help_panel=panel,
     )
-    return _option(name, Annotated[(str if get_origin(kind) is Literal else kind) | None, option], None)
+    return _option(name, Annotated[(str if get_origin(kind) is Literal else kind) | None, option])
 
 
-ENGINE = Group(
-    "engine",
-    _option("model", Model),
-    _option("kv_dir", KVDir, DEFAULT_KV_DIR),
-    _option("prefix", PrefixText, None),
-    _option("system", System, None),
+_STORED = (_option("kv_dir", KVDir, DEFAULT_KV_DIR), _field(StoreConfig, "kv_dtype", _ENGINE, env=True))
+_RUN = (_option("dtype", Annotated[str, _DTYPE], "auto"), _option("device", Annotated[str | None, _DEVICE]))
+_PROMPTS = (
+    _option("prefix", Annotated[str | None, _PREFIX]),
+    _option("system", Annotated[str | None, _SYSTEM]),
     _option("namespace", Namespace, "default"),
-    _option("dtype", Dtype, "auto"),
-    _option("device", Device, None),
-    _field(StoreConfig, "kv_dtype", _ENGINE, env=True),
 )
-MAYBE_ENGINE = Group("engine", _option("model", MaybeModel, None), *ENGINE.parameters[1:])
-ESTIMATE = Group(
-    "engine", *(p for p in ENGINE.parameters if p.name in ("model", "kv_dir", "dtype", "device", "kv_dtype"))
+ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.empty), *_STORED, *_RUN)
+ENGINE: Group = (*ESTIMATE, *_PROMPTS)
+MAYBE_ENGINE: Group = (_option("model", Annotated[str | None, _MODEL]), *ENGINE[1:])
+DEMO: Group = (_PROMPTS[-1], *_RUN)
+_RATIO = _field(RepairConfig, "recompute_ratio", _REPAIR, flag="--ratio")
+REPAIR: Group = (_field(RepairConfig, "strategy", _REPAIR), _RATIO)
+LIMITS: Group = tuple(
+    _field(StoreConfig, name, _STORE, env=True) for name in ("disk_bytes", "min_free_bytes", "durability")
 )
-DEMO = Group("engine", *(p for p in ENGINE.parameters if p.name in ("namespace", "dtype", "device")))
-REPAIR = Group(
-    "repair",
-    _field(RepairConfig, "strategy", _REPAIR),
-    _field(RepairConfig, "recompute_ratio", _REPAIR, flag="--ratio"),
-)
-LIMITS = Group(
-    "limits", *(_field(StoreConfig, name, _STORE, env=True) for name in ("disk_bytes", "min_free_bytes", "durability"))
-)
-SAMPLING = Group("sampling", *(_field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature")))
+SAMPLING: Group = tuple(_field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature"))
 
 
 def is_on_command_line(context: typer.Context, name: str) -> bool:
@@ -159,13 +123,7 @@ def key_options() -> Given:
 
 
 def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:
-    """Open an engine and load its model, with a sign of life.
-
-    Parameters
-    ----------
-    engine, repair, limits
-        What was given of the groups of these names.
-    """
+    """Open an engine from the options of these groups and load its model, with a sign of life."""
     options = dict(engine)
     prefix, system = options.pop("prefix", None), options.pop("system", None)
     if prefix is not None and system is not None:

@@ -1,11 +1,11 @@
-"""How commands write: tables for people on a terminal of any width, JSON for programs, progress apart from results."""
+"""How commands write: tables for people on a terminal of any width, JSON for programs, progress on standard error."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,9 +27,20 @@ def progress(text: str) -> AbstractContextManager[Any]:
     return console(err=True).status(text)
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON document."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+def show(value: Any, *tables: Table | str, as_json: bool, ok: bool = True) -> None:
+    """Print a result, as JSON or as tables and lines; exit with status 1 if it is not ``ok``."""
+    if as_json:
+        typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    else:
+        console().print(*tables, sep="\n", markup=False, highlight=False)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def fail(message: str) -> NoReturn:
+    """Print a message on standard error and exit with status 1."""
+    typer.echo(f"kvrag: {message}", err=True)
+    raise typer.Exit(1)
 
 
 def facts(title: str, rows: Mapping[str, object]) -> Table:
@@ -42,21 +53,13 @@ def facts(title: str, rows: Mapping[str, object]) -> Table:
     return table
 
 
-def grid(title: str, columns: Mapping[str, bool], rows: Iterable[Iterable[object]]) -> Table:
-    """Make a table.
-
-    Parameters
-    ----------
-    title
-        Above it.
-    columns
-        Name → whether it holds numbers, which stand to the right.
-    rows
-        Cells; turned into plain text, because document text may look like rich's markup.
-    """
+def grid(title: str, columns: str, rows: Iterable[Iterable[object]]) -> Table:
+    """Make a table; ``columns`` are names parted by ``|``, ``>`` before those of numbers, which stand to the right."""
     table = Table(title=title, title_justify="left")
-    for name, is_number in columns.items():
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for name in columns.split("|"):
+        is_number = name.startswith(">")
+        justify: Any = "right" if is_number else "left"
+        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=is_number, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(str(cell)) for cell in row))  # document text may look like rich's markup
     return table

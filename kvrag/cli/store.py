@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ from kvrag.cli.options import (
     key_options,
     takes,
 )
-from kvrag.cli.output import console, facts, grid, print_json
+from kvrag.cli.output import facts, fail, grid, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.estimate import human_bytes
@@ -31,9 +31,18 @@ if TYPE_CHECKING:
     from kvrag.store import TieredStore
 
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Id of a document; may be repeated.")]
+_COLLECTION = typer.Option(help="All documents whose ids begin with NAME/; may be repeated.")
+_ALL = typer.Option("--all", help="Everything of every namespace, or of --namespace if that is given.")
+_DISK_BYTES = typer.Option(min=0, help="Evict what is worth least until this many bytes are left.")
+_FOREIGN = typer.Option("--foreign", help="Remove files of other keys too, and plain ones where there is a key.")
+_SAMPLE = typer.Option(metavar="N/T", help="Verify every byte of the n-th of t parts.")
+_TARGET = typer.Argument(help="Directory of the copy: a store by itself, made if absent.")
+_SOURCE = typer.Argument(help="Directory of a store, such as kvrag export makes; it is not changed.")
+_PLAIN_COPY = typer.Option("--plain", help="Write the copy without the key of the environment; of --namespace alone.")
+_PLAIN_SOURCE = typer.Option("--plain", help="The source was written without a key; imports --namespace alone.")
 
 
-def check_is_store(kv_dir: Path) -> None:
+def _check_is_store(kv_dir: Path) -> None:
     """Raise :class:`StoreError` where there is no store: opening the directory would make one."""
     if kv_dir.exists() and not kv_dir.is_dir():
         raise StoreError(f"{str(kv_dir)!r} is a file; --kv-dir must name the directory of a KV store")
@@ -43,9 +52,9 @@ def check_is_store(kv_dir: Path) -> None:
 
 
 @contextmanager
-def existing_store(kv_dir: Path, **options: Any) -> Iterator[TieredStore]:
+def _existing_store(kv_dir: Path, **options: Any) -> Iterator[TieredStore]:
     """Open a store that is there, with the key of the environment; close it afterwards."""
-    check_is_store(kv_dir)
+    _check_is_store(kv_dir)
     from kvrag.store import open_store
 
     limits = {"ram_bytes": 0, "min_free_bytes": 0, "high_watermark": 1.0, "low_watermark": 1.0, **options}
@@ -53,10 +62,14 @@ def existing_store(kv_dir: Path, **options: Any) -> Iterator[TieredStore]:
         yield store
 
 
+def _counts(report: dict[str, Any]) -> dict[str, object]:
+    return {name.replace("_", " "): count for name, count in report.items() if isinstance(count, int)}
+
+
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     """Show the size of each tier, and what is stored for which model, namespace and prefix (by their digests)."""
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"chunks": 0, "tokens": 0, "num_bytes": 0})
-    with existing_store(kv_dir) as store:
+    with _existing_store(kv_dir) as store:
         tiers = {name: asdict(tier) for name, tier in store.stats().items()}
         for record in map(store.catalog.get, store.catalog.keys()):
             if record is not None:  # None: erased meanwhile by another process
@@ -65,27 +78,18 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
                 group["tokens"] += record.num_tokens
                 group["num_bytes"] += record.num_bytes
     found = sorted(groups.items())
-    if as_json:
-        named = [dict(zip(("model", "namespace", "prefix"), names, strict=True)) | group for names, group in found]
-        print_json({"tiers": tiers, "groups": named})
-        return
-    numbers = {"chunks": True, "size": True}
+    named = [dict(zip(("model", "namespace", "prefix"), names, strict=True)) | group for names, group in found]
     sizes = [(name, tier["chunks"], human_bytes(tier["num_bytes"])) for name, tier in tiers.items()]
-    console().print(grid(f"Tiers of {kv_dir}", {"tier": False, **numbers}, sizes))
-    columns = {"model": False, "namespace": False, "prefix": False, "chunks": True, "tokens": True, "size": True}
-    rows = [
-        (*(name[:12] for name in names), group["chunks"], group["tokens"], human_bytes(group["num_bytes"]))
-        for names, group in found
-    ]
-    console().print(grid("By digest", columns, rows))
+    rows = [(*(d[:12] for d in of), n["chunks"], n["tokens"], human_bytes(n["num_bytes"])) for of, n in found]
+    by_tier = grid(f"Tiers of {kv_dir}", "tier|>chunks|>size", sizes)
+    by_digest = grid("By digest", "model|namespace|prefix|>chunks|>tokens|>size", rows)
+    show({"tiers": tiers, "groups": named}, by_tier, by_digest, as_json=as_json)
 
 
 def fsck(
     kv_dir: KVDir = DEFAULT_KV_DIR,
     verify_data: Annotated[bool, typer.Option("--verify-data", help="Read and verify every byte.")] = False,
-    sample: Annotated[
-        str, typer.Option("--sample", metavar="N/T", help="Verify every byte of the n-th of t parts.")
-    ] = "",
+    sample: Annotated[str, _SAMPLE] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check every chunk's header, and its data if asked to; what fails is erased and computed again. Exit status 1 then."""
@@ -94,32 +98,19 @@ def fsck(
     n, slash, t = sample.partition("/")
     if sample and not (slash and n.isdecimal() and t.isdecimal()):
         raise ConfigError(f"--sample is {sample!r}; give n/t, for instance 1/10, then 2/10 the next day")
-    with existing_store(kv_dir) as store:
+    with _existing_store(kv_dir) as store:
         keys = check.sample(sorted(store.blobs.keys()), int(n), int(t)) if sample else None
         report = check.fsck(store, keys, verify_data=verify_data)
-    if as_json:
-        print_json({**asdict(report), "ok": report.ok})
-    else:
-        counts = {name.replace("_", " "): n for name, n in asdict(report).items() if isinstance(n, int)}
-        console().print(facts(f"Check of {kv_dir}", counts))
-        if report.rejected:
-            console().print(grid("Rejected", {"chunk": False, "because": False}, report.rejected))
-    if not report.ok:
-        raise typer.Exit(1)
+    tables = [facts(f"Check of {kv_dir}", _counts(asdict(report)))]
+    if report.rejected:
+        tables.append(grid("Rejected", "chunk|because", report.rejected))
+    show({**asdict(report), "ok": report.ok}, *tables, as_json=as_json, ok=report.ok)
 
 
 def gc(
     kv_dir: KVDir = DEFAULT_KV_DIR,
-    disk_bytes: Annotated[
-        int | None,
-        typer.Option("--disk-bytes", min=0, help="Evict what is worth least until this many bytes are left."),
-    ] = None,
-    foreign: Annotated[
-        bool,
-        typer.Option(
-            "--foreign", help="Remove files of other keys too, and plain ones where the environment has a key."
-        ),
-    ] = False,
+    disk_bytes: Annotated[int | None, _DISK_BYTES] = None,
+    foreign: Annotated[bool, _FOREIGN] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove leftovers of killed writers, files that the catalog does not know, those of other versions, and what is over a budget.
@@ -128,28 +119,19 @@ def gc(
     """
     from kvrag.store import check
 
-    with existing_store(kv_dir, disk_bytes=disk_bytes) as store:
+    with _existing_store(kv_dir, disk_bytes=disk_bytes) as store:
         try:
             report = asdict(check.gc(store, with_foreign=foreign))
         except StoreError as error:
-            typer.echo(f"kvrag: nothing was removed: {error}", err=True)
-            raise typer.Exit(1) from None
-    if as_json:
-        print_json(report)
-    else:
-        console().print(facts(f"Removed from {kv_dir}", {name.replace("_", " "): n for name, n in report.items()}))
+            fail(f"nothing was removed: {error}")
+    show(report, facts(f"Removed from {kv_dir}", _counts(report)), as_json=as_json)
 
 
 def rm(
     context: typer.Context,
     document: Documents = None,
-    collection: Annotated[
-        list[str] | None,
-        typer.Option("--collection", help="All documents whose ids begin with NAME/; may be repeated."),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Everything of every namespace, or of --namespace if that is given.")
-    ] = False,
+    collection: Annotated[list[str] | None, _COLLECTION] = None,
+    everything: Annotated[bool, _ALL] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask whether --all is meant.")] = False,
     kv_dir: KVDir = DEFAULT_KV_DIR,
     namespace: Namespace = "default",
@@ -164,7 +146,7 @@ def rm(
         return
     if not document and not collection:
         raise InputError("nothing is named to erase; pass --document ID, --collection NAME or --all")
-    with existing_store(kv_dir) as store:
+    with _existing_store(kv_dir) as store:
         from kvrag.store import members
 
         space = store.names.namespace(namespace)
@@ -172,19 +154,15 @@ def rm(
         below = [name for each in collection or () for name in members(known, each)]
         erased = {name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])}
     unknown = [name for name in erased if name not in known]
-    if as_json:
-        print_json({"erased_chunks": erased, "unknown": unknown})
-    else:
-        for name, chunks in erased.items():
-            state = "is not known here" if name in unknown else f"erased, with {chunks} chunk(s)"
-            console().print(f"{name}: {state}", markup=False, highlight=False)
-    if len(unknown) == len(erased):
-        raise typer.Exit(1)
+    states = {name: f"erased, with {chunks} chunk(s)" for name, chunks in erased.items()}
+    lines = [f"{name}: {state}" for name, state in (states | dict.fromkeys(unknown, "is not known here")).items()]
+    found = {"erased_chunks": erased, "unknown": unknown}
+    show(found, *lines, as_json=as_json, ok=len(unknown) < len(erased))
 
 
 def _rm_all(kv_dir: Path, namespace: str | None, *, yes: bool, as_json: bool) -> None:
     of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
-    with existing_store(kv_dir) as store:
+    with _existing_store(kv_dir) as store:
         space = None if namespace is None else store.names.namespace(namespace)
         records = [record for record in map(store.catalog.get, store.catalog.keys()) if record is not None]
         chunks = sum(space in (None, record.namespace) for record in records)
@@ -192,24 +170,17 @@ def _rm_all(kv_dir: Path, namespace: str | None, *, yes: bool, as_json: bool) ->
         if not yes:
             typer.confirm(f"Erase everything in {kv_dir}, {chunks} chunk(s) of {of_what}?", abort=True, err=True)
         erased = store.clear(space)
-    if as_json:
-        print_json({"erased_chunks": erased})
-    else:
-        what = "everything" if namespace is None else f"everything of {of_what}"
-        state = f"erased, with {erased} chunk(s)" if is_known else "nothing is known here"
-        console().print(f"{what}: {state}", markup=False, highlight=False)
-    if not is_known:
-        raise typer.Exit(1)
+    what = "everything" if namespace is None else f"everything of {of_what}"
+    state = f"erased, with {erased} chunk(s)" if is_known else "nothing is known here"
+    show({"erased_chunks": erased}, f"{what}: {state}", as_json=as_json, ok=is_known)
 
 
 def export(
-    target: Annotated[Path, typer.Argument(help="Directory of the copy: a store by itself, made if absent.")],
+    target: Annotated[Path, _TARGET],
     kv_dir: KVDir = DEFAULT_KV_DIR,
     document: Documents = None,
     namespace: Namespace = "default",
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Write the copy without the key of the environment; of --namespace alone.")
-    ] = False,
+    plain: Annotated[bool, _PLAIN_COPY] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy all chunks, or those of some documents; every byte is verified. The copy can be opened with read_only=True.
@@ -218,63 +189,49 @@ def export(
     """
     from kvrag.store import check, open_store
 
-    with existing_store(kv_dir) as store:
+    with _existing_store(kv_dir) as store:
         space = store.names.namespace(namespace)
         known, asked = set(store.catalog.documents(space)), list(dict.fromkeys(document or ()))
         unknown = [name for name in asked if name not in known]
         if asked and len(unknown) == len(asked):
-            _raise_unknown(unknown, namespace)
+            fail(_no_such(unknown, namespace))
         keys = sorted({key for name in asked for key in store.catalog.document_keys(space, name)}) if asked else None
         with closing(open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))) as other:
             counts = check.copy(store, other, keys, namespaces=[namespace])
     _report_copy(f"Copied to {target}", counts, {"unknown": unknown} if asked else {}, as_json=as_json)
     if unknown:
-        _raise_unknown(unknown, namespace)
+        fail(_no_such(unknown, namespace))
 
 
-@takes(LIMITS)
+@takes(limits=LIMITS)
 def import_(
     limits: Given,
-    source: Annotated[
-        Path, typer.Argument(help="Directory of a store, such as kvrag export makes; it is not changed.")
-    ],
+    source: Annotated[Path, _SOURCE],
     kv_dir: KVDir = DEFAULT_KV_DIR,
     namespace: Namespace = "default",
-    plain: Annotated[
-        bool, typer.Option("--plain", help="The source was written without a key; takes --namespace alone over.")
-    ] = False,
+    plain: Annotated[bool, _PLAIN_SOURCE] = False,
     as_json: AsJson = False,
 ) -> None:
     """Import the chunks of another store, each verified byte by byte; nothing in it is run or trusted."""
-    check_is_store(source)
+    _check_is_store(source)
     from kvrag.store import check, open_store
 
     written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
-    with (
-        closing(open_store(source, written)) as other,
-        closing(open_store(kv_dir, StoreConfig(ram_bytes=0, **limits, **key_options()))) as store,
-    ):
+    config = StoreConfig(ram_bytes=0, **limits, **key_options())
+    with closing(open_store(source, written)) as other, closing(open_store(kv_dir, config)) as store:
         counts = check.copy(other, store, namespaces=[namespace])
     _report_copy(f"Imported into {kv_dir}", counts, {}, as_json=as_json)
 
 
 def _report_copy(title: str, counts: tuple[int, int, int], more: dict[str, list[str]], *, as_json: bool) -> None:
     """Print what was copied; exit status 1 if something could not be read."""
-    named = dict(zip(("copied", "there already", "unreadable"), counts, strict=True))
-    if as_json:
-        print_json({name.replace(" ", "_"): count for name, count in named.items()} | more)
-    else:
-        console().print(facts(title, named))
-    if named["unreadable"]:
-        raise typer.Exit(1)
+    named = dict(zip(("copied", "there_already", "unreadable"), counts, strict=True))
+    show(named | more, facts(title, _counts(named)), as_json=as_json, ok=not named["unreadable"])
 
 
-def _raise_unknown(names: list[str], namespace: str) -> NoReturn:
-    """Report that no document has these ids, and end with status 1."""
+def _no_such(names: list[str], namespace: str) -> str:
     are = "documents are" if len(names) > 1 else "document is"
-    typer.echo(
-        f"kvrag: {', '.join(map(repr, names))}: no such {are} in the namespace {namespace!r}; check the id, which ends in #0, #1 ... for "
-        "the chunks of a file that kvrag precompute has split, and --namespace",
-        err=True,
+    return (
+        f"{', '.join(map(repr, names))}: no such {are} in the namespace {namespace!r}; check --namespace and the id, which ends in "
+        "#0, #1 ... for the chunks of a file that kvrag precompute has split"
     )
-    raise typer.Exit(1)

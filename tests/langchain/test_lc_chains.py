@@ -117,3 +117,34 @@ def test_escaped_chunks_are_misses_and_explain_says_so(store: KVRagVectorStore, 
 def test_any_order_hits(store: KVRagVectorStore, chat: ChatKVRag) -> None:
     for order in (PROBES, PROBES[::-1], PROBES[3:] + PROBES[:3]):
         assert chat.explain(CHAT.invoke({"context": "\n\n".join(order), "input": "?"})).hits == len(PROBES)
+
+
+def shortened(documents: list[Document]) -> str:
+    return "\n\n".join(document.page_content[:160] + "..." for document in documents)
+
+
+def test_a_chain_that_shortens_documents_reuses_their_beginnings(chat: ChatKVRag, chunks: list[str]) -> None:
+    texts = [text for text in chunks if len(text) > 160]
+    store = KVRagVectorStore.from_texts(texts, DeterministicFakeEmbedding(size=8), llm=chat)
+    retriever = store.as_retriever(search_kwargs={"k": 3})
+    seen: list[Any] = []
+    model = chat.bind(mode="stitch")
+    chain = {"context": (lambda x: x) | retriever | shortened, "input": lambda x: x} | CHAT | seen_by(seen) | model
+    info = chain.invoke("Who?").response_metadata["kvrag"]
+    assert info["exactness"] == "repaired"
+    used = [s for s in chat.engine.explain(seen[0]).spans if s.kind == "chunk" and s.hit]
+    assert len(used) == 3
+    for span in used:
+        assert any(text.startswith(span.text) and len(span.text) > 140 for text in texts)
+        assert "tokens of a stored chunk" in str(span.reason)
+
+
+def seen_by(seen: list[Any]) -> Any:
+    """Note the messages that pass, as the engine takes them."""
+    roles = {"human": "user", "system": "system"}
+
+    def look(value: Any) -> Any:
+        seen.append([{"role": roles[m.type], "content": m.content} for m in value.to_messages()])
+        return value
+
+    return look

@@ -14,29 +14,9 @@ FEW = 6
 """A random model says nothing worth more tokens."""
 
 
-class TestChatKVRagUnit(ChatModelUnitTests):
-    @pytest.fixture(autouse=True)
-    def _directory(self, tiny_dir: str) -> None:
-        self._tiny_dir = tiny_dir
+class Contract:
+    """What both of LangChain's suites ask of a model."""
 
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatKVRag
-
-    @property
-    def chat_model_params(self) -> dict[str, object]:
-        return {"model": self._tiny_dir}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-
-class TestChatKVRagIntegration(ChatModelIntegrationTests):
     @pytest.fixture(autouse=True)
     def _directories(self, tiny_dir: str, other_tiny_dir: str) -> None:
         self._tiny_dir, self._other = tiny_dir, other_tiny_dir
@@ -49,17 +29,17 @@ class TestChatKVRagIntegration(ChatModelIntegrationTests):
     def chat_model_params(self) -> dict[str, object]:
         return {"model": self._tiny_dir}
 
+    has_tool_calling = has_structured_output = False
+
+
+class TestChatKVRagUnit(Contract, ChatModelUnitTests):
+    pass
+
+
+class TestChatKVRagIntegration(Contract, ChatModelIntegrationTests):
     @property
     def standard_chat_model_params(self) -> dict[str, object]:
         return {**super().standard_chat_model_params, "max_tokens": FEW}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
 
     @property
     def model_override_value(self) -> str:

@@ -19,30 +19,6 @@ from kvrag.store import TieredStore
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 
 
-class TestOwnIndex(VectorStoreIntegrationTests):
-    @pytest.fixture
-    def vectorstore(self) -> VectorStore:  # type: ignore[override]
-        return KVRagVectorStore(embedding=self.get_embeddings())
-
-
-class TestOwnIndexWithInnerProduct(VectorStoreIntegrationTests):
-    @pytest.fixture
-    def vectorstore(self) -> VectorStore:  # type: ignore[override]
-        return KVRagVectorStore(embedding=Normalised(self.get_embeddings()), metric="ip")
-
-
-class TestWrapped(VectorStoreIntegrationTests):
-    @pytest.fixture
-    def vectorstore(self) -> VectorStore:  # type: ignore[override]
-        return KVRagVectorStore(InMemoryVectorStore(self.get_embeddings()))
-
-
-class TestWithKV(VectorStoreIntegrationTests):
-    @pytest.fixture
-    def vectorstore(self, chat: ChatKVRag) -> VectorStore:  # type: ignore[override]
-        return KVRagVectorStore(embedding=self.get_embeddings(), llm=chat)
-
-
 class Normalised(Embeddings):
     """Unit vectors, for the inner product."""
 
@@ -56,10 +32,19 @@ class Normalised(Embeddings):
         return self.embed_documents([text])[0]
 
 
-STORES = ("own", "wrapped")
+class TestStores(VectorStoreIntegrationTests):
+    @pytest.fixture(params=["own", "inner product", "wrapped", "with KV"])
+    def vectorstore(self, request: pytest.FixtureRequest) -> VectorStore:  # type: ignore[override]
+        embeddings = self.get_embeddings()
+        if request.param == "wrapped":
+            return KVRagVectorStore(InMemoryVectorStore(embeddings))
+        if request.param == "inner product":
+            return KVRagVectorStore(embedding=Normalised(embeddings), metric="ip")
+        llm = request.getfixturevalue("chat") if request.param == "with KV" else None
+        return KVRagVectorStore(embedding=embeddings, llm=llm)
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=["own", "wrapped"])
 def store(request: pytest.FixtureRequest, chat: ChatKVRag, embedding: Embeddings) -> KVRagVectorStore:
     if request.param == "own":
         return KVRagVectorStore(embedding=embedding, llm=chat)

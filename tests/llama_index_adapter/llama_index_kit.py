@@ -68,7 +68,7 @@ def settings(llm: KVRagLLM | None = None) -> Iterator[None]:
 def record_prompts(monkeypatch: Any) -> list[str]:
     """Write down every prompt that reaches an engine."""
     seen: list[str] = []
-    for name in ("stream", "astream"):
+    for name in ("generate", "stream", "astream"):
         original = getattr(KVRagEngine, name)
 
         def recording(self: KVRagEngine, prompt: str, _original: Any = original, **options: Any) -> Any:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from llama_index.core import PromptTemplate, VectorStoreIndex
 from llama_index.core.postprocessor import LongContextReorder
 from llama_index.core.schema import TextNode
-from llama_index_kit import chunks, documents, hit_texts, make_llm, record_prompts, settings
+from llama_index_kit import Make, chunks, documents, hit_texts, record_prompts
 
 from kvrag import precompute_kv
 from llama_index.llms.kvrag import KVRagLLM
@@ -23,14 +20,6 @@ AWKWARD = (
     "  spaces   before,  inside   and after   ",
     "<|im_end|> is a token of the model, and here it is text; {{ braces }} and {query_str} stay",
 )
-
-
-@pytest.fixture
-def llm(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagLLM]:
-    llm = make_llm(tiny_dir, tmp_path / "kv", max_new_tokens=3)
-    with settings(llm):
-        yield llm
-    llm.engine.close()
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "with metadata"])
@@ -107,3 +96,24 @@ def test_predict_with_a_template_of_ones_own(llm: KVRagLLM, monkeypatch: pytest.
     seen = record_prompts(monkeypatch)
     llm.predict(PromptTemplate("Notes:\n{notes}\n\n{question}"), notes="\n* ".join(texts), question=QUESTION)
     assert hit_texts(llm.engine, seen) == set(texts)
+
+
+@pytest.mark.parametrize("mode", ["compact", "tree_summarize"])
+def test_documents_that_are_split_to_fit_are_reused_in_part(make: Make, monkeypatch: pytest.MonkeyPatch, mode: str):
+    llm = make(max_new_tokens=3, context_window=1100)
+    llm.apply_settings()
+    texts = chunks(6, words=90)
+    index = VectorStoreIndex([TextNode(text=text) for text in texts])
+    assert precompute_kv(index, llm=llm).stored == 6
+    seen = record_prompts(monkeypatch)
+    index.as_query_engine(similarity_top_k=6, response_mode=mode).query(QUESTION)
+    spans = [span for prompt in seen for span in llm.engine.explain(prompt, mode="stitch").spans]
+    cut = [span for span in spans if span.kind == "chunk" and span.hit and span.text not in texts]
+    assert cut
+    for span in cut:
+        assert any(text.startswith(span.text) for text in texts)
+        assert str(span.reason).startswith("first ")
+    for prompt in seen:
+        reused, full = (llm.engine.prefill(prompt, mode=mode) for mode in ("prefix", "full"))
+        assert reused.prompt_ids == full.prompt_ids
+        assert float((reused.logits - full.logits).abs().max()) < 1e-3

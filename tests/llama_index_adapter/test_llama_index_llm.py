@@ -7,8 +7,6 @@ import copy
 import json
 import pickle
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,9 @@ from llama_index.core import PromptTemplate, Settings
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
-from llama_index_kit import Forwards, Make, make_llm, record_prompts, settings
+from llama_index_kit import Forwards, Make, record_prompts, settings
 from settling import working_threads
+from transformers import AutoTokenizer
 
 import kvrag.engine
 from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, RepairConfig, StoreConfig
@@ -28,24 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind anoth
 PROMPT = "Who keeps the copper ledger in the harbour?"
 MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=PROMPT)]
 METHODS = [f"{a}{stream}{kind}" for a in ("", "a") for stream in ("", "stream_") for kind in ("complete", "chat")]
-
-
-@pytest.fixture
-def make(tiny_dir: str, tmp_path: Path) -> Iterator[Make]:
-    made: list[KVRagLLM] = []
-
-    def make(source: Any = tiny_dir, **options: Any) -> KVRagLLM:
-        made.append(make_llm(source, tmp_path / "kv", **options))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        llm.engine.close()
-
-
-@pytest.fixture
-def llm(make: Make) -> KVRagLLM:
-    return make()
 
 
 def run(llm: KVRagLLM, method: str, **kwargs: Any) -> list[Any]:
@@ -328,8 +309,6 @@ def test_bos_stands_exactly_once(tokenizer: Any, llm: KVRagLLM):
 
 
 def test_a_chat_template_that_writes_bos_does_not_double_it(tiny_dir: str, make: Make):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     llm = make(tokenizer=tokenizer)
@@ -360,8 +339,6 @@ def test_several_system_messages_are_joined(llm: KVRagLLM, monkeypatch: pytest.M
 def test_a_template_without_system_messages_gets_it_in_the_first_user_message(
     tiny_dir: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
@@ -382,8 +359,6 @@ def test_functions_of_the_user_decide(make: Make, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_without_chat_template_reads_plain_lines(tiny_dir: str, make: Make, monkeypatch: pytest.MonkeyPatch):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     tokenizer.chat_template = None
     llm = make(tokenizer=tokenizer)

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms import MockLLM
-from llama_index_kit import documents, make_llm, settings
+from llama_index_kit import documents
 from settling import settle
 
 from kvrag import ConfigError, precompute_kv
 from llama_index.llms.kvrag import KVPrefetchHandler, KVRagLLM
 
 TOP_K = 3
-
-
-@pytest.fixture
-def llm(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagLLM]:
-    llm = make_llm(tiny_dir, tmp_path / "kv", max_new_tokens=3)
-    with settings(llm):
-        yield llm
-    llm.engine.close()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from llama_index.core import ChatPromptTemplate, PromptTemplate, VectorStoreInde
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import RichPromptTemplate, SelectorPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TREE_SUMMARIZE_PROMPT_SEL
-from llama_index_kit import Make, chunks, documents, hit_texts, make_llm, record_prompts, settings
+from llama_index_kit import Make, chunks, documents, hit_texts, record_prompts
 from transformers import AutoTokenizer
 
 from kvrag import ConfigError, TemplatePrefix, precompute_kv
@@ -19,20 +17,6 @@ from llama_index.llms.kvrag import KVRagLLM
 
 QUESTION = "Who keeps the ledger?"
 RULES = "Answer from these notes only.\n"
-
-
-@pytest.fixture
-def make(tiny_dir: str, tmp_path: Path) -> Iterator[Make]:
-    made: list[KVRagLLM] = []
-
-    def make(**options: Any) -> KVRagLLM:
-        made.append(make_llm(tiny_dir, tmp_path / "kv", **options))
-        return made[-1]
-
-    with settings():
-        yield make
-    for llm in made:
-        llm.engine.close()
 
 
 def first_chunk_is_exact(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch, **engine_options: Any) -> bool:
@@ -81,12 +65,11 @@ def test_a_model_without_chat_template_gets_the_text_prompt(tiny_dir: str, make:
     assert llm.engine.prefix_text == "### Context information is below.\n---------------------\n"
 
 
-def test_metadata_before_the_text_is_glue_and_the_text_is_reused(make: Make, monkeypatch: pytest.MonkeyPatch):
-    assert not first_chunk_is_exact(make(), monkeypatch, has_metadata=True)
-
-
-def test_with_its_metadata_the_first_chunk_is_exact(make: Make, monkeypatch: pytest.MonkeyPatch):
-    assert first_chunk_is_exact(make(), monkeypatch, has_metadata=True, content="llm")
+@pytest.mark.parametrize(("content", "is_exact"), [("text", False), ("llm", True)])
+def test_metadata_before_the_text_is_glue_unless_it_is_precomputed_too(
+    make: Make, monkeypatch: pytest.MonkeyPatch, content: str, is_exact: bool
+):
+    assert first_chunk_is_exact(make(), monkeypatch, has_metadata=True, content=content) == is_exact
 
 
 TEXT = PromptTemplate(RULES + "{context_str}\nQuestion: {query_str}")
@@ -107,16 +90,13 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_of_the_user_give_the_prefix(make: Make, monkeypatch: pytest.MonkeyPatch, name: str):
+@pytest.mark.parametrize(
+    ("name", "is_named"), [*((name, False) for name in TEMPLATES), ("text", True), ("selector", True)]
+)
+def test_templates_of_the_user_give_the_prefix(make: Make, monkeypatch: pytest.MonkeyPatch, name: str, is_named: bool):
     template = TEMPLATES[name]
-    assert first_chunk_is_exact(make(prefix=template), monkeypatch, text_qa_template=template)
-
-
-@pytest.mark.parametrize("name", ["text", "selector"])
-def test_templates_may_come_with_the_name_of_their_variable(make: Make, monkeypatch: pytest.MonkeyPatch, name: str):
-    llm = make(prefix=TemplatePrefix(TEMPLATES[name], "context_str"))
-    assert first_chunk_is_exact(llm, monkeypatch, text_qa_template=TEMPLATES[name])
+    prefix = TemplatePrefix(template, "context_str") if is_named else template
+    assert first_chunk_is_exact(make(prefix=prefix), monkeypatch, text_qa_template=template)
 
 
 def test_a_template_may_be_given_when_precomputing(make: Make):

@@ -6,7 +6,6 @@ import asyncio
 import os
 import pickle
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,6 @@ from llama_index.llms.kvrag import KVRagLLM, PrecomputeKV
 from llama_index.vector_stores.kvrag import KVRagVectorStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
-
-
-@pytest.fixture
-def llm(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagLLM]:
-    llm = make_llm(tiny_dir, tmp_path / "kv")
-    with settings():
-        Settings.llm = llm
-        yield llm
-    llm.engine.close()
 
 
 @pytest.fixture

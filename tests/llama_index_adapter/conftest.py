@@ -1,0 +1,35 @@
+"""Fixtures of the LlamaIndex tests: LLMs on the tiny model, with a store of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index_kit import Make, make_llm, settings
+
+from llama_index.llms.kvrag import KVRagLLM
+
+
+@pytest.fixture
+def make(tiny_dir: str, tmp_path: Path) -> Iterator[Make]:
+    """Make LLMs; at the end their engines are closed, and the settings are what they were."""
+    made: list[KVRagLLM] = []
+
+    def make(source: Any = tiny_dir, **options: Any) -> KVRagLLM:
+        made.append(make_llm(source, tmp_path / "kv", **options))
+        return made[-1]
+
+    with settings():
+        yield make
+    for llm in made:
+        llm.engine.close()
+
+
+@pytest.fixture
+def llm(make: Make) -> KVRagLLM:
+    """The LLM of the settings."""
+    llm = make()
+    llm.apply_settings()
+    return llm
