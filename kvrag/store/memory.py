@@ -111,13 +111,16 @@ class MemoryTier:
             If it can't be converted.
         """
         given, key = kv if self._convert is None else self._convert(kv), chunk_key(identity)
-        size, is_put = given.num_bytes, reason == "put"
+        entry = _Entry(identity, given, usage, given.num_bytes, len(identity.token_ids))
+        with self._lock:
+            if self._leaving(key, entry) is None:
+                return given.map(lambda tensor: tensor.to(self.device))
         if self.device.type != "cpu":
             given = given.map(lambda tensor: tensor.to(self.device))
-        elif is_put and given is kv and size <= self.max_bytes:
+        elif reason == "put" and given is kv:
             given = kv.map(lambda t: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+        entry.kv = given
         with self._lock:
-            entry = _Entry(identity, given, usage, size, len(identity.token_ids))
             gone = self._take(key, entry) if epoch == self.epoch else None
         if gone is not None:
             self.events.stored(self.name, key, reason, entry.num_tokens, entry.num_bytes)
@@ -133,7 +136,13 @@ class MemoryTier:
 
     def clear(self, namespace: str | None = None) -> None:
         """Forget all chunks, or those of a namespace, because they were erased below."""
-        self.drop([k for k in self.keys() if namespace in (None, (e := self.identity(k)) and e.namespace)], "deleted")
+        going = [k for k in self.keys() if namespace in (None, (e := self.identity(k)) and e.namespace)]
+        self.drop(going if namespace is not None else (), "deleted")
+        if namespace is None:
+            with self._lock:
+                self._entries.clear()
+                self._num_bytes = 0
+            self.events.cleared(self.name)
 
     def release(self) -> int:
         """Forget all chunks for the sake of their memory, and return their bytes."""
@@ -162,8 +171,7 @@ class MemoryTier:
         known = self._entries.get(key)
         hits = 0.0 if known is None else known.usage.recent_hits(self._now)
         entry.usage = entry.usage._replace(hits=max(hits, entry.usage.hits), last=self._now)
-        excess = self._num_bytes + entry.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
-        victims = self._victims(key, entry, excess) if excess > 0 else []
+        victims = self._leaving(key, entry)
         if victims is not None:
             for old in (key, *victims):
                 self._remove(old)
@@ -171,8 +179,12 @@ class MemoryTier:
             self._num_bytes += entry.num_bytes
         return victims
 
-    def _victims(self, key: ChunkKey, new: _Entry, excess: int) -> list[ChunkKey] | None:
-        """Choose what leaves; ``None`` if that is not enough."""
+    def _leaving(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
+        """Choose what leaves for a chunk; ``None`` if that is not enough."""
+        known = self._entries.get(key)
+        excess = self._num_bytes + new.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
+        if excess <= 0:
+            return []
         if new.num_bytes > self.max_bytes:
             return None
         priority = new.usage.priority_now()
