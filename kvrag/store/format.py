@@ -20,7 +20,7 @@ import json
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ from kvrag.store.layers import (
     Part,
     Shape,
     finite_bytes,
-    own_layer,
+    own_kv,
     parts,
     shapes_of,
     view_layer,
@@ -217,9 +217,7 @@ def plan(identity: ChunkIdentity, kv: ChunkKV) -> Header:
 def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> Encoded:
     """Turn a chunk into the bytes of its blob, encrypted with ``cipher``; raises as :func:`plan`."""
     header = plan(identity, kv)
-    return Encoded(
-        header, [own_layer(layer) for layer in kv.layers], None if cipher is None else _Cipher.new(header, cipher)
-    )
+    return Encoded(header, own_kv(kv).layers, None if cipher is None else _Cipher.new(header, cipher))
 
 
 class Encoded(LateHead):
@@ -228,14 +226,14 @@ class Encoded(LateHead):
     Raises ``StoreError`` while it is gone through, if a value is not finite.
     """
 
-    def __init__(self, header: Header, layers: list[LayerKV], seal: _Cipher | None) -> None:
+    def __init__(self, header: Header, layers: Sequence[LayerKV], seal: _Cipher | None) -> None:
         self.header, self._layers, self._seal = header, layers, seal
-        self.head_bytes = len(self.head())
+        self.head_bytes = len(self.head()) if seal is None else 0
 
-    @property
-    def parts(self) -> LateHead:
-        """The parts to write."""
-        return self
+    @functools.cached_property
+    def parts(self) -> Iterable[Bytes]:
+        """The parts to write; encrypted ones are made once, because no nonce may come twice."""
+        return self if self._seal is None else list(self)
 
     def head(self) -> bytes:
         """Return the header; it is right when :meth:`body` was gone through."""

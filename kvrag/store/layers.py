@@ -192,10 +192,16 @@ def finite_bytes(layer: LayerKV, index: int, look: Callable[[memoryview], object
     return pieces
 
 
-def own_layer(layer: LayerKV) -> LayerKV:
-    """Return the layer with contiguous tensors on the host; itself where they are."""
-
-    return layer.map(lambda tensor: tensor.detach().cpu().contiguous())
+def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:
+    """Return a chunk with contiguous tensors on a device; with ``copy``, none of them is shared with ``kv``."""
+    layers = []
+    for layer in kv.layers:
+        tensors = [
+            tensor.detach().to(device, copy=copy, memory_format=torch.contiguous_format).contiguous()
+            for tensor in layer.tensors
+        ]
+        layers.append(layer_of(tensors[0].dtype if layer.scales is None else layer.scales.dtype, tensors))
+    return ChunkKV(tuple(layers), kv.kv_dtype)
 
 
 def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Events, StoreStats
+from kvrag.store.layers import own_kv
 from kvrag.store.worth import Retention, Usage, order, token_ms
 from kvrag.threads import Pool
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
@@ -27,6 +28,14 @@ class _Entry:
     usage: Usage
     num_bytes: int
     num_tokens: int
+    hits: int = 0
+    last: int = 0
+
+    def used(self) -> Usage:
+        """Return the usage, with the hits since it was last asked for."""
+        if self.hits:
+            self.usage, self.hits = self.usage.touched(self.hits, self.last), 0
+        return self.usage
 
 
 class MemoryTier:
@@ -76,7 +85,7 @@ class MemoryTier:
                 return None
             if counts:
                 self._hits, self._now = self._hits + 1, self._now + 1
-                entry.usage = entry.usage.touched(1, self._now)
+                entry.hits, entry.last = entry.hits + 1, self._now
             return entry.kv
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
@@ -112,13 +121,10 @@ class MemoryTier:
         """
         given, key = kv if self._convert is None else self._convert(kv), chunk_key(identity)
         entry = _Entry(identity, given, usage, given.num_bytes, len(identity.token_ids))
-        with self._lock:
-            if self._leaving(key, entry) is None:
-                return given.map(lambda tensor: tensor.to(self.device))
         if self.device.type != "cpu":
-            given = given.map(lambda tensor: tensor.to(self.device))
-        elif reason == "put" and given is kv:
-            given = kv.map(lambda t: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+            given = own_kv(given, device=self.device)
+        elif reason == "put" and given is kv and entry.num_bytes <= self.max_bytes:
+            given = own_kv(kv, copy=True)
         entry.kv = given
         with self._lock:
             gone = self._take(key, entry) if epoch == self.epoch else None
@@ -158,7 +164,7 @@ class MemoryTier:
         with self._lock:
             self.epoch += 1  # a read that has begun would bring what the chunk was worth before
             for entry in filter(None, map(self._entries.get, keys)):
-                entry.usage = entry.usage.retained(retention)
+                entry.usage = entry.used().retained(retention)
 
     def stats(self) -> StoreStats:
         """Return size and counters."""
@@ -169,7 +175,7 @@ class MemoryTier:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
         self._now += 1
         known = self._entries.get(key)
-        hits = 0.0 if known is None else known.usage.recent_hits(self._now)
+        hits = 0.0 if known is None else known.used().recent_hits(self._now)
         entry.usage = entry.usage._replace(hits=max(hits, entry.usage.hits), last=self._now)
         victims = self._leaving(key, entry)
         if victims is not None:
@@ -188,8 +194,8 @@ class MemoryTier:
         if new.num_bytes > self.max_bytes:
             return None
         priority = new.usage.priority_now()
-        rank = order(self._now, token_ms((entry, entry.usage) for entry in (new, *self._entries.values())))
-        going = [(k, e) for k, e in self._entries.items() if k != key and e.usage.priority_now() <= priority]
+        rank = order(self._now, token_ms((entry, entry.used()) for entry in (new, *self._entries.values())))
+        going = [(k, e) for k, e in self._entries.items() if k != key and e.used().priority_now() <= priority]
         going.sort(key=lambda item: rank((item[1], item[1].usage)))
         chosen, spare = list[ChunkKey](), len(self._entries) // SHARE
         for other, entry in going:

@@ -137,7 +137,10 @@ class Rows:
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read. Inside :meth:`change`, faults are raised."""
         try:
-            text = self._look(lambda cache: cache.get(name))
+            if self._cache is not None and self._changing == threading.get_ident():
+                text = self._cache.get(name)
+            else:
+                text = self._look(lambda cache: cache.get(name))
             return text if text is None or self._seal is None else self._seal.open(text, name)
         except FAULTS as error:
             if self._changing == threading.get_ident():
@@ -226,10 +229,10 @@ class Rows:
 
     def before_fork(self) -> None:
         """Wait for the change under way and close all connections: a child that inherited their locks could never write."""
-        if self._lock.acquire(timeout=BUSY_S) and self._looking.acquire(timeout=BUSY_S):
-            if self._cache is not None and self._changing is None:
-                self._cache.close()
-                self._cache = None  # what other threads have open goes with it
+        is_quiet = self._lock.acquire(timeout=BUSY_S) and self._looking.acquire(timeout=BUSY_S)
+        if is_quiet and self._cache is not None and self._changing is None:
+            self._cache.close()
+            self._cache = None  # what other threads have open goes with it
 
     def after_fork(self, *, is_child: bool) -> None:
         """Go on; the child has a lock of its own."""
@@ -255,7 +258,7 @@ class Rows:
         return self._cache
 
     def _heal(self) -> None:
-        """Open the database that is there now, unless it is open; the one that a transaction of this thread is in stays until that is over."""
+        """Open the database that is there now, unless it is open; not inside a transaction of this thread."""
         if self._changing == threading.get_ident() or (self._cache is not None and self._file == self._there()):
             return
         with self._lock:
@@ -331,23 +334,16 @@ class Rows:
         self._warned = False
 
     def _copy(self, source: Path) -> None:
-        """Copy a database without changing anything beside it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700, parents=True)
-        self._file = self._there()
-        path, journal = source / DBNAME, source / f"{DBNAME}-wal"
-        if path.is_symlink() or not path.is_file():
-            return
-        has_journal = journal.is_file() and journal.stat().st_size > 0
-        for mode in ("mode=ro", "mode=ro&immutable=1") if has_journal else ("mode=ro&immutable=1",):
-            with (
-                suppress(sqlite3.Error),
-                closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as old,
-            ):
-                with closing(sqlite3.connect(self._folder / DBNAME)) as new:
-                    old.backup(new)
-                return
-        (self._folder / DBNAME).unlink(missing_ok=True)
+        """Copy a database and its journal without changing anything beside them."""
+        for _ in range(BUSY_RETRIES):
+            self._file = self._there()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(mode=0o700, parents=True)
+            for name in (DBNAME, f"{DBNAME}-wal"):
+                if (source / name).is_file() and not (source / name).is_symlink():
+                    shutil.copyfile(source / name, self._folder / name)
+            if self._file == self._there():
+                break
 
     def _unusable(self, error: Exception) -> StoreError:
         return StoreError(
