@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
@@ -21,6 +21,27 @@ from kvrag.types import ChunkKey
 log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
+
+
+class LateHead:
+    """The parts of a blob, of which the first is known when the others have been gone through; files are written in that order."""
+
+    head_bytes: int
+    """Length of the first part."""
+
+    def head(self) -> bytes:
+        """Return the first part, after :meth:`body`."""
+        raise NotImplementedError
+
+    def body(self) -> Iterator[Bytes]:
+        """Yield the other parts."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Bytes]:
+        """Yield all parts in their order."""
+        body = list(self.body())
+        yield self.head()
+        yield from body
 
 
 class Blobs(Protocol):
@@ -40,7 +61,7 @@ class Blobs(Protocol):
         """
         ...
 
-    def write(self, key: ChunkKey, parts: Sequence[Bytes]) -> int:
+    def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Store the parts one after the other and return the bytes written; 0 if the key is there already.
 
         Raises

@@ -14,7 +14,7 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrag.store.base import Bytes
+from kvrag.store.base import Bytes, LateHead
 from kvrag.types import ChunkKey
 
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -33,7 +33,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 ABSENT = (FileNotFoundError, NotADirectoryError)
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-MAX_VIEWS = 512
+MAX_VIEWS, GATHER_BYTES = 512, 2**20
 YOUNG_S = 60.0
 """Files in ``tmp/`` that are younger are left to their writers."""
 
@@ -74,7 +74,7 @@ class FileBlobs:
         finally:
             os.close(fd)
 
-    def write(self, key: ChunkKey, parts: Sequence[Bytes]) -> int:
+    def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Write a file and give it its name, unless that is taken; see :class:`kvrag.store.base.Blobs`."""
         with self._folder(key[:2], make=True) as folder:
             if _is_file(key + SUFFIX, folder):
@@ -187,12 +187,13 @@ class MemoryBlobs:
         blob = self._blobs.get(key)
         return None if blob is None else blob[start : None if length is None else start + length]
 
-    def write(self, key: ChunkKey, parts: Sequence[Bytes]) -> int:
+    def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Keep a copy of the parts; see :class:`kvrag.store.base.Blobs`."""
         if key in self._blobs:
             return 0
         try:
-            blob, end = self._buffers.take(sum(map(len, parts))), 0
+            parts, end = list(parts), 0
+            blob = self._buffers.take(sum(map(len, parts)))
         except (MemoryError, RuntimeError):
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
         for part in parts:
@@ -213,12 +214,14 @@ class MemoryBlobs:
 
 
 def _is_file(name: str, folder: int) -> bool:
-    """Whether a name is taken by a regular file; anything but a folder that takes it otherwise is removed."""
+    """Whether a name is taken by a regular file; what takes it otherwise is removed, but for a folder that is not empty."""
     try:
         mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
     except FileNotFoundError:
         return False
-    if not stat.S_ISREG(mode):
+    if stat.S_ISDIR(mode):
+        os.rmdir(name, dir_fd=folder)
+    elif not stat.S_ISREG(mode):
         os.unlink(name, dir_fd=folder)
     return stat.S_ISREG(mode)
 
@@ -244,17 +247,33 @@ def _fill(fd: int, view: memoryview, offset: int) -> int:
     return done
 
 
-def _write_all(fd: int, parts: Sequence[Bytes]) -> int:
-    """Write all parts with few calls; a call may write less than asked for."""
-    views, total = [memoryview(part).cast("B") for part in parts], 0
+def _write_all(fd: int, parts: Iterable[Bytes]) -> int:
+    """Write all parts with few calls; a late first one last."""
+    if isinstance(parts, LateHead):
+        os.lseek(fd, parts.head_bytes, os.SEEK_SET)
+        total = _write_all(fd, parts.body())
+        os.lseek(fd, 0, os.SEEK_SET)
+        return total + _write_all(fd, [parts.head()])
+    total = size = 0
+    views = list[memoryview]()
+    for part in parts:
+        views.append(memoryview(part).cast("B"))
+        size += len(views[-1])
+        if size >= GATHER_BYTES or len(views) == MAX_VIEWS:
+            _write(fd, views)
+            total, size, views = total + size, 0, []
+    _write(fd, views)
+    return total + size
+
+
+def _write(fd: int, views: list[memoryview]) -> None:
+    """Write views; a call may write less than asked for."""
     while views:
-        count = os.writev(fd, views[:MAX_VIEWS])
-        total += count
+        count = os.writev(fd, views)
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
         if count:
             views[0] = views[0][count:]
-    return total
 
 
 def _names(folder: Path) -> list[str]:

@@ -105,6 +105,8 @@ class Catalog:
         With a key, digests of texts, ids of documents and all values are encrypted.
     read_only
         Change nothing in the folder.
+    durable
+        Whether a change survives a power cut.
     may_have_blobs
         Returns whether a catalog that is begun anew may find blobs of an earlier one.
 
@@ -120,12 +122,13 @@ class Catalog:
         keys: Keys | None = None,
         *,
         read_only: bool = False,
+        durable: bool = True,
         may_have_blobs: Callable[[], bool] = lambda: True,
     ) -> None:
         self._seal = None if keys is None or keys.cipher is None else Seal(keys.cipher)
         self._may_have_blobs, self.read_only = may_have_blobs, read_only
         self._touched: Counter[ChunkKey] = Counter()
-        self._rows = Rows(folder, self._seal, read_only=read_only, begin=self._begin)
+        self._rows = Rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
 
     # -- questions -------------------------------------------------------------------------------------------------------
 
@@ -295,10 +298,15 @@ class Catalog:
                 if text is not None and doc_id is not None:
                     self._unrefer(chunk.namespace, doc_id, {text.digest})
 
-    def remove(self, keys: Iterable[ChunkKey]) -> int:
-        """Remove chunks whose blobs were erased, and return how many there were. Documents stay."""
+    def remove(self, keys: Iterable[ChunkKey], *, unless: Callable[[], bool] = lambda: False) -> int:
+        """Remove chunks whose blobs were erased, and return how many there were. Documents stay.
+
+        Nothing is removed if ``unless()`` is true; while it is asked, nobody stores a chunk.
+        """
         count = num_bytes = 0
         with self._rows.change():
+            if unless():
+                return 0
             for name, key in [(f"{kind} {key}", key) for key in keys for kind in "cp"]:
                 if (chunk := self._chunk(name)) is not None:
                     self._drop(name, key, chunk)
@@ -385,12 +393,14 @@ class Catalog:
     def reset_after_fork(self) -> None:
         """Let go of what is the parent's."""
         self._touched = Counter()
-        self._rows.reset_after_fork()
 
     # -- rows ------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, rows: Rows) -> None:
-        rows.set("s", _State(time.time_ns(), dormant=self._may_have_blobs()))
+    def _begin(self, rows: Rows, is_other: bool) -> None:
+        """Begin a new database; the blobs of one that another has taken the place of may be dormant."""
+        self._rows = rows  # which are being opened
+        state = self._read(_STATE, "s") or _State(time.time_ns(), dormant=self._may_have_blobs())
+        rows.set("s", state._replace(dormant=state.dormant or is_other))
 
     def _read(self, form: TypeAdapter[T], name: str) -> T | None:
         """Return a row's value; ``None`` for one that is absent or of another form."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import hmac
 import os
@@ -100,15 +101,15 @@ class Naming:
 
     address: bytes | None = field(default=None, repr=False)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - names are few, and live as long as the process
     def namespace(self, name: str) -> str:
         """Digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
         if self.address is None:
             return namespace_digest(name)
         return "hmac-sha256:" + hmac.digest(self.address, name.encode(), "sha256").hex()
 
-    def digest(self, text: str) -> str:
-        """Digest of a stripped chunk text, 64 hex digits; raises ``UnicodeEncodeError``."""
-        return text_digest(text)
+    digest = staticmethod(text_digest)
+    """Digest of a stripped chunk text, 64 hex digits; raises ``UnicodeEncodeError``."""
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""

@@ -20,11 +20,13 @@ import json
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -32,7 +34,7 @@ import xxhash
 from kvrag.config import KV_DTYPES
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, canonical, chunk_key, content_key, ids_bytes
-from kvrag.store.base import Bytes, Record
+from kvrag.store.base import Bytes, LateHead, Record
 from kvrag.store.crypto import CIPHER, TAG_BYTES, decrypt, derive, encrypt, key_id
 from kvrag.store.layers import (
     FLOATS,
@@ -41,7 +43,7 @@ from kvrag.store.layers import (
     Part,
     Shape,
     finite_bytes,
-    own_layer,
+    own_kv,
     parts,
     shapes_of,
     view_layer,
@@ -64,8 +66,8 @@ HELPED_BYTES = 4 * 2**20
 MAX_HEADER_BYTES = 4 * 2**20
 """Longer headers are neither written nor read: enough for half a million token ids."""
 
-MAX_KEPT_BYTES = 64 * 1024
-"""Longer descriptions of tensors are parsed each time: a few hostile headers must not fill the memory."""
+MAX_KEPT_LAYERS = 128
+"""Descriptions of more layers are made each time: a few hostile headers must not fill the memory."""
 
 METADATA = '{"__metadata__":'
 NO_DIGEST = "0" * 32
@@ -77,6 +79,7 @@ SALT_BYTES = 32
 FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, OverflowError, StoreError)
 """What parsing raises where a header is not one."""
 
+T = TypeVar("T")
 Read = Callable[[int, int], Bytes | None]
 """Returns ``length`` bytes from ``offset`` on, fewer at the end; ``None`` if the blob is absent. Raises ``OSError``."""
 
@@ -152,7 +155,8 @@ class Header:
     @functools.cached_property
     def tensors(self) -> Tensors:
         """The tensors of all layers; raises as :func:`kvrag.store.layers.parts`."""
-        return tensors_of(self.identity.kv_dtype, self.dtype, self.shapes)
+        lay_out = tensors_of if len(self.shapes) <= MAX_KEPT_LAYERS else tensors_of.__wrapped__
+        return lay_out(self.identity.kv_dtype, self.dtype, self.shapes)
 
     @property
     def num_bytes(self) -> int:
@@ -195,15 +199,6 @@ def record_of(identity: ChunkIdentity, num_bytes: int) -> Record:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A blob's bytes in parts; they are views of ``kv`` and of what else is in here."""
-
-    header: Header
-    parts: list[Bytes]
-    kv: ChunkKV = field(repr=False)
-
-
 def plan(identity: ChunkIdentity, kv: ChunkKV) -> Header:
     """Return the header that a chunk will have, without digests.
 
@@ -220,43 +215,57 @@ def plan(identity: ChunkIdentity, kv: ChunkKV) -> Header:
 
 
 def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> Encoded:
-    """Turn a chunk into the bytes of its blob.
-
-    Parameters
-    ----------
-    identity, kv
-        The chunk.
-    cipher
-        Key to encrypt with.
-
-    Raises
-    ------
-    StoreError
-        As :func:`plan`, or if a value is not finite.
-    """
+    """Turn a chunk into the bytes of its blob, encrypted with ``cipher``; raises as :func:`plan`."""
     header = plan(identity, kv)
-    own = ChunkKV(tuple(map(own_layer, kv.layers)), kv.kv_dtype)
-    seal = None if cipher is None else _Cipher.new(header, cipher)
-    work = partial(_encode_layer, own.layers, seal)
-    half = len(own.layers) // 2 if header.num_bytes >= HELPED_BYTES else 0
-    first = POOL.submit(lambda: [*map(work, range(half))]) if half else None
-    rest = [*map(work, range(half, len(own.layers)))]
-    layers = rest if first is None else first.result() + rest
-    header = replace(header, digests=tuple(digest for _, digest in layers))
-    head = header.encode() if seal is None else seal.seal(header.encode())
-    return Encoded(header, [_pad(head), *(piece for pieces, _ in layers for piece in pieces)], own)
+    return Encoded(header, own_kv(kv).layers, None if cipher is None else _Cipher.new(header, cipher))
 
 
-def _encode_layer(layers: Sequence[LayerKV], seal: _Cipher | None, index: int) -> tuple[list[memoryview], str]:
-    """Return a layer's bytes, and their digest."""
-    pieces = list(finite_bytes(layers[index], index))
-    if seal is not None:
-        pieces, tag = encrypt(seal.key, index, pieces, seal.bound(index))
+class Encoded(LateHead):
+    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache.
+
+    Raises ``StoreError`` while it is gone through, if a value is not finite.
+    """
+
+    def __init__(self, header: Header, layers: Sequence[LayerKV], seal: _Cipher | None) -> None:
+        self.header, self._layers, self._seal = header, layers, seal
+        self.head_bytes = len(self.head()) if seal is None else 0
+
+    @functools.cached_property
+    def parts(self) -> Iterable[Bytes]:
+        """The parts to write; encrypted ones are made once, because no nonce may come twice."""
+        return self if self._seal is None else list(self)
+
+    def head(self) -> bytes:
+        """Return the header; it is right when :meth:`body` was gone through."""
+        plain = self.header.encode()
+        return _pad(plain if self._seal is None else self._seal.seal(plain))
+
+    def body(self) -> Iterator[memoryview]:
+        """Yield the bytes of all layers; the next one is looked at meanwhile."""
+        digests, ahead, count = list[str](), None, len(self._layers)
+        is_large = self.header.num_bytes >= HELPED_BYTES
+        for index in range(count):
+            pieces, digest = self._layer(index) if ahead is None else ahead.result()
+            ahead = begin(partial(self._layer, index + 1)) if is_large and index + 1 < count else None
+            digests.append(digest)
+            yield from pieces
+        self.header = replace(self.header, digests=tuple(digests))
+
+    def _layer(self, index: int) -> tuple[list[memoryview], str]:
+        """Return a layer's bytes, and their digest."""
+        digest = xxhash.xxh3_128()
+        pieces = finite_bytes(self._layers[index], index, digest.update if self._seal is None else None)
+        if self._seal is None:
+            return pieces, digest.hexdigest()
+        pieces, tag = encrypt(self._seal.key, index, pieces, self._seal.bound(index))
         return pieces, tag.hex()
-    digest = xxhash.xxh3_128()
-    for piece in pieces:
-        digest.update(piece)
-    return pieces, digest.hexdigest()
+
+
+def begin(action: Callable[[], T]) -> Future[T] | None:
+    """Begin an action in another thread; ``None`` if none can be had."""
+    with suppress(RuntimeError):
+        return POOL.submit(action)
+    return None
 
 
 class Blob:
@@ -304,7 +313,7 @@ class Blob:
         runs, ahead = steps_of(offsets), None
         for number, run in enumerate(runs):
             data = self._run(run) if ahead is None else ahead.result()
-            ahead = POOL.submit(partial(self._run, runs[number + 1])) if run is not runs[-1] else None
+            ahead = begin(partial(self._run, runs[number + 1])) if run is not runs[-1] else None
             flat = torch.frombuffer(data, dtype=torch.uint8)
             for index in run:
                 first, last = (offset - offsets[run.start] for offset in offsets[index : index + 2])
@@ -479,7 +488,7 @@ def _decode(text: str) -> tuple[Header, None, bytes]:
         context=metadata["context"],
     )
     "".join((identity.model, identity.namespace, identity.prefix, identity.context)).encode()  # as the key does
-    shapes = _shapes if len(tensors) <= MAX_KEPT_BYTES else _shapes.__wrapped__
+    shapes = _shapes if len(digests) <= MAX_KEPT_LAYERS else _shapes.__wrapped__
     header = Header(
         identity, FLOATS[metadata["dtype"]], shapes(tensors, len(digests), len(ids) // 4, kv_dtype), digests
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,16 +168,17 @@ def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: tor
     return shapes[0], shapes[1]
 
 
-def finite_bytes(layer: LayerKV, index: int) -> Iterator[memoryview]:
-    """Yield the bytes of a layer in pieces, each after a look at it; the layer must be kept as long as they are used.
+def finite_bytes(layer: LayerKV, index: int, look: Callable[[memoryview], object] | None = None) -> list[memoryview]:
+    """Return the bytes of a layer in pieces, after a look at each of them.
 
     Raises
     ------
     StoreError
         If a value is NaN or infinite: it would spread to every later answer.
     """
+    pieces = []
     for name, tensor in zip(TENSORS, layer.tensors, strict=False):
-        view = _bytes_of(tensor)
+        view = tensor.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(view), SCAN_BYTES):
             piece = view[start : start + SCAN_BYTES]
             if not _is_finite(piece, tensor.dtype):
@@ -186,21 +186,22 @@ def finite_bytes(layer: LayerKV, index: int) -> Iterator[memoryview]:
                     f"{name} of layer {index} of the chunk hold a value that is not finite; "
                     "the chunk is not stored, compute it again"
                 )
-            yield piece
+            if look is not None:
+                look(piece)
+            pieces.append(piece)
+    return pieces
 
 
-def own_layer(layer: LayerKV) -> LayerKV:
-    """Return the layer with contiguous tensors on the host; itself where they are."""
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("cpu", memory_format=torch.contiguous_format).contiguous()
-
-    return layer.map(own)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """See the bytes of a contiguous tensor on the host, of any dtype."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:
+    """Return a chunk with contiguous tensors on a device; with ``copy``, none of them is shared with ``kv``."""
+    layers = []
+    for layer in kv.layers:
+        tensors = [
+            tensor.detach().to(device, copy=copy, memory_format=torch.contiguous_format).contiguous()
+            for tensor in layer.tensors
+        ]
+        layers.append(layer_of(tensors[0].dtype if layer.scales is None else layer.scales.dtype, tensors))
+    return ChunkKV(tuple(layers), kv.kv_dtype)
 
 
 def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Events, StoreStats
+from kvrag.store.layers import own_kv
 from kvrag.store.worth import Retention, Usage, order, token_ms
 from kvrag.threads import Pool
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
@@ -27,6 +28,14 @@ class _Entry:
     usage: Usage
     num_bytes: int
     num_tokens: int
+    hits: int = 0
+    last: int = 0
+
+    def used(self) -> Usage:
+        """Return the usage, with the hits since it was last asked for."""
+        if self.hits:
+            self.usage, self.hits = self.usage.touched(self.hits, self.last), 0
+        return self.usage
 
 
 class MemoryTier:
@@ -76,7 +85,7 @@ class MemoryTier:
                 return None
             if counts:
                 self._hits, self._now = self._hits + 1, self._now + 1
-                entry.usage = entry.usage.touched(1, self._now)
+                entry.hits, entry.last = entry.hits + 1, self._now
             return entry.kv
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
@@ -111,13 +120,13 @@ class MemoryTier:
             If it can't be converted.
         """
         given, key = kv if self._convert is None else self._convert(kv), chunk_key(identity)
-        size, is_put = given.num_bytes, reason == "put"
+        entry = _Entry(identity, given, usage, given.num_bytes, len(identity.token_ids))
         if self.device.type != "cpu":
-            given = given.map(lambda tensor: tensor.to(self.device))
-        elif is_put and given is kv and size <= self.max_bytes:
-            given = kv.map(lambda t: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+            given = own_kv(given, device=self.device)
+        elif reason == "put" and given is kv and entry.num_bytes <= self.max_bytes:
+            given = own_kv(kv, copy=True)
+        entry.kv = given
         with self._lock:
-            entry = _Entry(identity, given, usage, size, len(identity.token_ids))
             gone = self._take(key, entry) if epoch == self.epoch else None
         if gone is not None:
             self.events.stored(self.name, key, reason, entry.num_tokens, entry.num_bytes)
@@ -133,7 +142,13 @@ class MemoryTier:
 
     def clear(self, namespace: str | None = None) -> None:
         """Forget all chunks, or those of a namespace, because they were erased below."""
-        self.drop([k for k in self.keys() if namespace in (None, (e := self.identity(k)) and e.namespace)], "deleted")
+        going = [k for k in self.keys() if namespace in (None, (e := self.identity(k)) and e.namespace)]
+        self.drop(going if namespace is not None else (), "deleted")
+        if namespace is None:
+            with self._lock:
+                self._entries.clear()
+                self._num_bytes = 0
+            self.events.cleared(self.name)
 
     def release(self) -> int:
         """Forget all chunks for the sake of their memory, and return their bytes."""
@@ -149,7 +164,7 @@ class MemoryTier:
         with self._lock:
             self.epoch += 1  # a read that has begun would bring what the chunk was worth before
             for entry in filter(None, map(self._entries.get, keys)):
-                entry.usage = entry.usage.retained(retention)
+                entry.usage = entry.used().retained(retention)
 
     def stats(self) -> StoreStats:
         """Return size and counters."""
@@ -160,10 +175,9 @@ class MemoryTier:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
         self._now += 1
         known = self._entries.get(key)
-        hits = 0.0 if known is None else known.usage.recent_hits(self._now)
+        hits = 0.0 if known is None else known.used().recent_hits(self._now)
         entry.usage = entry.usage._replace(hits=max(hits, entry.usage.hits), last=self._now)
-        excess = self._num_bytes + entry.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
-        victims = self._victims(key, entry, excess) if excess > 0 else []
+        victims = self._leaving(key, entry)
         if victims is not None:
             for old in (key, *victims):
                 self._remove(old)
@@ -171,13 +185,17 @@ class MemoryTier:
             self._num_bytes += entry.num_bytes
         return victims
 
-    def _victims(self, key: ChunkKey, new: _Entry, excess: int) -> list[ChunkKey] | None:
-        """Choose what leaves; ``None`` if that is not enough."""
+    def _leaving(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
+        """Choose what leaves for a chunk; ``None`` if that is not enough."""
+        known = self._entries.get(key)
+        excess = self._num_bytes + new.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
+        if excess <= 0:
+            return []
         if new.num_bytes > self.max_bytes:
             return None
         priority = new.usage.priority_now()
-        rank = order(self._now, token_ms((entry, entry.usage) for entry in (new, *self._entries.values())))
-        going = [(k, e) for k, e in self._entries.items() if k != key and e.usage.priority_now() <= priority]
+        rank = order(self._now, token_ms((entry, entry.used()) for entry in (new, *self._entries.values())))
+        going = [(k, e) for k, e in self._entries.items() if k != key and e.used().priority_now() <= priority]
         going.sort(key=lambda item: rank((item[1], item[1].usage)))
         chosen, spare = list[ChunkKey](), len(self._entries) // SHARE
         for other, entry in going:

@@ -120,6 +120,7 @@ def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, ram: int
         root / (f"catalog-{keys.id}" if keys.id else "catalog"),
         keys,
         read_only=read_only,
+        durable=config.durability == "durable",
         may_have_blobs=(root / OBJECTS).is_dir,
     )
     host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
@@ -141,6 +142,8 @@ def _release(key: object, shared: _Shared) -> None:
 
 
 def _in_memory(config: StoreConfig, keys: Keys) -> TieredStore:
+    if config.ram_dtype not in (None, config.kv_dtype):
+        log.warning("ram_dtype changes nothing without kv_dir: chunks are kept as kv_dtype=%r", config.kv_dtype)
     blobs, catalog = MemoryBlobs(), Catalog(None, keys, may_have_blobs=lambda: False)
     budget = Budget(budget_of(config), 0, 1.0, 1.0)
     return TieredStore([], blobs, catalog, config, keys=keys, name="host", budget=budget)

@@ -12,10 +12,12 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -94,8 +96,10 @@ class Rows:
         Encrypts values; ``None``: they are plain.
     read_only
         Change nothing in the folder: rows are read from a private copy, made again when the database changes.
+    durable
+        Whether a change survives a power cut.
     begin
-        Called inside a transaction on a database that has no rows yet.
+        Called inside a transaction on a database that has no rows yet, and on one that has taken the place of another; told which.
 
     Raises
     ------
@@ -104,28 +108,39 @@ class Rows:
     """
 
     def __init__(
-        self, folder: Path | None, seal: Seal | None, *, read_only: bool = False, begin: Callable[[Rows], None]
+        self,
+        folder: Path | None,
+        seal: Seal | None,
+        *,
+        read_only: bool = False,
+        durable: bool = True,
+        begin: Callable[[Rows, bool], None],
     ) -> None:
         self._seal, self._begin, self.read_only = seal, begin, read_only
+        self._settings = {**SETTINGS, "sqlite_synchronous": 2 if durable and folder is not None else 1}
         self._private = tempfile.mkdtemp(prefix="kvrag-") if folder is None or read_only else None
         self._source = folder if read_only else None
         self._folder = Path(self._private) / "catalog" if self._private is not None else Path(folder or "")
         self._path = str(self._folder / DBNAME)
-        self._lock = threading.RLock()
+        self._lock, self._looking = threading.RLock(), threading.RLock()
         self._cache: diskcache.Cache | None = None
         self._file: object = None
         self._closed = self._warned = False
         self._changing: int | None = None
         try:
-            self._database()
+            self._heal()
         except FAULTS as error:
             self.close()
             raise self._unusable(error) from error
+        _all.add(self)
 
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read. Inside :meth:`change`, faults are raised."""
         try:
-            text = self._database().get(name)
+            if self._cache is not None and self._changing == threading.get_ident():
+                text = self._cache.get(name)
+            else:
+                text = self._look(lambda cache: cache.get(name))
             return text if text is None or self._seal is None else self._seal.open(text, name)
         except FAULTS as error:
             if self._changing == threading.get_ident():
@@ -138,15 +153,19 @@ class Rows:
     def has(self, name: str) -> bool:
         """Whether a row is there, whatever its value."""
         try:
-            return name in self._database()
+            return bool(self._look(lambda cache: name in cache))
         except FAULTS:
             return False
 
     def names(self, prefix: str) -> list[str]:
         """Return the rest of all names that begin with ``prefix``; quick for the first or last names. Raises :data:`FAULTS`."""
+        found: list[str] = self._look(lambda cache: self._listed(cache, prefix))
+        return found
+
+    def _listed(self, cache: diskcache.Cache, prefix: str) -> list[str]:
         is_last = prefix >= "t"
         found = []
-        for name in self._database().iterkeys(reverse=is_last):
+        for name in cache.iterkeys(reverse=is_last):
             if name.startswith(prefix):
                 found.append(name[len(prefix) :])
             elif name < prefix if is_last else name > prefix:
@@ -196,7 +215,7 @@ class Rows:
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
         with suppress(*FAULTS):
-            self._database().reset("sqlite_wal_checkpoint", "TRUNCATE", update=False)
+            self._look(lambda cache: cache.reset("sqlite_wal_checkpoint", "TRUNCATE", update=False))
 
     def close(self) -> None:
         """Close the database; idempotent. A closed one is empty and can't be changed."""
@@ -208,9 +227,29 @@ class Rows:
             if self._private is not None:
                 shutil.rmtree(self._private, ignore_errors=True)
 
-    def reset_after_fork(self) -> None:
-        """Let go of the parent's lock, which another thread of it may hold."""
-        self._lock, self._changing = threading.RLock(), None
+    def before_fork(self) -> None:
+        """Wait for the change under way and close all connections: a child that inherited their locks could never write."""
+        is_quiet = self._lock.acquire(timeout=BUSY_S) and self._looking.acquire(timeout=BUSY_S)
+        if is_quiet and self._cache is not None and self._changing is None:
+            self._cache.close()
+            self._cache = None  # what other threads have open goes with it
+
+    def after_fork(self, *, is_child: bool) -> None:
+        """Go on; the child has a lock of its own."""
+        if is_child:
+            self._lock, self._looking, self._changing = threading.RLock(), threading.RLock(), None
+        else:
+            for lock in (self._looking, self._lock):
+                with suppress(RuntimeError):  # it was not acquired in time
+                    lock.release()
+
+    def _look(self, action: Callable[[diskcache.Cache], Any]) -> Any:
+        """Read from the database, never while the process forks."""
+        while True:
+            self._heal()
+            with self._looking:  # nothing else may hold on to the cache: a fork must find no connection
+                if self._cache is not None:
+                    return action(self._cache)
 
     def _ours(self) -> diskcache.Cache:
         """Return the open database, inside a transaction."""
@@ -218,19 +257,15 @@ class Rows:
             raise OSError("the store is closed")
         return self._cache
 
-    def _database(self) -> diskcache.Cache:
-        """Return the database that is there now; the one that a transaction of this thread is in until that is over."""
-        cache = self._cache
-        if self._changing == threading.get_ident():
-            return self._ours()
-        if cache is None or self._file != self._there():
-            with self._lock:
-                if self._closed:
-                    raise OSError("the store is closed")
-                if self._cache is None or self._file != self._there():
-                    self._open()
-                return self._ours()
-        return cache
+    def _heal(self) -> None:
+        """Open the database that is there now, unless it is open; not inside a transaction of this thread."""
+        if self._changing == threading.get_ident() or (self._cache is not None and self._file == self._there()):
+            return
+        with self._lock:
+            if self._closed:
+                raise OSError("the store is closed")
+            if self._cache is None or self._file != self._there():
+                self._open()
 
     def _there(self) -> object:
         """Return what tells the database that is there from another one; of a source that is read, what changes with it."""
@@ -246,8 +281,8 @@ class Rows:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        cache = self._database()
-        file = self._file
+        self._heal()
+        cache, file = self._ours(), self._file
         for attempt in range(BUSY_RETRIES):
             transaction = cache.transact(retry=False)  # diskcache's own retry never ends on a full or read-only disk
             try:
@@ -278,47 +313,76 @@ class Rows:
         with _locked(self._folder.parent / "lock"):
             if self._folder.is_symlink():
                 raise OSError("its folder is a link")
-            path = self._folder / DBNAME
-            if os.path.lexists(path) and (fault := examine(path)):
+            path, known = self._folder / DBNAME, self._file
+            is_new = self._source is not None or known is None or known != self._there()
+            if is_new and os.path.lexists(path) and (fault := examine(path)):
                 log.warning("the catalog %s is damaged (%s); it is moved aside and begun anew", path, fault)
                 move_aside(self._folder)
             with suppress(FileExistsError):
                 self._folder.mkdir(mode=0o700)
             with suppress(FileExistsError):  # SQLite gives its other files the mode of this one
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-            self._cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=JsonDisk, **SETTINGS)
+                _sync(self._folder, self._folder.parent)
+            self._cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=JsonDisk, **self._settings)
             if self._source is None:
                 self._file = self._there()
-        if not len(self._cache):
+        is_other = known is not None and known != self._file
+        if is_other or not len(self._cache):
             with self.change():
-                if not len(self._cache):
-                    self._begin(self)
+                if is_other or not len(self._cache):
+                    self._begin(self, is_other)
         self._warned = False
 
     def _copy(self, source: Path) -> None:
-        """Copy a database without changing anything beside it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700, parents=True)
-        self._file = self._there()
-        path, journal = source / DBNAME, source / f"{DBNAME}-wal"
-        if path.is_symlink() or not path.is_file():
-            return
-        has_journal = journal.is_file() and journal.stat().st_size > 0
-        for mode in ("mode=ro", "mode=ro&immutable=1") if has_journal else ("mode=ro&immutable=1",):
-            with (
-                suppress(sqlite3.Error),
-                closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as old,
-            ):
-                with closing(sqlite3.connect(self._folder / DBNAME)) as new:
-                    old.backup(new)
-                return
-        (self._folder / DBNAME).unlink(missing_ok=True)
+        """Copy a database and its journal without changing anything beside them."""
+        for _ in range(BUSY_RETRIES):
+            self._file = self._there()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(mode=0o700, parents=True)
+            for name in (DBNAME, f"{DBNAME}-wal"):
+                if (source / name).is_file() and not (source / name).is_symlink():
+                    shutil.copyfile(source / name, self._folder / name)
+            if self._file == self._there():
+                break
 
     def _unusable(self, error: Exception) -> StoreError:
         return StoreError(
             f"the catalog {self._folder} can't be opened: {error or 'it is locked'}; "
             "make sure that the directory can be written to and has free space, or choose another one"
         )
+
+
+_all: weakref.WeakSet[Rows] = weakref.WeakSet()
+_quiet: list[Rows] = []
+
+
+def _before_fork() -> None:
+    _quiet[:] = _all
+    for rows in _quiet:
+        rows.before_fork()
+
+
+def _after_fork(is_child: bool) -> None:
+    for rows in _quiet:
+        rows.after_fork(is_child=is_child)
+    _quiet.clear()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=functools.partial(_after_fork, False),
+    after_in_child=functools.partial(_after_fork, True),
+)
+
+
+def _sync(*folders: Path) -> None:
+    """Bring the names in folders to the disk."""
+    for folder in folders:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 @contextmanager
@@ -355,9 +419,11 @@ def examine(path: Path) -> str | None:
             for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
                 database.execute(f"PRAGMA {pragma}")
             ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
+            if outage := re.search(r"error code=(\d+)", str(verdict)):  # a page could not be read, which is no damage
+                raise sqlite3.OperationalError(f"error {outage[1]}")
             return fault_of(database) if verdict == "ok" else str(verdict)
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorname", "").startswith(tuple(f"SQLITE_{outage}" for outage in OUTAGES)):
+        if getattr(error, "sqlite_errorname", "IOERR").removeprefix("SQLITE_").startswith(OUTAGES):
             raise
         return str(error)
 

@@ -273,8 +273,8 @@ class TieredStore:
             if is_ours:
                 self.blobs.delete([key])
                 self.events.removed(self.name, [key], "rejected")
-            if self.catalog.known([key]):
-                self.catalog.remove([key])
+            if self.catalog.known([key]):  # unless another process has stored it again meanwhile
+                self.catalog.remove([key], unless=lambda: self.blobs.read(key, 0, 0) is not None)
         for tier in self.tiers:
             tier.drop([key], "rejected")
 
@@ -413,14 +413,14 @@ class TieredStore:
         While there may be dormant blobs, those are erased, too: any of them might be the document's.
         """
         self._check_writable()
-        if self.catalog.may_have_dormant():
-            self.erase_dormant()
         known = set[ChunkKey]()
         while True:
+            if self.catalog.may_have_dormant():
+                self.erase_dormant()
             going = self.catalog.only_held_by(namespace, doc_id)
             known |= self.catalog.known(going)
             self._delete_blobs(going)
-            if self.catalog.unlink(namespace, doc_id, going):
+            if self.catalog.unlink(namespace, doc_id, going) and not self.catalog.may_have_dormant():
                 break
         self._drop(known, "deleted")
         self.catalog.scrub()
@@ -459,8 +459,12 @@ class TieredStore:
 
     def dormant(self) -> set[ChunkKey]:
         """Return the keys of blobs without a row, some of which may be protected by other keys; raises ``StoreError``."""
-        blobs = self.blobs.keys()
-        return blobs - self.catalog.present()
+        try:
+            return self.blobs.keys() - self.catalog.present()
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"stored chunks can't be listed: {error}; try again") from error
 
     def erase_dormant(self, namespace: str | None = None) -> int:
         """Erase the blobs without a row, of a namespace if its digest is given, and return how many; raises ``StoreError``."""

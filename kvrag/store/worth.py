@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol
 
@@ -31,6 +32,9 @@ TOKEN_MS = 1.0
 
 PROBE = 4
 """Chunks that leave for the sake of free space before it is checked whether any came of it: snapshots and open files keep theirs."""
+
+PASSES = 8
+"""Times that room is made for one chunk."""
 
 RETRY_S = 600.0
 """Seconds for which nothing more leaves for the sake of free space after none came of it."""
@@ -244,33 +248,32 @@ class Evictor:
         StoreError
             If they can't be made to fit.
         """
-        budget, state = self._budget, self._state()
-        excess, short = budget.excess(*state, need), budget.short(*state, need)
+        budget = self._budget
         if budget.max_bytes is not None and need > budget.max_bytes:
             raise self._no_room(need, "they are more than its whole budget")
-        if not any(excess):
-            return
-        if short[1] and time.monotonic() < self._in_vain_until:
-            raise self._no_room(need, IN_VAIN)
-        victims = self._victims(priority)
-        there = sum(record.num_bytes for record in victims)
-        if there < max(short):
-            raise self._no_room(need, "nothing more may leave it that would be enough")
-        # A watermark that can't be reached is no reason to take everything: half of it will do for a while.
-        goal = max(excess) if max(excess) <= there else max(*short, there // 2)
-        chosen, size = list[Record](), 0
-        for record in victims:
-            if size >= goal:
-                break
-            chosen.append(record)
-            size += record.num_bytes
-        self._leave(chosen[:PROBE])
-        if short[1] and self._state()[1] <= state[1] + sum(record.num_bytes for record in chosen[:PROBE]) // 4:
-            self._in_vain_until = time.monotonic() + RETRY_S
-            raise self._no_room(need, IN_VAIN)
-        self._leave(chosen[PROBE:])
-        if any(budget.short(*self._state(), need)):
-            raise self._no_room(need, "what left it was not enough")
+        for _ in range(PASSES):  # others may take the room that was made
+            state = self._state()
+            excess, short = budget.excess(*state, need), budget.short(*state, need)
+            if not any(excess):
+                return
+            if short[1] and time.monotonic() < self._in_vain_until:
+                raise self._no_room(need, IN_VAIN)
+            victims = self._victims(priority)
+            there = sum(record.num_bytes for record in victims)
+            if there < max(short):
+                raise self._no_room(need, "nothing more may leave it that would be enough")
+            # A watermark that can't be reached is no reason to take everything: half of it will do for a while.
+            goal = max(excess) if max(excess) <= there else max(*short, there // 2)
+            sizes = accumulate((record.num_bytes for record in victims), initial=0)
+            chosen = [record for record, size in zip(victims, sizes, strict=False) if size < goal]
+            self._leave(chosen[:PROBE])
+            if short[1] and self._state()[1] <= state[1] + sum(record.num_bytes for record in chosen[:PROBE]) // 4:
+                self._in_vain_until = time.monotonic() + RETRY_S
+                raise self._no_room(need, IN_VAIN)
+            self._leave(chosen[PROBE:])
+            if not any(budget.short(*self._state(), need)):
+                return
+        raise self._no_room(need, "what left it was not enough")
 
     def _leave(self, chunks: list[Record]) -> None:
         with suppress(OSError):

@@ -138,7 +138,7 @@ def test_every_layer_is_in_one_step():
 def is_accepted(values):
     """Whether a chunk with these values can be stored."""
     try:
-        encode(make_identity(tokens=1), ChunkKV((LayerKV(torch.zeros(1, 1, 1, dtype=values.dtype), values),)))
+        list(encode(make_identity(tokens=1), ChunkKV((LayerKV(torch.zeros(1, 1, 1, dtype=values.dtype), values),))))
     except StoreError as error:
         return not re.search("values of layer 0 .* not finite", str(error))
     return True

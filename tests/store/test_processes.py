@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stores import KVS, SIZE, ended, fill, in_child, present, put
+from stores import KEYS, KVS, SIZE, ended, fill, in_child, present, put
 
 from kvrag.store import open_store
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
@@ -102,7 +102,7 @@ def test_a_fork_while_other_threads_write_leaves_no_lock_behind(opened):
             if stop.is_set():
                 return
             put(store, step % 8)
-            store.delete([store.catalog.keys()[0]] if store.catalog.keys() else [])
+            store.delete([key for key in store.catalog.keys() if key != KEYS[9]][:1])
 
     threads = [threading.Thread(target=write) for _ in range(2)]
     for thread in threads:

@@ -207,10 +207,11 @@ def test_memory_may_round_what_stays_exact_on_disk(kept, kv_dtype, rounded, ram_
     assert same_bits(kept().get(ME), KV)
 
 
-def test_a_store_in_memory_alone_may_round(kept, kv_dtype, rounded):
+def test_a_store_in_memory_alone_says_that_it_does_not_round(kept, kv_dtype, caplog):
     store = kept(None, ram_dtype=kv_dtype)
     store.put(ME, KV, text=None)
-    assert same_bits(store.get(ME), rounded)
+    assert same_bits(store.get(ME), KV)
+    assert "ram_dtype changes nothing" in caplog.text
 
 
 def test_what_memory_can_not_round_is_given_as_it_is(kept):
