@@ -102,7 +102,7 @@ def test_a_fork_while_other_threads_write_leaves_no_lock_behind(opened):
             if stop.is_set():
                 return
             put(store, step % 8)
-            store.delete([key for key in store.catalog.keys() if key != KEYS[9]][:1])
+            store.delete([key for key in store.catalog.keys() if key != KEYS[9]][:1])  # noqa: SIM118 - not a mapping
 
     threads = [threading.Thread(target=write) for _ in range(2)]
     for thread in threads:
