@@ -160,12 +160,17 @@ def _check_layer(identity: ChunkIdentity, layer: LayerKV, index: int, dtype: tor
         shapes.append((shape[0], shape[1], packed * shape[2]))
     wanted = [(part.dtype, part.shape) for part in parts(identity.kv_dtype, dtype, shapes[0], shapes[1])]
     is_right = layer.scales is None or (layer.scales.dtype == dtype and dtype in FLOATS.values())
-    if not is_right or wanted != [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]:
+    if not is_right or wanted != [(tensor.dtype, tuple(tensor.shape)) for tensor in _tensors(layer)]:
         raise StoreError(
             f"codes or scales of layer {index} of the chunk are not those of {identity.kv_dtype!r}; "
             "make them with kvrag.blend.quantise.pack"
         )
     return shapes[0], shapes[1]
+
+
+def _tensors(layer: LayerKV) -> Sequence[torch.Tensor]:
+    """Return all tensors of a layer."""
+    return (layer.keys, layer.values) if layer.scales is None else layer.tensors
 
 
 def finite_bytes(layer: LayerKV, index: int, look: Callable[[memoryview], object] | None = None) -> list[memoryview]:
@@ -177,7 +182,7 @@ def finite_bytes(layer: LayerKV, index: int, look: Callable[[memoryview], object
         If a value is NaN or infinite: it would spread to every later answer.
     """
     pieces = []
-    for name, tensor in zip(TENSORS, layer.tensors, strict=False):
+    for name, tensor in zip(TENSORS, _tensors(layer), strict=False):
         view = tensor.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(view), SCAN_BYTES):
             piece = view[start : start + SCAN_BYTES]
@@ -198,7 +203,7 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
     for layer in kv.layers:
         tensors = [
             tensor.detach().to(device, copy=copy, memory_format=torch.contiguous_format).contiguous()
-            for tensor in layer.tensors
+            for tensor in _tensors(layer)
         ]
         layers.append(layer_of(tensors[0].dtype if layer.scales is None else layer.scales.dtype, tensors))
     return ChunkKV(tuple(layers), kv.kv_dtype)
