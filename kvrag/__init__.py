@@ -4,48 +4,45 @@
 
     index time   text ──chunk text──▶ token ids ──fingerprint──▶ key ──precompute──▶ ChunkKV ──▶ store
     query time   prompt ─▶ spans ─▶ plan ─▶ layout ─▶ store (load) ─▶ stitch ─▶ selection ─▶ repair ─▶ decode ─▶ text
-                                                                                       + how it was made
 
-Start with :class:`KVRagEngine`; LangChain users with ``langchain_kvrag``, LlamaIndex users with ``llama_index.llms.kvrag``.
+Start with :class:`KVRagEngine`, or with ``langchain_kvrag`` for LangChain and ``llama_index.llms.kvrag`` for LlamaIndex.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvrag.errors import (
+    ConfigError,
+    ContextLengthError,
+    InputError,
+    KVRagError,
+    MissingDependencyError,
+    ModelError,
+    OutOfMemoryError,
+    StoreError,
+    StoreFormatError,
+    UnsupportedModelError,
+)
+from kvrag.types import (
+    Chunk,
+    Explanation,
+    GenerationResult,
+    PrecomputeReport,
+    PrefillResult,
+    ScoreResult,
+    SyncReport,
+    VerifyReport,
+)
+
 if TYPE_CHECKING:
     from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
     from kvrag.engine import KVRagEngine
-    from kvrag.errors import (
-        ConfigError,
-        ContextLengthError,
-        InputError,
-        KVRagError,
-        MissingDependencyError,
-        ModelError,
-        OutOfMemoryError,
-        StoreError,
-        StoreFormatError,
-        UnsupportedModelError,
-    )
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.model.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
     from kvrag.prompt.template import TemplatePrefix
     from kvrag.store import Retention
-    from kvrag.types import (
-        Chunk,
-        Explanation,
-        GenerationResult,
-        PrecomputeReport,
-        PrefillResult,
-        ScoreResult,
-        SyncReport,
-        VerifyReport,
-    )
 
 __version__ = "0.1.0"
-
 __all__ = [
     "Chunk",
     "ConfigError",
@@ -80,50 +77,24 @@ __all__ = [
     "uninstall_flash_attention",
 ]
 
-_HOME = {
-    "Chunk": "kvrag.types",
-    "ConfigError": "kvrag.errors",
-    "ContextLengthError": "kvrag.errors",
-    "Explanation": "kvrag.types",
-    "GenerationResult": "kvrag.types",
-    "InputError": "kvrag.errors",
-    "KVRagEngine": "kvrag.engine",
-    "KVRagError": "kvrag.errors",
-    "MissingDependencyError": "kvrag.errors",
-    "ModelError": "kvrag.errors",
-    "OutOfMemoryError": "kvrag.errors",
-    "PrecomputeReport": "kvrag.types",
-    "PrefillResult": "kvrag.types",
-    "RepairConfig": "kvrag.config",
-    "Retention": "kvrag.store",
-    "SamplingConfig": "kvrag.config",
-    "ScoreResult": "kvrag.types",
-    "StoreConfig": "kvrag.config",
-    "StoreError": "kvrag.errors",
-    "StoreFormatError": "kvrag.errors",
-    "SyncReport": "kvrag.types",
-    "TemplatePrefix": "kvrag.prompt.template",
-    "UnsupportedModelError": "kvrag.errors",
-    "VerifyReport": "kvrag.types",
-    "delete_kv": "kvrag.hooks",
-    "flash_attention_tier": "kvrag.model.flash",
-    "install_flash_attention": "kvrag.model.flash",
-    "precompute_kv": "kvrag.hooks",
-    "sync_kv": "kvrag.hooks",
-    "uninstall_flash_attention": "kvrag.model.flash",
+_LAZY = {
+    "kvrag.config": ("RepairConfig", "SamplingConfig", "StoreConfig"),
+    "kvrag.engine": ("KVRagEngine",),
+    "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
+    "kvrag.model.flash": ("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
+    "kvrag.prompt.template": ("TemplatePrefix",),
+    "kvrag.store": ("Retention",),
 }
-"""Where each public name lives. Modules are imported at first use: ``import kvrag`` costs no torch and no transformers."""
+"""Modules that are imported at first use of one of their names: ``import kvrag`` imports neither torch nor transformers."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at first use."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvrag' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    for module, names in _LAZY.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(module), name)
+            return globals()[name]
+    raise AttributeError(f"module 'kvrag' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """List public names, imported yet or not."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The facade: what users and adapters call. It does no tensor maths; it is long because it is the public surface, documented."""
+"""The facade: what users and adapters call. It is long because it documents the public surface."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel
 
 from kvrag.blend.quantise import convert
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
+from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
 from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, EngineStats, Request
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
-from kvrag.model.load import LoadedModel, load
+from kvrag.model.lm import LoadedModel
+from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute.documents import check_items, check_kv_dir, check_namespace, chosen_documents, chosen_keys
@@ -45,14 +46,16 @@ from kvrag.types import (
 from kvrag.verify import verify_prompts
 
 MAX_KEPT = 16
-"""Engines that :meth:`KVRagEngine.get` keeps for the next call although nobody else holds them."""
+"""Engines that :meth:`KVRagEngine.get` keeps although nobody else holds them."""
 
 _SOURCE_OPTIONS = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
 _OPTIONS = (*_SOURCE_OPTIONS, "kv_dir", "prefix", "repair", "namespace", "store_config")
 
+_sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)  # checking options anew costs more than looking them up
+
 
 class Options(TypedDict, total=False):
-    """Options of :meth:`KVRagEngine.prefill`, ``score`` and ``explain``; see :class:`KVRagEngine`."""
+    """Options of most methods; see :class:`KVRagEngine`."""
 
     mode: Mode
     repair: RepairConfig | None
@@ -60,10 +63,10 @@ class Options(TypedDict, total=False):
 
 
 class KVRagEngine:
-    r"""Prefills chunks once, reuses their KV in any order, and reports for every answer how it was made.
+    r"""Prefills chunks once, reuses their KV in any order, and reports how each answer was computed.
 
-    Build one with :meth:`from_pretrained`, or share one per process with :meth:`get`. Weights are loaded at first use. All methods may
-    be called from several threads; requests take turns forward by forward.
+    Create one with :meth:`from_pretrained`, or share one per process with :meth:`get`. Weights are loaded at first use. All methods are
+    thread-safe; requests take turns forward by forward.
 
     Parameters of several methods:
 
@@ -71,8 +74,8 @@ class KVRagEngine:
     reuse), ``"prefix"`` (exact reuse of the prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
     engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"`` means ``"manuals/install"``.
 
-    Impossible values raise :class:`ConfigError`, impossible prompts, texts and ids :class:`InputError`. Methods that change the store
-    raise :class:`StoreError` if it can't be written to.
+    Invalid options raise :class:`ConfigError`, invalid prompts, texts and ids :class:`InputError`. Methods that change the store raise
+    :class:`StoreError` if it can't be written to.
 
     Examples
     --------
@@ -95,8 +98,7 @@ class KVRagEngine:
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        self.source, self.namespace = source, check_namespace(namespace)
-        self.kv_dir = check_kv_dir(kv_dir)
+        self.source, self.namespace, self.kv_dir = source, check_namespace(namespace), check_kv_dir(kv_dir)
         self.repair = as_config(RepairConfig, repair, option="repair") or RepairConfig()
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
@@ -104,12 +106,12 @@ class KVRagEngine:
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
-        self._erasures = erasures_of(self.kv_dir)
+        self._erasures, self._prefix = erasures_of(self.kv_dir), prefix
+        self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
+        self._digest_of(namespace)
         self._gate = Gate(self.store_config.read_dtype)
-        self._prefix = prefix
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
-        self._stats = EngineStats()
-        self._lock = fork_lock()
+        self._stats, self._lock = EngineStats(), fork_lock()
         self._loaded: LoadedModel | None = None
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
@@ -132,7 +134,7 @@ class KVRagEngine:
         extra_keys: Mapping[str, str] | None = None,
         **hf_kwargs: Any,
     ) -> KVRagEngine:
-        """Describe an engine. Weights are loaded at first use and shared by all engines of this process with the same source.
+        """Create an engine. Weights are loaded at first use and shared by all engines of this process with the same source.
 
         Parameters
         ----------
@@ -141,10 +143,10 @@ class KVRagEngine:
         tokenizer
             A tokenizer, its id or directory; default: the model's.
         kv_dir
-            Directory of the KV store, which all engines on it share; default: this engine keeps chunks in memory only.
+            Directory of the KV store, shared by all engines on it; default: chunks are kept in memory only.
         prefix
-            The text before the first chunk in your prompts: text, chat messages, a prompt template, or a
-            :class:`~kvrag.TemplatePrefix`. Default: the head of the model's chat template.
+            What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`.
+            Default: the head of the model's chat template.
         repair, namespace
             Defaults of the engine's methods.
         device, dtype, revision
@@ -152,8 +154,8 @@ class KVRagEngine:
         store_config
             Budgets, limits and key of the store.
         prove
-            ``"auto"``: prove on the loaded model that reuse is exact (takes a moment; the proof is kept on disk). Without a proof, prompts
-            are prefilled in full, and every result says why. ``"off"``: check the model's structure only.
+            ``"auto"``: prove on the loaded model that reuse is exact (once; the proof is kept on disk). If that fails, prompts are
+            prefilled in full, and every result gives the reason. ``"off"``: check the model's structure only.
         extra_keys
             Your own names and values: KV is shared only where they are equal.
         **hf_kwargs
@@ -164,7 +166,7 @@ class KVRagEngine:
         ModelError, StoreError
             If the model can't be found or is not a causal LM; if ``kv_dir`` can't be used.
         ConfigError
-            If an option has an impossible value, would change nothing, or belongs in ``store_config``, or CUDA is requested and absent.
+            If an option has an invalid value, has no effect, or belongs in ``store_config``, or CUDA is requested and absent.
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
@@ -172,9 +174,9 @@ class KVRagEngine:
 
     @classmethod
     def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
-        """Return the shared engine of this process for the arguments of :meth:`from_pretrained`; made at the first call.
+        """Return the shared engine of this process for the arguments of :meth:`from_pretrained`.
 
-        Engines that nobody holds are kept for the next call, the latest :data:`MAX_KEPT` of them; older ones are freed.
+        Of engines that nobody else holds, the latest :data:`MAX_KEPT` are kept.
         """
         hf_kwargs = {name: value for name, value in options.items() if name not in _OPTIONS}
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
@@ -208,7 +210,7 @@ class KVRagEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer."""
+        """The model's tokenizer."""
         return self.loaded.encoder.tokenizer
 
     @cached_property
@@ -237,38 +239,38 @@ class KVRagEngine:
         show_progress: bool = False,
         retention: Retention | None = None,
     ) -> PrecomputeReport:
-        """Compute and store the KV of chunks. Stored chunks are skipped, so a run that was killed is simply run again.
+        """Compute and store the KV of chunks. Stored chunks are skipped, so an interrupted run can be repeated.
 
         Parameters
         ----------
         texts
-            Chunk texts. White space at their ends does not count.
+            Chunk texts; leading and trailing white space is ignored.
         ids
             Document ids, one per text; KV is kept until the last document that refers to it is deleted (:meth:`delete`).
-        prefix
-            The text before the first chunk; default: the engine's.
-        batch_size
-            Chunks per forward.
+        prefix, batch_size
+            The text before the first chunk (default: the engine's); chunks per forward.
         retention
             Priority and duration, for stored chunks too. Default: priority 35, and stored chunks keep their own.
 
         Raises
         ------
         InputError
-            If a text is not a string or empty, one id has different texts, or a document of a collection has none; nothing was stored.
+            If a text is not a string or empty, one id has several texts, or a document of a collection has none; nothing is stored.
         UnsupportedModelError, ConfigError
-            If this model's KV is not reused, or does not tolerate the store's rounding (``StoreConfig.kv_dtype``).
+            If this model's KV can't be reused, or does not tolerate the store's rounding (``StoreConfig.kv_dtype``).
         """
         items = check_items(texts, ids, collection, batch_size)
         retention = as_config(Retention, retention, option="retention")
-        space = self._namespace(namespace)
-        self.loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
-        self._gate.admit(self.loaded)
-        text = self.prefix_text if prefix is None else prefix_text(prefix, self.loaded.encoder)
+        space, loaded = self._namespace(namespace), self.loaded
+        if isinstance(loaded.lm, PlainLM):
+            loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
+        if self._gate.kv_dtype != "auto":
+            self._gate.admit(loaded)
+        text = self.prefix_text if prefix is None else prefix_text(prefix, loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
         if replaced := replaced_ids(self.store, items, space):
             self.delete(replaced, namespace=namespace)
-        run = Precompute(self.loaded, self.store, self.store_config, prefix=text, namespace=space, retention=retention)
+        run = Precompute(loaded, self.store, self.store_config, prefix=text, namespace=space, retention=retention)
         return run.run(items, batch_size=batch_size, show_progress=show_progress)
 
     def precompute_items(self, items: Iterable[tuple[str | None, str]], **options: Any) -> PrecomputeReport:
@@ -279,16 +281,10 @@ class KVRagEngine:
     def prefetch(
         self, texts: Sequence[str] = (), *, keys: Sequence[ChunkKey] = (), namespace: str | None = None
     ) -> Prefetch:
-        """Begin to read chunks into memory for a prompt that is about to come, and return at once.
+        """Start reading chunks into memory for an upcoming prompt, and return at once.
 
-        The returned :class:`Prefetch` has ``found``, the number of chunks including the prefix, ``wait()`` and ``cancel()``.
-
-        Parameters
-        ----------
-        texts
-            Chunk texts as they will be in the prompt; the prefix is read with them.
-        keys
-            Keys of chunks of this model and namespace; others are ignored.
+        Chunks are given by their ``texts`` as in the prompt, with which the prefix is read, or by ``keys`` of this model and namespace;
+        other keys are ignored. The :class:`Prefetch` has ``found`` (how many chunks, including the prefix), ``wait()`` and ``cancel()``.
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
@@ -300,16 +296,13 @@ class KVRagEngine:
         return self.store.prefetch(wanted)
 
     def flush_write_back(self, timeout_s: float | None = None) -> bool:
-        """Wait until missed chunks are stored (``StoreConfig(on_miss="store")``), and return whether they are."""
+        """Wait until missed chunks are stored (``StoreConfig(on_miss="store")``); return whether they are."""
         return self._write_back is None or self._write_back.flush(timeout_s)
 
     def delete(
         self, ids: Sequence[str] | None = None, *, collection: str | None = None, namespace: str | None = None
     ) -> int:
-        """Delete documents and erase KV that no other document refers to, from every tier; return the number of chunks erased.
-
-        Without ``ids``, these are all documents of the collection, such as ``"manuals/install"`` and ``"manuals/cars/7"``.
-        """
+        """Delete documents, by default a whole collection, and erase KV that no other document refers to; return how many chunks."""
         space = self._namespace(namespace)
         chosen = chosen_documents(self.store.catalog, space, ids, collection)
         with self._erasures.erasing(space):
@@ -324,16 +317,10 @@ class KVRagEngine:
         retention: Retention,
         namespace: str | None = None,
     ) -> int:
-        """Update the retention of stored chunks in every tier; return the number of chunks found.
+        """Update the retention of stored chunks, of all models and prefixes; return the number of chunks found.
 
-        Parameters
-        ----------
-        ids
-            As for :meth:`delete`: the KV of these documents, of all models and behind all prefixes.
-        keys
-            Keys of chunks of this namespace; others are ignored.
-        retention
-            Priority, and for how long from now on; without a cost, chunks keep theirs.
+        Chunks are given by document ``ids`` and ``collection``, as for :meth:`delete`, or by ``keys`` of this namespace; other keys are
+        ignored. ``retention`` counts from now; without a cost, chunks keep theirs.
         """
         checked = as_config(Retention, retention, option="retention")
         if checked is None:
@@ -343,16 +330,16 @@ class KVRagEngine:
         return self.store.retain(chosen_keys(catalog, space, documents, keys), checked)
 
     def clear(self, *, namespace: str | None = None) -> int:
-        """Erase all documents and KV, of one namespace or by default of **every** one, from every tier; return the number of chunks erased.
+        """Erase all documents and KV, of one namespace or by default of **every** one; return the number of chunks erased.
 
-        KV that was encrypted with another key is left alone.
+        KV that was encrypted with another key is not touched.
         """
         space = None if namespace is None else self._namespace(namespace)
         with self._erasures.erasing(EVERYWHERE if space is None else space):
             return self.store.clear(space)
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
-        """Return the ids of all documents (of a collection) that were precomputed and not deleted, even those whose KV was evicted."""
+        """Return the ids of all documents (of a collection) that were precomputed and not deleted, including evicted ones."""
         found = self.store.catalog.documents(self._namespace(namespace))
         return found if collection is None else members(found, collection)
 
@@ -374,28 +361,24 @@ class KVRagEngine:
         ----------
         prompt
             Text, chat messages, or segments (``str`` and :class:`~kvrag.types.Chunk`).
-        max_new_tokens
-            Upper bound of answer tokens.
-        temperature
-            0 is greedy.
-        stop
-            Strings that end the answer.
-        **sampling
-            ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``; see :class:`~kvrag.config.SamplingConfig`.
+        max_new_tokens, temperature, stop, **sampling
+            Fields of :class:`~kvrag.config.SamplingConfig`; temperature 0 is greedy.
 
         Raises
         ------
         InputError
-            If the prompt is empty, malformed, or too long with the answer (:class:`ContextLengthError`).
+            If the prompt is empty, malformed, or too long (:class:`ContextLengthError`).
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
-        options: dict[str, Any] = {"mode": mode, "repair": repair, "stop": stop, "namespace": namespace, **sampling}
-        produce = self._produce(prompt, max_new_tokens=max_new_tokens, temperature=temperature, **options)
-        return produce(lambda _: None, threading.Event())  # in the caller's thread, where Ctrl-C ends it
+        own: Options = {"mode": mode, "repair": repair, "namespace": namespace}
+        sampling |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "stop": stop}
+        return self._produce(prompt, **own, **sampling)(
+            lambda _: None, threading.Event()
+        )  # in the caller's thread, where Ctrl-C ends it
 
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
-        """Answer a prompt piece by piece: iterate over text, then read ``.result``. Options as for :meth:`generate`."""
+        """Stream an answer: iterate over its text, then read ``.result``. Options as for :meth:`generate`."""
         return TokenStream(self._produce(prompt, **options))
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
@@ -415,9 +398,7 @@ class KVRagEngine:
         with self._answering.prefilled(self._request(prompt, **options), max_new_tokens=1) as (done, clock):
             logits = done.logits.float().cpu()
         ttft_ms = (time.perf_counter() - start) * 1e3
-        result = PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms)
-        self._stats.count(result)
-        return result
+        return self._stats.count(PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms))
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[Options]) -> ScoreResult:
         """Score a continuation, text or token ids: logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats."""
@@ -428,12 +409,10 @@ class KVRagEngine:
                 logits.append(done.extend(torch.tensor(ids[:-1])))
             scores = torch.cat(logits).float().cpu()
         loss = float(torch.nn.functional.cross_entropy(scores, torch.tensor(ids)))
-        result = ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids)
-        self._stats.count(result)
-        return result
+        return self._stats.count(ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids))
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> Explanation:
-        """Report which spans of a prompt are known chunks, which have stored KV, and why the others don't."""
+        """Report which spans of a prompt are known chunks, which of them have stored KV, and why the others don't."""
         return self._answering.explain(self._request(prompt, **options))
 
     verify = verify_prompts
@@ -445,27 +424,26 @@ class KVRagEngine:
 
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""
-        return self.store.names.namespace(self.namespace if namespace is None else check_namespace(namespace))
+        return self._digest_of(self.namespace if namespace is None else check_namespace(namespace))
 
     @property
     def _answering(self) -> Answering:
         """The query-time half; loads the model."""
         with self._lock:
             loaded = self.loaded  # first: the gate depends on the model's device
-            self._gate.admit(loaded)
+            if self._gate.kv_dtype != "auto":
+                self._gate.admit(loaded)
             if self._query_side is None:
                 if self.store_config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, self.store_config, self._erasures)
                     self._resources.callback(self._write_back.close)
-                self._query_side = Answering(loaded, self.store, self.store_config, self._write_back, self.store.names)
+                self._query_side = Answering(loaded, self.store, self.store_config, self._write_back)
             return self._query_side
 
     def _request(
         self, prompt: Prompt, *, mode: Mode = "auto", repair: object = None, namespace: str | None = None
     ) -> Request:
-        check_mode(mode)
-        checked = as_config(RepairConfig, repair, option="repair") or self.repair
-        space = self._namespace(namespace)
+        checked, space = _check_options(mode, repair) or self.repair, self._namespace(namespace)
         return Request(prompt, mode, checked, space, (self.prefix_text, *self._prefix_texts.get(space, ())))
 
     def _continuation_ids(self, continuation: object) -> list[int]:
@@ -481,16 +459,22 @@ class KVRagEngine:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
         start = time.perf_counter()
         own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
-        check_mode(own.get("mode", "auto"))
-        own["repair"] = as_config(RepairConfig, own.get("repair"), option="repair")
-        config = SamplingConfig(**options)
+        own["repair"] = _check_options(own.get("mode", "auto"), own.get("repair"))
+        try:
+            config = _sampling(**options)
+        except TypeError:  # an option without a hash, such as a list of stop strings
+            config = SamplingConfig(**options)
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
-            request = self._request(prompt, **own)
-            answering = self._answering
+            request, answering = self._request(prompt, **own), self._answering
             with answering.write_back.request() if answering.write_back else nullcontext():
-                result = answering.answer(request, config, start, emit, cancel)
-            self._stats.count(result)
-            return result
+                return self._stats.count(answering.answer(request, config, start, emit, cancel))
 
         return produce
+
+
+def _check_options(mode: Mode, repair: object) -> RepairConfig | None:
+    """Raise :class:`ConfigError` for a wrong mode, and return the repair as a config."""
+    if mode not in MODES:
+        check_mode(mode)
+    return None if repair is None else as_config(RepairConfig, repair, option="repair")

@@ -1,20 +1,19 @@
-"""Every exception that kvrag raises on purpose.
+"""The exceptions that kvrag raises.
 
 ::
 
     KVRagError
-    ├── ConfigError            (ValueError)    an option has a value that it can't have, or doesn't exist
-    ├── InputError             (ValueError)    a prompt, chunk or document can't be used
-    │   └── ContextLengthError                 prompt and answer don't fit the model's context window
+    ├── ConfigError            (ValueError)    an option does not exist or has an invalid value
+    ├── InputError             (ValueError)    a prompt, chunk or document is invalid
+    │   └── ContextLengthError                 prompt and answer exceed the model's context window
     ├── ModelError             (RuntimeError)  a model can't be found or loaded
-    │   └── UnsupportedModelError              its KV can't be reused, so nothing can be stored for it
-    ├── StoreError             (OSError)       the store's directory can't be used at all
-    │   └── StoreFormatError                   it was written by a newer kvrag
-    ├── OutOfMemoryError       (MemoryError)   the request doesn't fit, even without reuse
-    └── MissingDependencyError (ImportError)   an optional package isn't installed
+    │   └── UnsupportedModelError              the model's KV can't be reused, so none can be stored
+    ├── StoreError             (OSError)       the store's directory can't be used
+    │   └── StoreFormatError                   the store was written by a newer version of kvrag
+    ├── OutOfMemoryError       (MemoryError)   the request does not fit into memory, even without reuse
+    └── MissingDependencyError (ImportError)   an optional package is not installed
 
-A message names the thing, the fault and the remedy. A fault of a *stored chunk* is none of these:
-it is a miss, and the chunk is computed again.
+Messages name the cause and the remedy. A stored chunk that can't be read raises none of these: it is a miss, and is recomputed.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from types import ModuleType
 
 
 class KVRagError(Exception):
-    """Base of all kvrag exceptions."""
+    """Base class of all kvrag exceptions."""
 
 
 class ConfigError(KVRagError, ValueError):
-    """An option does not exist or has a value outside its range."""
+    """An option does not exist or has an invalid value."""
 
 
 class InputError(KVRagError, ValueError):
-    """A prompt, a chunk or a document can't be used as given."""
+    """A prompt, chunk or document is invalid."""
 
 
 class ContextLengthError(InputError):
-    """Prompt and requested answer together exceed the model's context window."""
+    """The prompt and the requested answer exceed the model's context window."""
 
 
 class ModelError(KVRagError, RuntimeError):
@@ -44,7 +43,7 @@ class ModelError(KVRagError, RuntimeError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model's KV can't be reused: what would be stored could not be moved exactly. It answers all the same, by full prefill."""
+    """The model's KV can't be reused. The model still answers, by full prefill."""
 
 
 class StoreError(KVRagError, OSError):
@@ -52,11 +51,11 @@ class StoreError(KVRagError, OSError):
 
 
 class StoreFormatError(StoreError):
-    """The KV store was written in a format that this version can't read."""
+    """The KV store has a format that this version can't read."""
 
 
 class OutOfMemoryError(KVRagError, MemoryError):
-    """The request did not fit into memory, with and without reuse."""
+    """The request does not fit into memory, even without reuse."""
 
 
 class MissingDependencyError(KVRagError, ImportError):
@@ -64,28 +63,28 @@ class MissingDependencyError(KVRagError, ImportError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out: torch has a type for it on accelerators, and a plain RuntimeError on the CPU."""
+    """Return whether an error means that memory ran out: torch has a type for it on accelerators, a plain RuntimeError on the CPU."""
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
     )
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or say which extra brings it.
+    """Import an optional dependency.
 
     Parameters
     ----------
     module
-        Dotted name to import.
+        Dotted name.
     extra
         The extra of the ``kvrag`` distribution that installs it.
     purpose
-        What it is needed for, as the end of the sentence "... is needed for".
+        What it is needed for; ends the sentence "... is needed for".
 
     Raises
     ------
     MissingDependencyError
-        If the import fails.
+        If the import fails; names the extra.
     """
     try:
         return importlib.import_module(module)

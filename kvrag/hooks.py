@@ -1,6 +1,6 @@
-"""Index-time hooks that accept what the frameworks have: texts, documents, nodes, a vector store or an index.
+"""Index-time hooks that accept the frameworks' objects: texts, documents, nodes, a vector store or an index.
 
-LangChain and LlamaIndex are not imported here: their objects are recognised by the attributes that this module reads.
+LangChain and LlamaIndex are not imported here: their objects are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -46,23 +46,19 @@ def precompute_kv(
     items
         Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain vector store, or a LlamaIndex index.
     llm
-        A :class:`~kvrag.engine.KVRagEngine`, or one of the framework classes that have one.
+        A :class:`~kvrag.engine.KVRagEngine`, or a framework class that has one.
     ids
         Document ids, one per item; default: the items' own.
-    prefix, namespace, batch_size, show_progress, retention, collection
-        As for :meth:`kvrag.engine.KVRagEngine.precompute`.
     content
         For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM sees.
     on_error
-        ``"raise"`` errors, or ``"warn"`` and go on: without KV, prompts are prefilled in full.
-
-    Raises
-    ------
-    InputError
-        If an item has no text, or one id has different texts.
+        ``"raise"`` errors, or ``"warn"`` and continue: without KV, prompts are prefilled in full.
+    prefix, namespace, batch_size, show_progress, retention, collection
+        As for :meth:`kvrag.engine.KVRagEngine.precompute`, and the same errors.
     """
-    _check_choice("content", content, ("text", "llm"))
-    _check_choice("on_error", on_error, ("raise", "warn"))
+    for name, value, choices in (("content", content, ("text", "llm")), ("on_error", on_error, ("raise", "warn"))):
+        if value not in choices:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
     options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
     try:
         named = _named(items, ids, content)
@@ -77,17 +73,13 @@ def precompute_kv(
 def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
     """Delete documents and erase KV that no other document refers to; return the number of chunks erased.
 
-    Parameters
-    ----------
-    items
-        Ids, LangChain documents, LlamaIndex nodes, a vector store or an index.
-    llm, namespace, collection
-        As for :func:`precompute_kv`; ``KVRagEngine.delete(collection=...)`` deletes a whole collection.
+    ``items`` are ids, LangChain documents, LlamaIndex nodes, a vector store or an index; the rest is as for :func:`precompute_kv`.
+    ``KVRagEngine.delete(collection=...)`` deletes a whole collection.
     """
     engine = engine_of(llm)
     if isinstance(items, str):
-        items = [items]
-    if _is_many(items) and all(isinstance(item, str) for item in items):
+        ids = [items]
+    elif _is_many(items) and all(isinstance(item, str) for item in items):
         ids = list(items)
     else:
         ids = [name for name, _ in _pairs(items, "text") if name is not None]
@@ -104,16 +96,14 @@ def sync_kv(
     collection: str | None = None,
     **options: Any,
 ) -> SyncReport:
-    """Make the store hold the KV of exactly these documents: precompute missing ones, delete the others.
+    """Synchronise the store with a set of documents: precompute missing ones and delete the others.
 
     Parameters
     ----------
     live_items
         All documents that should have KV in this namespace, or in this collection of it; each needs an id.
-    llm, ids, namespace, content, collection
-        As for :func:`precompute_kv`.
-    **options
-        ``prefix``, ``batch_size``, ``show_progress``, ``retention``: as for :func:`precompute_kv`.
+    llm, ids, namespace, content, collection, **options
+        As for :func:`precompute_kv`, without ``on_error``.
     """
     engine, named = engine_of(llm), _named(live_items, ids, content)
     if any(name is None for name, _ in named):
@@ -126,20 +116,20 @@ def sync_kv(
 
 
 MAX_PREFETCHES = 4
-"""Prefetches that are planned at the same time; further ones are dropped, because they would be too late."""
+"""Prefetches that are planned at the same time; further ones are dropped."""
 
 _prefetches = threading.BoundedSemaphore(MAX_PREFETCHES)
 
 
 def prefetch_kv(items: Any, *, llm: Any, namespace: str | None = None, content: Content = "text") -> None:
-    """Begin to read the KV of retrieved documents in the background: return at once, and never raise. As :func:`precompute_kv`."""
+    """Start reading the KV of retrieved documents in the background; return at once, and never raise."""
 
     def run() -> None:
         try:
             texts = [text for _, text in _pairs(items, content) if text.strip()]
             if texts:
                 engine_of(llm).prefetch(texts, namespace=namespace)
-        except Exception:  # the answer does without
+        except Exception:  # a prefetch only saves time
             logger.warning("the KV of %d retrieved documents could not be prefetched", len(items), exc_info=True)
         finally:
             _prefetches.release()
@@ -178,7 +168,7 @@ def _precompute(
     collection: str | None,
     **options: Any,
 ) -> PrecomputeReport:
-    """Precompute, and delete documents that are now empty; empty texts from a splitter are left out."""
+    """Precompute, and delete documents that are now empty."""
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
     report = engine.precompute_items(kept, namespace=namespace, collection=collection, **options)
     emptied = {str(name) for name, text in named if name is not None and not text.strip()}
@@ -189,14 +179,10 @@ def _precompute(
 
 
 def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
-    """Return ``(id or None, text)`` of whatever was given."""
-    if isinstance(items, str):
-        return [(None, items)]
-    if any(hasattr(items, mark) for mark in _ITEM_MARKS):
-        found: Iterable[Any] = [items]
-    else:
-        found = items if _is_many(items) else documents_in(items)
-    return [_pair(item, content) for item in found]
+    """Return ``(id or None, text)`` of each item."""
+    if isinstance(items, str) or any(hasattr(items, mark) for mark in _ITEM_MARKS):
+        items = [items]
+    return [_pair(item, content) for item in (items if _is_many(items) else documents_in(items))]
 
 
 _ITEM_MARKS = ("page_content", "node_id", "node")
@@ -217,25 +203,21 @@ def _pair(item: Any, content: Content) -> tuple[str | None, str]:
     if hasattr(item, "page_content"):  # LangChain
         return item.id, item.page_content
     if hasattr(item, "node_id") and hasattr(item, "get_content"):  # LlamaIndex
-        mode = {"text": "none", "llm": "llm"}[content]
-        return item.node_id, item.get_content(metadata_mode=mode)
+        return item.node_id, item.get_content(metadata_mode="none" if content == "text" else "llm")
     raise InputError(f"an item is of type {type(item).__name__}; pass texts, LangChain documents or LlamaIndex nodes")
 
 
 def documents_in(holder: Any) -> list[Any]:
     """List the documents of a vector store or index; raise :class:`InputError` if it can't list them."""
-    for read in (_kvrag_documents, _langchain_documents, _llama_index_nodes):
+    if hasattr(holder, "kv_documents"):  # kvrag's own vector stores
+        return list(holder.kv_documents())
+    for read in (_langchain_documents, _llama_index_nodes):
         documents = read(holder)
         if documents is not None:
             return documents
     raise InputError(
         f"{type(holder).__name__} can't list its documents; pass the documents or nodes themselves, with their ids in it"
     )
-
-
-def _kvrag_documents(holder: Any) -> list[Any] | None:
-    listing = getattr(holder, "kv_documents", None)
-    return None if listing is None else list(listing())
 
 
 def _langchain_documents(holder: Any) -> list[Any] | None:
@@ -259,8 +241,3 @@ def _llama_index_nodes(holder: Any) -> list[Any] | None:
         return list(store.get_nodes(node_ids=None, filters=None))
     except (NotImplementedError, TypeError, ValueError):
         return None
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")

@@ -1,8 +1,7 @@
 """The only module that makes threads: run actions in other threads, take turns, and wait for results within a time budget.
 
-The pools of the standard library wait at exit for whatever runs, however long it takes. These threads are daemons, so a read that hangs
-does not keep the process alive. A daemon that is inside torch when the interpreter goes away would abort the process, so at exit all
-actions are cancelled and joined first, for at most :data:`EXIT_WAIT_S` seconds.
+The threads are daemons, so a read that hangs does not keep the process alive, as it would in a pool of the standard library. A daemon
+that is inside torch when the interpreter goes away would abort the process, so at exit all actions are cancelled and joined first.
 """
 
 from __future__ import annotations
@@ -23,59 +22,40 @@ from typing import Any, NamedTuple, TypeVar
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_IDLE = 4
-"""Threads of a pool that are kept for the next action; starting one takes longer than most actions."""
+MAX_IDLE = 4  # threads of a pool that are kept for the next action
+EXIT_WAIT_S = 10.0  # how long the end of the process waits for actions under way
+EXIT_GRACE_S = 1.0  # after this, an action that has a cancel event and goes on all the same gets a SystemExit
+CANCEL_POLL_S = 0.1  # between two looks at the cancel event of a thread that waits for its turn
 
-EXIT_WAIT_S = 10.0
-"""Seconds that the end of the process waits for actions under way."""
-
-EXIT_GRACE_S = 1.0
-"""Seconds after which an action that has a cancel event and goes on all the same gets a ``SystemExit``."""
-
-CANCEL_POLL_S = 0.1
-"""Seconds between two looks at the cancel event of a thread that waits for its turn."""
-
-_locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
+_forkable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fork_lock() -> threading.RLock:
     """Return a re-entrant lock that is free in a forked child, whichever thread of the parent held it."""
     lock = threading.RLock()
-    _locks.add(lock)
+    _forkable.add(lock)
     return lock
 
 
-class _Forkable:
-    """Begins anew in a forked child, where the parent's other threads are gone and what they held would stay held."""
-
-    def __init__(self) -> None:
-        self._reset()
-        _forkable.add(self)
-
-    def _reset(self) -> None:
-        raise NotImplementedError
-
-
 def _after_fork() -> None:
-    for lock in list(_locks):
-        lock._at_fork_reinit()  # as the standard library does with its own locks
+    """Begin anew in a forked child: the parent's other threads are gone, and what they held would stay held."""
     for each in list(_forkable):
-        each._reset()
+        each._at_fork_reinit()  # the standard library's locks have this method too
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class Turns(_Forkable):
+class Turns:
     """Lets a limited number of threads in at a time."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        super().__init__()
+        self._at_fork_reinit()
+        _forkable.add(self)
 
-    def _reset(self) -> None:
+    def _at_fork_reinit(self) -> None:
         self._free = threading.Semaphore(self._limit)
 
     @contextmanager
@@ -97,7 +77,7 @@ class _Job(NamedTuple):
     cancel: threading.Event | None
 
 
-class Pool(_Forkable):
+class Pool:
     """Daemon threads that run actions; fresh after a fork; cancelled and joined, within a bound, at interpreter exit.
 
     Parameters
@@ -110,9 +90,10 @@ class Pool(_Forkable):
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
         self._name, self._max_threads = name, max_threads
-        super().__init__()
+        self._at_fork_reinit()
+        _forkable.add(self)
 
-    def _reset(self) -> None:
+    def _at_fork_reinit(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads: dict[threading.Thread, _Job | None] = {}
@@ -120,14 +101,7 @@ class Pool(_Forkable):
         self._is_over = False
 
     def submit(self, action: Callable[[], T], *, cancel: threading.Event | None = None) -> Future[T]:
-        """Run an action in another thread.
-
-        Parameters
-        ----------
-        action
-            Whatever it raises becomes the future's exception.
-        cancel
-            Set at interpreter exit, for an action that looks at it.
+        """Run an action in another thread; ``cancel`` is set at interpreter exit, for an action that looks at it.
 
         Raises
         ------
@@ -138,22 +112,15 @@ class Pool(_Forkable):
         with self._changed:
             if self._is_over:
                 raise RuntimeError("the interpreter is about to exit")
-            self._jobs.append(job)
-            if len(self._jobs) <= self._num_idle:
+            if len(self._jobs) < self._num_idle:
                 self._changed.notify()
             elif self._max_threads is None or len(self._threads) < self._max_threads:
-                self._start(job)
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread.start()
+                self._threads[thread] = None
+                self._num_idle += 1
+            self._jobs.append(job)
         return job.future
-
-    def _start(self, job: _Job) -> None:
-        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            self._jobs.remove(job)
-            raise
-        self._threads[thread] = None
-        self._num_idle += 1
 
     def _work(self) -> None:
         thread = threading.current_thread()
@@ -176,44 +143,42 @@ class Pool(_Forkable):
     def _next(self, thread: threading.Thread) -> _Job | None:
         """Wait for a job; ``None`` where the thread is not needed any more."""
         with self._changed:
-            while not self._jobs:
-                if self._is_over or self._num_idle > MAX_IDLE:
-                    self._num_idle -= 1
-                    del self._threads[thread]
-                    return None
+            while not self._jobs and not self._is_over and self._num_idle <= MAX_IDLE:
                 self._changed.wait()
             self._num_idle -= 1
+            if not self._jobs:
+                del self._threads[thread]
+                return None
             self._threads[thread] = job = self._jobs.popleft()
             return job
 
-    def _end(self) -> dict[threading.Thread, _Job | None]:
+    def end(self) -> dict[threading.Thread, _Job | None]:
         """Take no more jobs, cancel those that there are, and return the threads with what they run."""
         with self._changed:
             self._is_over = True
-            waiting, threads = list(self._jobs), dict(self._threads)
+            threads = dict(self._threads)
+            jobs = [*self._jobs, *filter(None, threads.values())]
             self._jobs.clear()
             self._changed.notify_all()
-        for job in waiting:
-            job.future.cancel()
-        for cancel in [job.cancel for job in (*waiting, *threads.values()) if job is not None]:
-            if cancel is not None:
-                cancel.set()
+        for job in jobs:
+            job.future.cancel()  # if it has not begun
+            if job.cancel is not None:
+                job.cancel.set()
         return threads
 
 
 @atexit.register
 def _end_all() -> None:
     """Cancel what runs and join it; what can be cancelled and does not look at its event is ended when it returns to Python."""
-    start = time.monotonic()
-    running = {t: job for pool in list(_forkable) if isinstance(pool, Pool) for t, job in pool._end().items()}
+    start, pools = time.monotonic(), [each for each in list(_forkable) if isinstance(each, Pool)]
+    running = {thread: job for pool in pools for thread, job in pool.end().items()}
     for end in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
         for thread in running:
             thread.join(max(0.0, end - time.monotonic()))
         for thread, job in running.items():
             if job is not None and job.cancel is not None and thread.is_alive():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
-                )
+                ident, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
 
 
 POOL = Pool("kvrag")
@@ -221,18 +186,12 @@ POOL = Pool("kvrag")
 
 
 class Deadline:
-    """A time budget for several results; once it is spent, or one was late or failed, the rest get their defaults at once.
-
-    Parameters
-    ----------
-    seconds
-        The budget. Only waiting counts, not what happens between two results.
-    """
+    """A time budget of some seconds for several results; after a late one or a failure, the rest get their defaults at once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.left_s = float(seconds)
-        """What is left of the budget, in seconds."""
+        """What is left of the budget, in seconds; only waiting counts."""
         self.fault: str | None = None
         """Why the rest gets no answers, in words; ``None`` as long as it does."""
 
@@ -243,29 +202,27 @@ class Deadline:
         try:
             future = POOL.submit(action)
         except RuntimeError as error:
-            logger.warning("%s could not be asked (%s); computing instead", what, error)
-            self.fault = f"the store could not be asked ({error})"
+            self._give_up(what, f"could not be asked ({error})")
             return default
         return self.result(future, default, what=what)
 
     def result(self, future: Future[T], default: T, *, what: str) -> T:
-        """Return a future's result if it comes in time; else log why, set ``fault``, and return the default.
-
-        An action that hangs is left behind in its thread.
-        """
+        """Return a future's result if it comes in time; else log why, set ``fault``, and return the default. Its thread is left alone."""
         start = time.monotonic()
         try:
             return future.result(0 if self.fault else min(self.left_s, threading.TIMEOUT_MAX))
         except (Exception, SystemExit) as error:
             if future.done():
-                self.fault = self.fault or f"the store failed ({error})"
-                logger.warning("%s failed (%s); computing instead", what, error)
+                self._give_up(what, f"failed ({error})")
             elif isinstance(error, TimeoutError):
                 self.left_s = 0.0
-                self.fault = self.fault or f"the store did not answer within {self._seconds:g} s"
-                logger.warning("%s did not answer in time; computing instead", what)
+                self._give_up(what, f"did not answer within {self._seconds:g} s")
             else:
                 raise
             return default
         finally:
             self.left_s = max(0.0, self.left_s - (time.monotonic() - start))
+
+    def _give_up(self, what: str, how: str) -> None:
+        logger.warning("%s %s; computing instead", what, how)
+        self.fault = self.fault or f"the store {how}"

@@ -1,4 +1,4 @@
-"""The values that the stages pass to each other: small and frozen. One list of short classes, so it is longer than other files.
+"""The values that the stages pass to each other: small, frozen classes.
 
 Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk, ``N`` tokens of a prompt, ``D`` head dim.
 """
@@ -38,20 +38,8 @@ class Chunk:
 class ChunkIdentity:
     """Everything that determines the KV of a chunk: two chunks with the same identity have the same KV.
 
-    Parameters
-    ----------
-    model
-        Fingerprint of the model (weights, config, tokenizer, RoPE, dtype, attention, format).
-    namespace
-        Digest of the isolation namespace.
-    prefix
-        Digest of the token ids that the chunk was encoded behind.
-    token_ids
-        The chunk's own token ids.
-    kv_dtype
-        How the KV is stored: rounded KV is other KV.
-    context
-        Digest of what the chunk was encoded behind besides the prefix; empty if there was nothing.
+    ``model`` is the fingerprint of the model, ``namespace`` a digest, ``prefix`` the digest of the token ids that the chunk was encoded
+    behind, ``context`` that of what else it was encoded behind (empty: nothing), ``kv_dtype`` how the KV is stored.
     """
 
     model: str
@@ -141,14 +129,8 @@ class ChunkKV:
 class Hole:
     """A stored chunk that a request could not load whole and computed instead.
 
-    Parameters
-    ----------
-    key
-        The chunk.
-    reason
-        ``"late"``: not loaded in time; ``"absent"``: gone; ``"damaged"``: its bytes are wrong; ``"unreadable"``: reading failed.
-    layer
-        The first layer that was not read; ``None`` if not even the header was.
+    ``reason``: not loaded in time, not in the store any more, wrong bytes, or a failed read. ``layer``: the first layer that was not read;
+    ``None`` if the header was not read either.
     """
 
     key: ChunkKey
@@ -162,7 +144,7 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class TextEntry:
-    """What the span scanner needs to find a chunk's text in a prompt; the text itself is not kept.
+    """What the span scanner needs to find a chunk's text in a prompt; the text itself is not stored.
 
     ``digest``: SHA-256 of the stripped text, hex; ``head``, ``tail``: rolling hashes (uint64) of its first and last
     :data:`kvrag.prompt.spans.ANCHOR_CHARS` characters; ``num_chars``: its length in characters (code points).
@@ -195,8 +177,7 @@ class MissedChunk:
 class Missed:
     """The chunks of one prompt that had no KV, for :mod:`kvrag.precompute.on_miss`.
 
-    ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the number of erasures that this process had
-    begun there when the prompt came.
+    ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the number of erasures there before the prompt.
     """
 
     chunks: tuple[MissedChunk, ...]
@@ -248,7 +229,7 @@ class Accounting:
     cached_tokens
         Rows whose stored KV was used, possibly with the residual shift.
     repaired_tokens
-        Rows that had stored KV and were recomputed.
+        Rows with stored KV that were recomputed.
     computed_tokens
         Rows without stored KV: prefix, glue, missing chunks, the question.
     exactness
@@ -258,11 +239,11 @@ class Accounting:
     loaded_bytes
         Bytes of KV loaded from the store.
     fallback_reason
-        Why there was less reuse than asked for, or why this model's KV is never reused; else ``None``.
+        Why there was less reuse than requested, or why this model's KV is never reused; else ``None``.
     has_other_prefix
-        Whether chunks were used that had been encoded behind another prefix than this prompt's: none of them is exact.
+        Whether chunks were used that had been encoded behind another prefix than this prompt's; they are not exact.
     holes
-        Stored chunks that could not be loaded and were computed instead; all other chunks were loaded whole.
+        Stored chunks that could not be loaded and were recomputed.
     kv_dtype
         How the reused KV is stored. Unless ``"auto"``, it was rounded, and the answer is not exact.
     """

@@ -1,4 +1,4 @@
-"""Compare reuse with full prefill on the user's own prompts."""
+"""Compare reuse with full prefill on given prompts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ def verify_prompts(
     max_mean_kl: float = MAX_MEAN_KL,
     min_top1: float = MIN_TOP1,
 ) -> VerifyReport:
-    """Run each prompt with reuse and by full prefill of the same ids, and compare; without any reuse, the report does not pass.
+    """Run each prompt with reuse and by full prefill of the same ids, and compare. Without any reuse, the report does not pass.
 
     Parameters
     ----------
-    engine
-        The engine.
-    prompts
-        At least one; their chunks should be precomputed.
+    engine, prompts
+        At least one prompt; their chunks should be precomputed.
     mode, repair, namespace
         Options of the run with reuse.
     max_new_tokens
@@ -61,7 +59,7 @@ def verify_prompts(
         seams += seam_count
     is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
     if not is_reused:
-        logger.warning("nothing was reused in any prompt, so there was nothing to verify; see explain() for the reason")
+        logger.warning("no prompt reused any KV, so there was nothing to verify; see explain() for the reason")
     mean_kl, top1, greedy = (
         sum(float(getattr(row, name)) for row in rows) / len(rows) for name in ("kl", "top1", "greedy")
     )
@@ -97,14 +95,6 @@ def _compare(
 
 
 def seams_of(spans: Sequence[ExplainedSpan], token_ids: Sequence[int], tokenizer: SegmentTokenizer) -> SeamCount:
-    """Count where the ids of a prompt differ from those of its whole text, tokenised at once.
-
-    Parameters
-    ----------
-    spans, token_ids
-        Of the prompt.
-    tokenizer
-        Tokenises the whole text.
-    """
+    """Count where the ids of a prompt, given with its spans, differ from those of its whole text, tokenised at once."""
     whole = tokenizer.live_ids("".join(span.text for span in spans), at_start=True)
     return count_seams([token_ids[span.start : span.stop] for span in spans], whole)

@@ -9,8 +9,7 @@ from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.repair import repair
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV

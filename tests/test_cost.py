@@ -12,7 +12,6 @@ from texts import make_chunks
 import kvrag.precompute.run
 from kvrag import KVRagEngine, Retention, StoreConfig
 from kvrag.precompute.run import PREFIX_PRIORITY
-from kvrag.store import DiskStore
 
 CHUNKS = make_chunks(6, words=30, seed=11)
 MakeEngine = Callable[..., KVRagEngine]
@@ -43,23 +42,16 @@ def forward_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return spent
 
 
-def disk_of(engine: KVRagEngine) -> DiskStore:
-    disk = engine.store._disk  # type: ignore[attr-defined]
-    assert isinstance(disk, DiskStore)
-    return disk
-
-
 def costs(engine: KVRagEngine) -> list[tuple[int, float]]:
     """Tokens and milliseconds of every chunk but the prefix, shortest first."""
-    found = disk_of(engine).rows.usage()[1]
+    found = engine.store.catalog.usages()[1]
     return sorted((record.num_tokens, usage.cost_ms) for record, usage in found if usage.priority != PREFIX_PRIORITY)
 
 
 def kept(engine: KVRagEngine) -> list[str]:
     """Documents whose chunks are on the disk."""
-    index, space = engine.store.index, engine._namespace(None)
-    names = index.documents(space)
-    return [name for name in names if any(engine.store.contains(key) for key in index.document_keys(space, name))]
+    catalog, space = engine.store.catalog, engine._namespace(None)
+    return sorted(name for name in catalog.documents(space) if catalog.document_keys(space, name))
 
 
 @pytest.mark.parametrize("order", [("cheap", "dear"), ("dear", "cheap")])
@@ -73,7 +65,7 @@ def test_of_two_alike_the_one_that_took_longer_survives(
         engine.precompute([texts[name]], ids=[name])
     (one, two) = costs(engine)
     assert one[0] == two[0], "as many tokens, so as many bytes"
-    full = disk_of(engine).stats()["disk"].num_bytes
+    full = engine.store.stats()["disk"].num_bytes
     engine.close()
     config = StoreConfig(disk_bytes=full, min_free_bytes=0, high_watermark=1.0, low_watermark=1.0)
     engine = engine_of(prefix="Read.", store_config=config)
@@ -105,7 +97,7 @@ def test_the_prefix_has_a_time_of_its_own(
     engine = engine_of(prefix="Read.")
     forward_s[:] = [2.0]
     engine.precompute(CHUNKS[:1])
-    uses = [usage for _, usage in disk_of(engine).rows.usage()[1]]
+    uses = [usage for _, usage in engine.store.catalog.usages()[1]]
     assert sorted((usage.priority, usage.cost_ms) for usage in uses) == [(35, 2000.0), (PREFIX_PRIORITY, 7000.0)]
 
 
@@ -114,8 +106,8 @@ def test_a_cost_that_the_user_gives_stands(engine_of: MakeEngine, forward_s: lis
     forward_s[:] = [2.0]
     engine.precompute(CHUNKS[:1], retention=Retention(60, duration_s=100, cost_ms=7))
     engine.precompute(CHUNKS[1:2], retention=Retention(60))
-    assert sorted(cost for _, cost in costs(engine)) == [7.0, 2000.0]
-    assert {usage.priority_now() for _, usage in disk_of(engine).rows.usage()[1]} == {60, PREFIX_PRIORITY}
+    assert sorted(cost for _, cost in costs(engine)) == pytest.approx([7.0, 2000.0])
+    assert {usage.priority_now() for _, usage in engine.store.catalog.usages()[1]} == {60, PREFIX_PRIORITY}
 
 
 def test_a_forward_that_ran_out_of_memory_is_not_counted(
@@ -133,4 +125,4 @@ def test_a_forward_that_ran_out_of_memory_is_not_counted(
     engine = engine_of(prefix="Read.")
     forward_s[:] = [1.0, 3.0]
     engine.precompute(CHUNKS[:2])
-    assert sorted(cost for _, cost in costs(engine)) == [1000.0, 3000.0]
+    assert sorted(cost for _, cost in costs(engine)) == pytest.approx([1000.0, 3000.0])

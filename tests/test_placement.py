@@ -16,28 +16,28 @@ from kvrag.testing.models import tiny_model
 accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed: no device_map here")
 
 
+PLACES = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu")
+PLACES |= {f"model.layers.{i}": "disk" for i in (1, 2, 3)}
+
+
 def fake(*devices: str, device_map: dict[str, Any] | None = None) -> Any:
     parameters = [SimpleNamespace(device=device) for device in devices]
     return SimpleNamespace(hf_device_map=device_map, parameters=lambda: iter(parameters))
 
 
-def test_a_map_to_one_device_is_accepted(tokenizer: Any) -> None:
-    model = accelerate.dispatch_model(tiny_model(), {"": "cpu"}, force_hooks=True)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
-    assert engine.prefill("The archive opens at nine.").prompt_tokens > 0
-    engine.close()
-
-
-def test_a_device_map_for_from_pretrained_is_accepted(tiny_dir: str) -> None:
-    engine = KVRagEngine.from_pretrained(tiny_dir, device_map={"": "cpu"}, namespace="mapped")
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_map_to_one_device_is_accepted(is_loaded: bool, tokenizer: Any, tiny_dir: str) -> None:
+    if is_loaded:
+        model = accelerate.dispatch_model(tiny_model(), {"": "cpu"}, force_hooks=True)
+        engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    else:
+        engine = KVRagEngine.from_pretrained(tiny_dir, device_map={"": "cpu"}, namespace="mapped")
     assert engine.prefill("The archive opens at nine.").prompt_tokens > 0
     engine.close()
 
 
 def test_a_model_that_is_partly_on_disk_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {f"model.layers.{i}": "disk" if i else "cpu" for i in range(4)}
-    model = accelerate.dispatch_model(tiny_model(), places, offload_dir=str(tmp_path), force_hooks=True)
+    model = accelerate.dispatch_model(tiny_model(), PLACES, offload_dir=str(tmp_path), force_hooks=True)
     with pytest.raises(UnsupportedModelError, match=r"several places \(cpu, disk\).*device_map"):
         KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
 
@@ -49,9 +49,7 @@ def test_a_model_that_is_offloaded_between_forwards_is_refused(tokenizer: Any) -
 
 
 def test_a_model_loaded_in_several_places_is_refused_after_loading(tiny_dir: str, tmp_path: Path) -> None:
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {f"model.layers.{i}": "disk" if i else "cpu" for i in range(4)}
-    engine = KVRagEngine.from_pretrained(tiny_dir, device_map=places, offload_folder=str(tmp_path), namespace="x")
+    engine = KVRagEngine.from_pretrained(tiny_dir, device_map=PLACES, offload_folder=str(tmp_path), namespace="x")
     with pytest.raises(UnsupportedModelError, match="several places"):
         engine.prefill("The archive opens at nine.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,8 @@ def plain(request: pytest.FixtureRequest, tokenizer: Any) -> KVRagEngine:
 
 @pytest.mark.parametrize("mode", ["auto", "stitch"])
 def test_a_refused_model_answers_like_plain_transformers(plain: KVRagEngine, mode: Any) -> None:
-    pieces: list[str] = []
     stream = plain.stream(PROMPT, mode=mode, max_new_tokens=24)
-    pieces.extend(stream)
+    pieces = list(stream)
     answer = stream.result
     prompt = torch.tensor([answer.prompt_ids])
     expected = plain.loaded.lm.model.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
@@ -77,15 +75,6 @@ def test_stop_strings_and_sampling_work_without_reuse(gpt2: KVRagEngine) -> None
     assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
     drawn = [gpt2.generate("Who?", max_new_tokens=24, temperature=1.0, seed=s).token_ids for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_async_answers_are_the_same(gpt2: KVRagEngine) -> None:
-    async def run() -> tuple[str, str]:
-        pieces = [piece async for piece in gpt2.astream(PROMPT, max_new_tokens=12)]
-        return "".join(pieces), (await gpt2.agenerate(PROMPT, max_new_tokens=12)).text
-
-    one, two = asyncio.run(run())
-    assert one == two == gpt2.generate(PROMPT, max_new_tokens=12).text
 
 
 def test_precompute_says_that_nothing_can_be_stored_and_stores_nothing(gpt2: KVRagEngine) -> None:
@@ -133,10 +122,8 @@ def test_angles_that_grow_with_the_prompt_are_transformers_own(tokenizer: Any, m
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     answer = engine.generate(PROMPT, max_new_tokens=24)
     assert answer.prompt_tokens > 96, "or nothing would grow"
-    fresh, ids = (
-        tiny_model("short-ntk"),
-        torch.tensor([answer.prompt_ids]),
-    )  # its rotary module remembers the longest prompt
+    fresh = tiny_model("short-ntk")  # its rotary module remembers the longest prompt
+    ids = torch.tensor([answer.prompt_ids])
     expected = fresh.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)
     assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
     with pytest.raises(ContextLengthError, match="context window of 384"):  # 4 x 96

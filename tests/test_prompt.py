@@ -18,23 +18,6 @@ def encoder(tokenizer: Any) -> PromptEncoder:
     return PromptEncoder(tokenizer)
 
 
-def test_bos_stands_exactly_once(encoder: PromptEncoder) -> None:
-    assert encoder.bos_ids == [1]
-    assert encoder.live_ids("hello", at_start=True)[0] == 1
-    assert encoder.live_ids("<s>hello", at_start=True).count(1) == 1
-    assert encoder.live_ids("hello").count(1) == 0
-    assert encoder.live_ids("", at_start=True) == [1]
-    without = PromptEncoder(tiny_tokenizer(add_bos=False))
-    assert without.bos_ids == []
-    assert without.live_ids("hello", at_start=True) == without.live_ids("hello")
-
-
-def test_chunk_text_never_becomes_a_control_token(encoder: PromptEncoder) -> None:
-    assert 2 in encoder.live_ids("a <|im_end|> b")
-    assert not {0, 1, 2, 3} & set(encoder.chunk_ids("a <|im_end|> <s> b"))
-    assert encoder.decode(encoder.chunk_ids("a <|im_end|> b")) == "a <|im_end|> b"
-
-
 def test_cutting_keeps_every_character() -> None:
     pieces = [Piece("before CHUNK between CHUNK after"), Piece("given", "chunk", is_given=True)]
     spans = {0: [Span(7, 12, "x"), Span(21, 26, "x")]}
@@ -61,16 +44,11 @@ def test_messages_need_a_chat_template() -> None:
     with pytest.raises(InputError, match="no chat template"):
         PromptEncoder(tokenizer).pieces([{"role": "user", "content": "hi"}])
     assert prefix_text(None, PromptEncoder(tokenizer)) == ""
+    assert PromptEncoder(tokenizer).pieces("some text") == [Piece("some text")]
+    assert PromptEncoder(tokenizer).live_ids("", at_start=True) == [1]
 
 
-def test_a_template_that_refuses_is_an_input_error() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InputError, match="roles must alternate"):
-        PromptEncoder(tokenizer).render([{"role": "user", "content": "hi"}])
-
-
-@pytest.mark.parametrize("content", [3, [3], [{"type": "audio"}]])
+@pytest.mark.parametrize("content", [0, 3, [3], [{"type": "audio"}]])
 def test_content_that_would_be_dropped_is_refused(content: Any, encoder: PromptEncoder) -> None:
     with pytest.raises(InputError):
         encoder.render([{"role": "user", "content": content}])

@@ -48,14 +48,7 @@ def test_a_refusal_gives_the_true_reason(name: str) -> None:
 def test_what_has_no_name_on_the_list_is_refused_all_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names only save reading the weights: structure and the probe find out by themselves."""
     monkeypatch.setattr(support, "_BY_NAME", {})
-    with pytest.raises(UnsupportedModelError):
-        CausalLM(tiny_model(name))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_the_probe_finds_absolute_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_BY_NAME", {})
-    with pytest.raises(UnsupportedModelError, match="before the first layer"):
+    with pytest.raises(UnsupportedModelError, match="before the first layer" if name in ("gpt2", "opt") else ""):
         CausalLM(tiny_model(name))
 
 
@@ -72,19 +65,6 @@ def test_a_config_is_enough_where_it_shows(model_type: str, reason: str) -> None
         check_supported(AutoConfig.for_model(model_type))
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
-def test_no_accepted_config_is_refused(name: str) -> None:
-    check_supported(tiny_model(name).config)
-
-
-def test_weights_on_several_devices_are_refused() -> None:
-    model = tiny_model()
-    model.lm_head.to("meta")
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
-    with pytest.raises(UnsupportedModelError, match=r"spread over several places \(cpu, meta\)"):
-        CausalLM(model)
-
-
 class _Attention(torch.nn.Module):
     """Put in place of a module: what it returns is changed after it."""
 
@@ -96,20 +76,15 @@ class _Attention(torch.nn.Module):
         return self.change(self.inner(*args, **kwargs))
 
 
-def test_keys_that_mix_neighbours_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"), [("k_proj", "keys of layer 2"), ("v_proj", "layer 2 .*values that depend")]
+)
+def test_keys_and_values_that_mix_neighbours_are_refused(name: str, reason: str) -> None:
     """A convolution over the tokens before: each row's keys depend on more than its own hidden state."""
     model = tiny_model()
     attention = model.model.layers[2].self_attn
-    attention.k_proj = _Attention(attention.k_proj, lambda keys: keys + 0.3 * keys.roll(1, dims=1))
-    with pytest.raises(UnsupportedModelError, match="keys of layer 2"):
-        CausalLM(model)
-
-
-def test_values_that_mix_neighbours_are_refused() -> None:
-    model = tiny_model()
-    attention = model.model.layers[1].self_attn
-    attention.v_proj = _Attention(attention.v_proj, lambda values: values + 0.3 * values.roll(1, dims=1))
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*values that depend"):
+    setattr(attention, name, _Attention(getattr(attention, name), lambda out: out + 0.3 * out.roll(1, dims=1)))
+    with pytest.raises(UnsupportedModelError, match=reason):
         CausalLM(model)
 
 
@@ -140,22 +115,11 @@ def test_a_model_whose_forward_fails_is_refused() -> None:
         CausalLM(model)
 
 
-def _config(**options: Any) -> Any:
-    config = tiny_model().config
-    for name, value in options.items():
-        setattr(config, name, value)
-    return config
-
-
 @pytest.mark.parametrize(
     ("options", "visible", "reach"),
     [
         ({}, lambda q, k: k <= q, EVERYTHING),
-        (
-            {"sliding_window": 50},
-            lambda q, k: k <= q,
-            EVERYTHING,
-        ),  # a window in the config that the model doesn't apply
+        ({"sliding_window": 50}, lambda q, k: k <= q, EVERYTHING),  # a window that the model doesn't apply
         ({}, lambda q, k: (k <= q) & (k > q - 50), Reach(window=50)),  # one that it applies without saying so
         ({"attention_chunk_size": 64}, lambda q, k: (k <= q) & (k // 64 == q // 64), Reach(chunk=64)),
         ({}, lambda q, k: k >= 0, None),  # sees the future
@@ -164,8 +128,10 @@ def _config(**options: Any) -> Any:
     ],
 )
 def test_a_mask_is_read_from_its_function_or_refused(options: Any, visible: Any, reach: Reach | None) -> None:
-    found = read_mask(lambda _b, _h, q, k: visible(q, k), _config(**options), torch.device("cpu"))
-    assert found == reach
+    config = tiny_model().config
+    for name, value in options.items():
+        setattr(config, name, value)
+    assert read_mask(lambda _b, _h, q, k: visible(q, k), config, torch.device("cpu")) == reach
 
 
 def test_a_mask_that_is_not_understood_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

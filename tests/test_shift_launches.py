@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_equivalence import CHUNKS, STRATEGIES, TOLERANCE, ask, distance, run_stages
+from test_equivalence import (
+    CHUNKS,
+    STRATEGIES,
+    TOLERANCE,
+    ask,
+    assert_shift_left_computed_rows_alone,
+    distance,
+    engines,
+    run_stages,
+)
 from test_equivalence import largest_change_before_the_difference as change_before
 
 import kvrag.blend.stitch as stitching
@@ -32,23 +41,8 @@ MakeEngine = Callable[..., KVRagEngine]
 
 @pytest.fixture(scope="module")
 def stored(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
-    """Engines by architecture, with all chunks stored: made once, and only asked."""
-    made: dict[tuple[str, str], KVRagEngine] = {}
-
-    def get(name: str, kv_dtype: Any = "auto") -> KVRagEngine:
-        if (name, kv_dtype) not in made:
-            config = StoreConfig(kv_dtype=kv_dtype)
-            kv_dir = tmp_path_factory.mktemp(f"kv-{name}-{kv_dtype}")
-            engine = KVRagEngine.from_pretrained(
-                tiny_model(name), tokenizer=tokenizer, kv_dir=kv_dir, store_config=config
-            )
-            engine.precompute(CHUNKS)
-            made[name, kv_dtype] = engine
-        return made[name, kv_dtype]
-
-    yield get
-    for engine in made.values():
-        engine.close()
+    with engines(tokenizer, tmp_path_factory, CHUNKS) as get:
+        yield get
 
 
 @pytest.fixture
@@ -115,7 +109,7 @@ def test_launches_shift_as_the_torch_ops_do(name: str, shift: float, stored: Mak
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox"])
 def test_rounded_kv_is_shifted_from_its_codes(name: str, kv_dtype: str, stored: MakeEngine, launches: Launches) -> None:
-    engine, repair = stored(name, kv_dtype), RepairConfig(recompute_ratio=0.3, shift=1.0)
+    engine, repair = stored(name, kv_dtype=kv_dtype), RepairConfig(recompute_ratio=0.3, shift=1.0)
     one = by_launches(engine, launches, repair)
     assert sum(has_residual for _, has_residual, _ in launches) == engine.loaded.lm.num_layers - 1
     assert largest_difference(engine, one, by_torch(engine, repair)) < 1e-4
@@ -174,9 +168,7 @@ def test_shift_changes_only_rows_that_are_left_alone(stored: MakeEngine, launche
     plain, shifted = (
         by_launches(engine, launches, RepairConfig(strategy="random", recompute_ratio=0.2, shift=s)) for s in (0.0, 1.0)
     )
-    moved = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[: len(plain.token_ids)] > 1e-6
-    exact = sum(s.stop - s.start for s in engine.explain(PROMPT, mode="stitch").spans if s.exact)
-    assert int(moved.sum()) == len(plain.token_ids) - plain.num_live - plain.num_repaired - exact
+    assert_shift_left_computed_rows_alone(engine, PROMPT, plain, shifted)
 
 
 def chunks_of(*lengths: int) -> Layout:

@@ -16,7 +16,7 @@ from kvrag.blend.layout import Layout, mask_of, place
 from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
+from kvrag.model.rows import KVBuffer
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.types import ChunkKV
@@ -37,6 +37,12 @@ def filled(model: CausalLM, layout: Layout) -> KVBuffer:
     buffer = model.buffer(layout.num_tokens)
     for layer in range(model.num_layers):
         buffer.keys(layer).fill_(7.0), buffer.values(layer).fill_(7.0)
+    return buffer
+
+
+def stitched(model: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], **options: Any) -> KVBuffer:
+    buffer = filled(model, layout)
+    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), **options)
     return buffer
 
 
@@ -78,8 +84,7 @@ def assert_same(model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any
 def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
     model = CausalLM(tiny_model(name))
     layout, kvs = layout_of(model)
-    buffer = filled(model, layout)
-    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    buffer = stitched(model, layout, kvs)
     assert bool(launches) == (name not in NOT_SAID)
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
@@ -90,8 +95,7 @@ def test_rounded_kv_travels_as_codes(name: str, kv_dtype: Any, launches: Launche
     model = CausalLM(tiny_model(name))
     layout, kvs = layout_of(model)
     kvs = [pack(kv, kv_dtype) for kv in kvs]
-    buffer = filled(model, layout)
-    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    buffer = stitched(model, layout, kvs)
     assert {x.dtype for launch in launches for x in launch["keys"]} == {kvs[0].layers[0].keys.dtype}
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
@@ -102,8 +106,7 @@ def test_long_chunks_of_int4_have_several_groups_of_tokens(launches: Launches) -
     kvs = [pack(kv, "int4") for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])]
     segments = [(3, "live", False, -1, False), (70, "chunk", False, 0, False), (40, "chunk", False, 1, False)]
     layout = place([*segments, (2, "live", False, -1, False)])  # type: ignore[list-item]
-    buffer = filled(model, layout)
-    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    buffer = stitched(model, layout, kvs)
     assert [x.shape[1] for x in launches[0]["key_scales"][:2]] == [3, 2]
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
@@ -113,8 +116,7 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
     model = CausalLM(tiny_model())
     layout, kvs = layout_of(model)
     mixed = [pack(kvs[0], "int8"), *kvs[1:]]
-    buffer = filled(model, layout)
-    stitch(buffer, layout, mixed, model.rotary(layout.num_tokens))
+    buffer = stitched(model, layout, mixed)
     assert_same(model, buffer, by_torch(model, layout, mixed))
     odd = pack(kvs[0], "int4")
     scales = odd.layers[0].scales
@@ -130,8 +132,7 @@ def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 3)
     model = CausalLM(tiny_model())
     layout, kvs = layout_of(model)
-    buffer = filled(model, layout)
-    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
+    buffer = stitched(model, layout, kvs)
     assert [(x["layers"], x["starts"]) for x in launches] == [(3, [3, 25, 37]), (1, [3, 25, 37])]
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
@@ -139,9 +140,8 @@ def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches
 def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None:
     model = CausalLM(tiny_model())
     layout, kvs = layout_of(model)
-    buffer = filled(model, layout)
     skipped = torch.tensor([3, 4, 30, 45])
-    stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), skip=skipped)
+    buffer = stitched(model, layout, kvs, skip=skipped)
     others = [i for i in range(layout.num_tokens) if i not in skipped.tolist()]
     assert_same(model, buffer, by_torch(model, layout, kvs), others)
     for layer in range(model.num_layers):

@@ -1,11 +1,10 @@
-"""Tiers, write policies and prefetch as an engine uses them: whatever they do, the answer is that of a full prefill."""
+"""Tiers, holes and prefetch as an engine uses them: whatever they do, the answer is that of a full prefill."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 from texts import make_chunks
 
 import kvrag.generate.sequence
-from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, StoreError, hooks
+from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, hooks
 from kvrag.hooks import prefetch_kv
-from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.spans import text_entry
-from kvrag.store import DiskStore, MemoryStore, TieredStore, reader, writer
+from kvrag.store import Catalog, FileBlobs, MemoryTier, TieredStore
+from kvrag.types import ChunkKey
 
 CHUNKS = make_chunks(4, words=30, seed=3)
 ALL = RepairConfig(strategy="all")
@@ -29,27 +28,26 @@ def ask(*order: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + "\n\nWho?"}]
 
 
-def key_of(engine: KVRagEngine, chunk: int) -> str:
+def key_of(engine: KVRagEngine, chunk: int) -> ChunkKey:
     """The key of a chunk's KV."""
-    identities = engine._answering.plan(engine._request(ask(chunk), "full", None, None)).identities
-    return chunk_key(identities[-1])
+    catalog, digest = engine.store.catalog, text_entry(CHUNKS[chunk]).digest
+    (key,) = catalog.text_keys(engine.store.names.namespace("default"), digest)
+    return key
 
 
 @pytest.fixture
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], threading.Event]]:
-    """Call with a key and a layer: reads of that chunk then wait before that layer, until the event is set."""
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Call with a key: reads of that chunk then wait until the event is set."""
     go_on = threading.Event()
-    real = reader.Blob.load
-    monkeypatch.setattr(reader, "HELPED_BYTES", 1)
-    monkeypatch.setattr(reader, "STEP_BYTES", 1)
+    real = FileBlobs.read
 
-    def hold(key: str, layer: int) -> threading.Event:
-        def slow(self: Any, layers: range, place: Any) -> Any:
-            if chunk_key(self.header.identity) == key and layers[0] == layer:
+    def hold(key: str) -> threading.Event:
+        def slow(self: Any, asked: ChunkKey, *args: Any) -> Any:
+            if asked == key:
                 go_on.wait(30)
-            return real(self, layers, place)
+            return real(self, asked, *args)
 
-        monkeypatch.setattr(reader.Blob, "load", slow)
+        monkeypatch.setattr(FileBlobs, "read", slow)
         return go_on
 
     yield hold
@@ -62,12 +60,12 @@ def test_a_late_chunk_is_a_hole_and_the_answer_is_right(engine_of: MakeEngine, h
     full = engine.prefill(ask(0, 1, 2), mode="full")
     assert full.holes == ()
     key = key_of(engine, 1)
-    held_up(key, 1)
+    held_up(key)
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=ALL)
     assert torch.allclose(result.logits, full.logits, atol=1e-3)
     (hole,) = result.holes
-    assert (hole.key, hole.reason, hole.layer) == (key, "late", 1)
-    assert f"{key[:12]} late at layer 1" in str(result.fallback_reason)
+    assert (hole.key, hole.reason, hole.layer) == (key, "late", None)
+    assert f"{key[:12]} late" in str(result.fallback_reason)
     assert result.repaired_tokens > 0
     assert result.computed_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[1]))
     assert result.loaded_bytes > 0
@@ -94,7 +92,7 @@ def test_an_engine_uses_a_tier_in_the_accelerators_memory(engine_of: MakeEngine)
     engine = engine_of(store_config=StoreConfig(ram_bytes=0))
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1), mode="full")
-    engine.store = TieredStore(MemoryStore(2**24, name="gpu"), engine.store, keeps_puts=False)
+    engine.store = engine.store.below(MemoryTier(2**24, name="gpu", keeps_puts=False))
     engine._query_side = None
     for hits in (0, 3):  # the prefix and two chunks
         result = engine.prefill(ask(0, 1), mode="stitch", repair=ALL)
@@ -131,42 +129,31 @@ def test_the_uppermost_tier_is_given_up_when_memory_runs_out(
         engine.prefill(ask(0, 1), mode="full")
 
 
-def test_precompute_writes_behind_and_reports_what_is_on_disk(
-    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(store_config=StoreConfig(write_policy="back"))
-    report = engine.precompute(CHUNKS[:3], ids=list("abc"))
-    assert (report.stored, report.failed) == (3, [])
-    assert engine.stats()["store"]["disk"].unwritten == 0
-    engine.flush()
-    fresh = engine_of(store_config=StoreConfig())
-    assert fresh.explain(ask(0, 1, 2)).hits == 3
+def test_precompute_reports_what_the_disk_does_not_take(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    engine.precompute(CHUNKS[:3], ids=list("abc"))
 
     def full_disk(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "write", full_disk)
-    report = engine.precompute(CHUNKS[3:], ids=["d"])
+    with monkeypatch.context() as patch:
+        patch.setattr(FileBlobs, "write", full_disk)
+        report = engine.precompute(CHUNKS[3:], ids=["d"])
     assert (report.stored, report.failed[0][0]) == (0, "d")
     assert "No space left" in report.failed[0][1]
-    engine.flush()  # has been told
-    identity = engine._answering.plan(engine._request(ask(0), "full", None, None)).identities[-1]
-    kv = engine.store.get(identity)
-    assert kv is not None
-    engine.store.put(replace(identity, prefix="another"), kv, text=None)
-    with pytest.raises(StoreError, match="could not be written"):
-        engine.flush()
+    assert engine.explain(ask(0, 1, 2, 3)).hits == 3
+    assert engine.precompute(CHUNKS[3:], ids=["d"]).stored == 1
 
 
 def test_a_prefetch_by_texts_and_by_keys(engine_of: MakeEngine) -> None:
     engine = engine_of()
     engine.precompute(CHUNKS)
     keys = [key_of(engine, i) for i in range(3)]
-    engine.store.release()  # type: ignore[attr-defined]
+    engine.store.release()
     assert engine.prefetch(CHUNKS[:2]).wait(30)
-    assert engine.prefetch(keys=[keys[2], "f" * 64]).wait(30)  # type: ignore[list-item]
+    assert engine.prefetch(keys=[keys[2], ChunkKey("f" * 64)]).wait(30)
     assert engine.stats()["store"]["host"].chunks == 4  # and the prefix
-    assert engine.prefetch(keys=keys[:1], namespace="other").found == 0  # type: ignore[arg-type]
+    assert engine.prefetch(keys=keys[:1], namespace="other").found == 0
     reads = engine.stats()["store"]["disk"].hits
     assert engine.prefill(ask(0, 1, 2), mode="stitch").exactness == "repaired"
     assert engine.stats()["store"]["disk"].hits == reads
@@ -182,12 +169,10 @@ def test_a_request_and_a_prefetch_that_is_not_over(engine_of: MakeEngine, held_u
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1, 2), mode="full")
     key = key_of(engine, 1)
-    engine.store.release()  # type: ignore[attr-defined]
-    go_on = held_up(key, 0)
+    engine.store.release()
+    go_on = held_up(key)
     handle = engine.prefetch(CHUNKS[:3])
-    while key not in engine.store._prefetcher._state.running:  # type: ignore[attr-defined]
-        time.sleep(0.01)
-    while len(engine.store._prefetcher._state.running) > 1 or engine.store._prefetcher._state.queued:  # type: ignore[attr-defined]
+    while list(engine.store.reads._reads) != [key]:
         time.sleep(0.01)
     if policy == "wait":
         threading.Timer(0.3, go_on.set).start()
@@ -232,41 +217,18 @@ def test_precompute_says_how_much_chunks_are_worth_keeping(engine_of: MakeEngine
     engine.precompute([CHUNKS[0]], retention=Retention(60))
     engine.precompute([CHUNKS[1]])
     engine.precompute([CHUNKS[0]])  # is stored already, and keeps its own
-    records = [engine.store.index.get(key) for key in engine.store.index.keys()]  # noqa: SIM118
-    priorities = {record.text: engine.store.priority(record.key) for record in records if record}  # type: ignore[attr-defined]
-    assert priorities == {text_entry(CHUNKS[0]): 60, text_entry(CHUNKS[1]): 35, None: 85}
+    retentions = [engine.store.retention(key) for key in engine.store.catalog.keys()]  # noqa: SIM118
+    assert sorted(kept.priority for kept in retentions if kept) == [35, 60, 85]
 
 
-def test_a_chunk_in_memory_alone_is_found_in_part_and_erased(engine_of: MakeEngine, tmp_path: Path) -> None:
-    """Its row has no file behind it: looking for the first part of the text must not take that row for a leftover."""
-    engine = engine_of(kv_dir=tmp_path, store_config=StoreConfig(disk_min_priority=50, min_chunk_tokens=8))
-    engine.precompute(CHUNKS[:1], ids=["doc"])
-    part = " ".join(CHUNKS[0].split()[:20])
-    result = engine.prefill([{"role": "user", "content": part + "\n\nWho?"}], mode="stitch")
-    assert any(
-        "first" in str(span.reason) for span in engine.explain([{"role": "user", "content": part + " Who?"}]).spans
-    )
-    assert result.cached_tokens > 8
-    assert engine.delete(["doc"]) == 1
-    assert engine.explain(ask(0)).hits == 0
-
-
-def test_an_engine_gives_up_the_rows_of_what_memory_alone_had(engine_of: MakeEngine, tmp_path: Path) -> None:
-    engine = engine_of(kv_dir=tmp_path, store_config=StoreConfig(disk_min_priority=50))
-    engine.precompute(CHUNKS[:1], ids=["doc"])
-    assert isinstance(engine.store, TieredStore)
-    assert engine.store.release() > 0
-    assert engine.explain(ask(0)).hits == 0
-    assert engine.prefill(ask(0), mode="stitch").holes == ()
-
-
-def test_what_another_process_pushes_off_the_disk_takes_no_memory(engine_of: MakeEngine, tmp_path: Path) -> None:
+def test_what_another_process_evicts_takes_no_memory(engine_of: MakeEngine, tmp_path: Path) -> None:
     engine = engine_of(kv_dir=tmp_path)
     engine.precompute(CHUNKS[:3])
     assert engine.prefill(ask(0, 1, 2), mode="stitch").cached_tokens > 0
     host = engine.stats()["store"]["host"]
-    other = DiskStore(tmp_path, StoreConfig(min_free_bytes=0))
-    other._evictor.evict(2**40, max_priority=50)  # all but the prefix
+    other = TieredStore([], FileBlobs(tmp_path), Catalog(tmp_path / "catalog"))
+    keys = other.catalog.keys()
+    other.delete([key for key in keys if other.retention(key).priority < 85])  # type: ignore[union-attr]
     assert engine.prefill(ask(1, 2), mode="stitch").exactness == "exact"  # its prefix
     left = engine.stats()["store"]["host"]
     assert (host.chunks, left.chunks) == (4, 1)
@@ -277,6 +239,6 @@ def test_what_another_process_pushes_off_the_disk_takes_no_memory(engine_of: Mak
 def test_a_precompute_says_what_chunks_in_memory_cost(engine_of: MakeEngine) -> None:
     engine = engine_of()
     engine.precompute(CHUNKS)
-    entries = engine.store._memory._shelf.chunks.values()  # type: ignore[attr-defined]
+    entries = engine.store.tiers[0]._entries.values()
     assert len(entries) == 5  # and the prefix
     assert all(entry.usage.cost_ms > 0 for entry in entries)

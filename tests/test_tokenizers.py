@@ -15,11 +15,11 @@ from texts import make_chunks
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from kvrag import Chunk, ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
+from kvrag import ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
 from kvrag.generate.sampling import TextStream
 from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import PromptEncoder, cut
-from kvrag.prompt.tokenizer import Piece, SeamCount, control_tokens, count_seams
+from kvrag.prompt.tokenizer import SeamCount, control_tokens, count_seams
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE, sentencepiece_parts, tiny_sentencepiece_tokenizer, tiny_tokenizer
 
@@ -352,16 +352,6 @@ def test_streamed_text_is_the_decoded_text(kind: str, encoder: PromptEncoder) ->
 # -- (g) no template, no tokenizer -------------------------------------------------------------------------------------------
 
 
-def test_without_a_chat_template_text_works_and_messages_are_refused(kind: str) -> None:
-    tokenizer = KINDS[kind]()
-    tokenizer.chat_template = None
-    encoder = PromptEncoder(tokenizer)
-    assert encoder.pieces("some text") == [Piece("some text")]
-    assert [p.kind for p in encoder.pieces(["a ", Chunk("b")]) if p.text] == ["live", "chunk"]
-    with pytest.raises(InputError, match="no chat template"):
-        encoder.pieces([{"role": "user", "content": "hi"}])
-
-
 @pytest.mark.parametrize("tokenizer", [None, 3, Tokenizer(models.BPE()), lambda text: text])
 def test_what_is_no_transformers_tokenizer_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer is of type \w+; pass a transformers tokenizer"):
@@ -393,25 +383,25 @@ def test_the_tiny_tokenizers_fit_the_tiny_models() -> None:
 # -- how often segment-wise ids differ from the whole text's --------------------------------------------------------------
 
 
-def test_seams_are_counted_and_differences_elsewhere_are_not() -> None:
-    same = count_seams([[1, 2], [3], [4, 5]], [1, 2, 3, 4, 5])
-    assert same == SeamCount(seams=2, changed_seams=0, tokens=5, changed_tokens=0)
-    merged = count_seams([[1, 2], [3], [4, 5]], [1, 23, 4, 5])
-    assert merged == SeamCount(2, 1, 5, 2)
-    both = count_seams([[1, 2], [3], [4, 5]], [1, 234, 5])
-    assert both == SeamCount(2, 2, 5, 3)
-    beside = count_seams([[1, 2], [3, 4]], [1, 2, 9, 4])  # the first token behind the seam is another one
-    assert beside == SeamCount(1, 1, 4, 1)
-    more = count_seams([[1, 2], [3, 4]], [1, 2, 9, 3, 4])
-    assert more == SeamCount(1, 1, 4, 0)
-    inside = count_seams([[1, 2, 3, 4, 5], [6, 7]], [1, 2, 9, 4, 5, 6, 7])
-    assert inside == SeamCount(1, 0, 7, 0)
-    at_the_end = count_seams([[1, 2], [3]], [1, 23])
-    assert at_the_end == SeamCount(1, 1, 3, 2)
-    assert count_seams([[], [1], []], [1]) == SeamCount(0, 0, 1, 0)
-    assert merged + both == SeamCount(4, 3, 10, 5)
-    apart = count_seams([[0] * 300, [1] * 300], [2] * 600)  # they never come together again
-    assert apart == SeamCount(1, 1, 600, 600)
+@pytest.mark.parametrize(
+    ("segments", "whole", "counted"),
+    [
+        ([[1, 2], [3], [4, 5]], [1, 2, 3, 4, 5], (2, 0, 5, 0)),
+        ([[1, 2], [3], [4, 5]], [1, 23, 4, 5], (2, 1, 5, 2)),
+        ([[1, 2], [3], [4, 5]], [1, 234, 5], (2, 2, 5, 3)),
+        ([[1, 2], [3, 4]], [1, 2, 9, 4], (1, 1, 4, 1)),  # the first token behind the seam is another one
+        ([[1, 2], [3, 4]], [1, 2, 9, 3, 4], (1, 1, 4, 0)),
+        ([[1, 2, 3, 4, 5], [6, 7]], [1, 2, 9, 4, 5, 6, 7], (1, 0, 7, 0)),
+        ([[1, 2], [3]], [1, 23], (1, 1, 3, 2)),
+        ([[], [1], []], [1], (0, 0, 1, 0)),
+        ([[0] * 300, [1] * 300], [2] * 600, (1, 1, 600, 600)),  # they never come together again
+    ],
+)
+def test_seams_are_counted_and_differences_elsewhere_are_not(
+    segments: list[list[int]], whole: list[int], counted: tuple[int, ...]
+) -> None:
+    assert count_seams(segments, whole) == SeamCount(*counted)
+    assert SeamCount(*counted) + SeamCount(1, 2, 3, 4) == SeamCount(*(a + b for a, b in zip(counted, (1, 2, 3, 4))))  # noqa: B905
 
 
 def test_merges_across_a_seam_are_counted(encoders: dict[str, PromptEncoder]) -> None:

@@ -57,7 +57,7 @@ def test_a_large_file_is_hashed_once_and_the_time_is_logged(
         assert files_digest([file]) == files_digest([file])
     assert reads == ["model.safetensors"]
     (line,) = caplog.messages
-    assert line.startswith("hashed 1.0 of 1.0 MB")
+    assert line.startswith("hashed 1.0 MB of weights")
     assert line.endswith(" s")
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,7 @@ import kvrag.precompute.run
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, text_digest
-from kvrag.model import CausalLM
-from kvrag.precompute.on_miss import MAX_WAITING, Erasures, Stopped, erasures_of
+from kvrag.precompute.on_miss import Erasures, Stopped, erasures_of
 from kvrag.testing.chunks import same_bits
 
 MakeEngine = Callable[..., KVRagEngine]
@@ -85,24 +85,12 @@ def test_what_is_written_back_is_what_precompute_stores(
     assert set(engine.store.catalog.keys()) < set(other.store.catalog.keys())
 
 
-def test_where_no_thread_can_be_had_the_answer_comes_all_the_same(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class NoThreads:
-        def submit(self, *_: Any, **__: Any) -> Any:
-            raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kvrag.precompute.on_miss, "POOL", NoThreads())
-        answer(engine, given(engine, CHUNKS[0]))
-    assert engine.stats()["write_back"] == {"stored": 0, "skipped": 0, "failed": 0, "dropped": 1, "waiting": 0}
-    answer(engine, given(engine, CHUNKS[0]))
-    assert engine.stats()["write_back"]["stored"] == 1
-
-
-def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine: KVRagEngine) -> None:
-    first = answer(engine, given(engine, CHUNKS[0]))
-    again = answer(engine, given(engine, CHUNKS[0]))
+@pytest.mark.parametrize("is_message", [False, True])
+def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine: KVRagEngine, is_message: bool) -> None:
+    prompt: Any = given(engine, CHUNKS[0])
+    if is_message:
+        prompt = [{"role": "user", "content": [Chunk(f"\n{CHUNKS[0]} "), "\nWho?"]}]
+    first, again = (answer(engine, prompt) for _ in range(2))
     assert (first.exactness, again.exactness) == ("full", "exact")
     assert again.cached_tokens > 64
     assert again.token_ids == first.token_ids
@@ -110,19 +98,18 @@ def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine: KVRagEngi
     assert engine.document_ids() == []
 
 
-def test_chunks_in_messages_are_explicit_too(engine: KVRagEngine) -> None:
-    parts = ["Read:\n", Chunk(CHUNKS[0]), "\n", Chunk(f"\n{CHUNKS[1]} "), "\nWho?"]
-    answer(engine, [{"role": "user", "content": parts}])
-    assert engine.stats()["write_back"]["stored"] == 2
-    assert answer(engine, [{"role": "user", "content": parts}]).cached_tokens > 128
-
-
-def test_by_default_misses_are_computed_and_forgotten(engine_of: MakeEngine) -> None:
-    engine = engine_of("llama")
-    answer(engine, given(engine, CHUNKS[0]))
+def test_only_answers_with_reuse_write_back(engine: KVRagEngine, engine_of: MakeEngine) -> None:
+    prompt = given(engine, CHUNKS[0])
+    answer(engine, prompt, mode="full")
+    engine.prefill(prompt, mode="stitch")
+    engine.score(prompt, "x", mode="stitch")
+    answer(engine, given(engine, "Too short."))
+    assert engine.flush_write_back(PATIENT_S)
     assert engine.store.catalog.keys() == []
-    assert "write_back" not in engine.stats()
-    assert StoreConfig().on_miss == "compute"
+    for other in (engine_of("llama"), engine_of("gpt2", store_config=STORE)):  # by default; and of a refused model
+        answer(other, prompt, mode="auto")
+        assert other.store.catalog.keys() == []
+        assert "write_back" not in other.stats()
 
 
 def test_user_turns_and_live_text_are_never_stored(engine: KVRagEngine) -> None:
@@ -197,29 +184,10 @@ def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(
     assert sum(len(span.text) for span in engine.explain(given(engine, text)).spans if span.hit) > 100
 
 
-def test_only_answers_with_reuse_write_back(engine: KVRagEngine) -> None:
-    answer(engine, given(engine, CHUNKS[0]), mode="full")
-    engine.prefill(given(engine, CHUNKS[0]), mode="stitch")
-    engine.score(given(engine, CHUNKS[0]), "x", mode="stitch")
-    assert engine.flush_write_back(PATIENT_S)
-    assert engine.store.catalog.keys() == []
-
-
-def test_short_chunks_stay_live(engine: KVRagEngine) -> None:
-    answer(engine, given(engine, "Too short."))
-    assert engine.store.catalog.keys() == []
-
-
 def test_namespaces_stay_apart(engine: KVRagEngine) -> None:
     answer(engine, given(engine, CHUNKS[0]), namespace="mine")
     assert answer(engine, given(engine, CHUNKS[0]), namespace="other").cached_tokens == 0
     assert answer(engine, given(engine, CHUNKS[0]), namespace="mine").exactness == "exact"
-
-
-def test_a_refused_model_writes_nothing_back(engine_of: MakeEngine) -> None:
-    engine = engine_of("gpt2", store_config=STORE)
-    answer(engine, given(engine, CHUNKS[0]), mode="auto")
-    assert engine.store.catalog.keys() == []
 
 
 # -- when it is stored -----------------------------------------------------------------------------------------------------
@@ -228,39 +196,43 @@ def test_a_refused_model_writes_nothing_back(engine_of: MakeEngine) -> None:
 def test_it_waits_until_no_request_runs(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     write_back = engine._answering.write_back
     assert write_back is not None
-    forwards: list[str] = []
-    original = CausalLM.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        forwards.append(threading.current_thread().name)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(CausalLM, "forward", forward)
+    paused = Paused(monkeypatch)
+    paused.go_on.set()
     with write_back.request():
         engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
         assert not engine.flush_write_back(0.2)
-        assert "kvrag-write-back" not in forwards
+        assert not paused.reached.is_set()
     assert engine.flush_write_back(PATIENT_S)
     assert engine.stats()["write_back"]["stored"] == 1
 
 
 def test_the_answer_does_not_wait_for_it(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     paused = Paused(monkeypatch)
-    first = engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+    first, again = (engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch") for _ in range(2))
     assert paused.reached.wait(PATIENT_S)
-    assert engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch").token_ids == first.token_ids
+    assert first.token_ids == again.token_ids
     assert not engine.flush_write_back(0.0)
     paused.go_on.set()
     assert engine.flush_write_back(PATIENT_S)
     assert engine.stats()["write_back"]["stored"] == 1
 
 
-def test_more_than_can_wait_is_dropped_and_counted(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.precompute.on_miss, "MAX_WAITING", 1)
-    assert MAX_WAITING > 1
-    answer(engine, given(engine, CHUNKS[0], CHUNKS[1]))
-    assert engine.stats()["write_back"]["dropped"] == 2
-    assert engine.store.catalog.keys() == []
+@pytest.mark.parametrize("what", ["room", "thread"])
+def test_without_room_or_a_thread_chunks_are_dropped_and_counted(
+    what: str, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if what == "room":
+            patch.setattr(kvrag.precompute.on_miss, "MAX_WAITING", 1)
+        else:
+            patch.setattr(kvrag.precompute.on_miss, "POOL", SimpleNamespace(submit=no_thread))
+        answer(engine, given(engine, CHUNKS[0], CHUNKS[1]))
+    assert engine.stats()["write_back"] == {"stored": 0, "skipped": 0, "failed": 0, "dropped": 2, "waiting": 0}
+    answer(engine, given(engine, CHUNKS[0]))
+    assert engine.stats()["write_back"]["stored"] == 1
 
 
 def test_faults_are_counted_and_logged_and_the_engine_goes_on(
@@ -296,17 +268,28 @@ def test_faults_are_counted_and_logged_and_the_engine_goes_on(
 # -- erasing and closing ---------------------------------------------------------------------------------------------------
 
 
+def unstored(engine: KVRagEngine) -> None:
+    """Register a document whose text has no KV any more."""
+    engine.precompute(CHUNKS[:1], ids=["doc"])
+    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
+
+
+def paused_at_a_miss(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, *, after: bool) -> Paused:
+    """Answer a prompt with such a document, and hold its write-back up."""
+    unstored(engine)
+    paused = Paused(monkeypatch, after=after)
+    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
+    assert paused.reached.wait(PATIENT_S)
+    return paused
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before its forward", "after its forward"])
 @pytest.mark.parametrize("by", ["the engine", "another engine"])
 def test_what_is_deleted_meanwhile_does_not_come_back(
     after: bool, by: str, engine: KVRagEngine, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.precompute(CHUNKS[:1], ids=["doc"])
-    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
     deleting = engine if by == "the engine" else engine_of("llama", store_config=STORE)
-    paused = Paused(monkeypatch, after=after)
-    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
-    assert paused.reached.wait(PATIENT_S)
+    paused = paused_at_a_miss(engine, monkeypatch, after=after)
     deleting.delete(["doc"])
     paused.go_on.set()
     assert engine.flush_write_back(PATIENT_S)
@@ -315,14 +298,12 @@ def test_what_is_deleted_meanwhile_does_not_come_back(
 
 
 def test_what_is_deleted_while_the_answer_is_made_does_not_come_back(engine: KVRagEngine) -> None:
-    engine.precompute(CHUNKS[:1], ids=["doc"])
-    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
+    unstored(engine)
     stream = engine.stream(given(engine, CHUNKS[0]), max_new_tokens=200, mode="stitch")
     next(stream)
     engine.delete(["doc"])
     stream.cancel()
-    for _ in stream:
-        pass
+    list(stream)
     assert engine.flush_write_back(PATIENT_S)
     assert identities(engine, CHUNKS[0]) == []
 
@@ -340,11 +321,7 @@ def test_a_deleted_text_that_a_prompt_still_quotes_does_not_come_back(engine: KV
 def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(
     engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.precompute(CHUNKS[:1], ids=["doc"])
-    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
-    paused = Paused(monkeypatch, after=True)
-    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
-    assert paused.reached.wait(PATIENT_S)
+    paused = paused_at_a_miss(engine, monkeypatch, after=True)
     engine.store.forget(engine._namespace(None), "doc")
     paused.go_on.set()
     assert engine.flush_write_back(PATIENT_S)
@@ -355,8 +332,7 @@ def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(
 def test_a_delete_waits_for_what_is_being_written_and_erases_it(
     engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.precompute(CHUNKS[:1], ids=["doc"])
-    engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
+    unstored(engine)
     writing, original = threading.Event(), engine.store.put
 
     def put(*args: Any, **options: Any) -> int:
@@ -375,9 +351,7 @@ def test_a_delete_waits_for_what_is_being_written_and_erases_it(
 def test_closing_does_not_wait_and_stores_nothing_more(
     engine: KVRagEngine, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    paused = Paused(monkeypatch, after=True)
-    engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
-    assert paused.reached.wait(PATIENT_S)
+    paused = paused_at_a_miss(engine, monkeypatch, after=True)
     write_back = engine._answering.write_back
     assert write_back is not None
     with caplog.at_level(logging.WARNING):

@@ -2,8 +2,8 @@
 
 ::
 
-    Plan ─▶ layout ─▶ decide ─▶ (load) ─▶ stitch ─▶ select ─▶ repair ─▶ logits
-               └───────────── prefill runs them ─────────────┘
+    Plan ─▶ layout ─▶ select: decide ─▶ (load) ─▶ stitch ─▶ select: rows ─▶ repair ─▶ logits
+               └────────────────────── prefill runs them ───────────────────┘
                                  quantise: reads and writes codes
 
 Imports ``types errors config threads``, ``identity``, ``store``, ``model`` and ``prompt``.

@@ -17,21 +17,18 @@ from typing import Literal
 import torch
 
 from kvrag.prompt.plan import Plan
-from kvrag.types import ChunkIdentity
 
 Kind = Literal["prefix", "chunk", "live"]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows ``start:stop`` of a prompt.
+    """Rows ``start:stop`` of a prompt: ``prefix`` and ``chunk`` come from the store, ``live`` is computed.
 
     Parameters
     ----------
-    kind
-        ``prefix`` and ``chunk`` come from the store, ``live`` is computed.
     exact
-        Whether the rows' KV equals a full prefill's without repair. Live rows are computed, not exact.
+        Whether the rows' KV equals a full prefill's without repair; never for live rows.
     source
         Index into :attr:`~kvrag.prompt.plan.Plan.identities`; -1 for live rows.
     is_mismatched
@@ -49,6 +46,10 @@ class Segment:
     def num_rows(self) -> int:
         """Number of rows."""
         return self.stop - self.start
+
+    def head(self, num_rows: int) -> Segment:
+        """Return at most so many of its first rows."""
+        return replace(self, stop=min(self.stop, self.start + num_rows))
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ class Layout:
 
     def only_exact_head(self) -> Layout:
         """Return the layout that reuses only the leading exact segments."""
-        head: list[Segment] = []
-        for segment in self.segments:
-            if segment.kind == "live" or not segment.exact:
-                break
-            head.append(segment)
-        start = head[-1].stop if head else 0
-        return Layout((*head, Segment(start, self.num_tokens, "live")))
+        inexact = [index for index, segment in enumerate(self.segments) if not segment.exact]
+        head = self.segments[: inexact[0]]  # there is one: the last row is live
+        return Layout((*head, Segment(head[-1].stop if head else 0, self.num_tokens, "live")))
+
+    def only_live(self) -> Layout:
+        """Return the layout that reuses nothing."""
+        return Layout((Segment(0, self.num_tokens, "live"),))
 
     def without(self, sources: Collection[int]) -> Layout:
         """Return the layout that computes the segments of these sources.
@@ -131,14 +132,12 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
 
 def lay_out(plan: Plan) -> Layout:
     """Lay a plan out with all the reuse that is possible."""
-    sources: dict[ChunkIdentity, int] = {identity: index for index, identity in enumerate(plan.identities)}
+    sources = {identity: index for index, identity in enumerate(plan.identities)}
     entries: list[tuple[int, Kind, bool, int, bool]] = []
-    for index, piece in enumerate(plan.pieces):
-        if piece.identity is None:
-            entries.append((len(piece.ids), "live", False, -1, False))
-            continue
-        kind: Kind = "prefix" if index == 0 and piece.piece.kind == "live" else "chunk"
-        entries.append((len(piece.ids), kind, piece.is_exact, sources[piece.identity], piece.is_mismatched))
+    for piece in plan.pieces:
+        kind: Kind = "live" if piece.identity is None else "prefix" if piece.piece.kind == "live" else "chunk"
+        source = -1 if piece.identity is None else sources[piece.identity]
+        entries.append((len(piece.ids), kind, piece.is_exact, source, piece.is_mismatched))
     return place(entries)
 
 
@@ -149,9 +148,7 @@ def num_rows_of(segments: Iterable[Segment]) -> int:
 
 def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
     """Return the rows of segments, int64, ascending."""
-    if not segments:
-        return torch.empty(0, dtype=torch.int64)
-    return torch.cat([torch.arange(s.start, s.stop) for s in segments])
+    return torch.cat([torch.arange(0), *[torch.arange(s.start, s.stop) for s in segments]])
 
 
 def mask_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:

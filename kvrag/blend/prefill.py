@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from kvrag.blend.decide import because, decide, decide_plan, in_words
 from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.repair import deviation, may_shift, probe, repair
-from kvrag.blend.select import needs_of, select_rows
+from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
 from kvrag.blend.stitch import stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import Extend, PlainLM
+from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
 from kvrag.store.layers import parts
@@ -51,8 +50,7 @@ class Prefilled:
     """A prefilled prompt, ready to decode.
 
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, ``buffer`` holds the prompt's KV (``None`` where
-    the model keeps it in a cache of its own); the counts and ``exactness`` are those of :class:`~kvrag.types.Accounting`. ``missed`` may be
-    stored after the answer.
+    the model keeps it in a cache of its own). ``missed`` may be stored after the answer; the rest is :class:`~kvrag.types.Accounting`.
     """
 
     extend: Extend
@@ -119,20 +117,7 @@ def prefill(
 ) -> Prefilled:
     """Prefill a prompt, with room for the answer, by as much reuse as the mode allows and pays.
 
-    Parameters
-    ----------
-    model, store
-        Where forwards and stored KV come from.
-    plan
-        The prompt.
-    mode, config
-        How much to reuse and how to repair.
-    max_new_tokens
-        Room for the answer.
-    load_timeout_s
-        What planning has left of the time that the store has; chunks that are later are computed.
-    clock
-        Collects milliseconds per stage.
+    ``load_timeout_s`` is what planning has left of the time that the store has: chunks that are later are computed.
     """
     ids = torch.tensor(plan.token_ids)
     if isinstance(model, PlainLM):
@@ -181,15 +166,7 @@ def _load(
     *,
     timeout_s: float,
 ) -> tuple[list[ChunkKV], dict[int, Hole]]:
-    """Load what a layout reuses.
-
-    Returns
-    -------
-    kvs : list of ChunkKV
-        Indexed by ``segment.source``; empty where nothing was needed or loaded.
-    holes : dict
-        Source → why it was not loaded.
-    """
+    """Load what a layout reuses, by source: the chunks (empty where nothing was needed or loaded), and why others were not loaded."""
     sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
     wanted = [identities[source] for source in sources]
     try:

@@ -28,8 +28,7 @@ from kvrag.store.layers import CODES, GROUP, group_of, layer_of, parts
 from kvrag.types import ChunkKV, KVDtype, LayerKV
 
 LARGEST_CODE = {"int8": 127, "int4": 7, "fp8": 448}
-LARGEST_SCALE = 65504.0
-"""Largest float16."""
+LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 def convert(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
@@ -47,14 +46,7 @@ def convert(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
 
 
 def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
-    """Round a chunk to codes.
-
-    Parameters
-    ----------
-    kv
-        As computed, float32, float16 or bfloat16, on any device.
-    kv_dtype
-        What to; ``"auto"`` returns the chunk as it is.
+    """Round a chunk, as computed in float32, float16 or bfloat16 and on any device, to codes; ``"auto"`` returns it as it is.
 
     Raises
     ------
@@ -142,36 +134,20 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
 def unpack(
     layer: LayerKV, num_rows: int, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of a layer's first rows on a device; codes are moved there as they are, and unpacked there.
+    """Return keys and values ``(H_kv, num_rows, D)`` of a layer's first rows, with or without codes, on a device.
 
-    Parameters
-    ----------
-    layer
-        With or without codes.
-    num_rows
-        Of its ``T`` rows.
-    device, dtype
-        Of the result; codes are unpacked in float32 and rounded to ``dtype`` once.
-
-    Returns
-    -------
-    keys, values : torch.Tensor
-        ``(H_kv, num_rows, D)``.
+    Codes are moved there as they are, unpacked there in float32, and rounded to ``dtype`` once.
     """
     keys, values = (x[:, :num_rows].to(device, non_blocking=True) for x in (layer.keys, layer.values))
     scales = layer.scales
     if scales is None:
         return keys.to(dtype), values.to(dtype)
-    key_scales, zeros, value_scales = (
-        x.to(device, non_blocking=True).float() for x in (scales.keys, scales.zeros, scales.values)
-    )
-    value_scales = value_scales[:, :num_rows]
+    moved = [x.to(device, non_blocking=True).float() for x in (scales.zeros, scales.keys, scales.values)]
+    zeros, key_scales = (_spread(x, GROUP, 1, num_rows) for x in moved[:2])
     floats = _floats(values)
     group = group_of(floats.shape[2]) if values.dtype == torch.uint8 else floats.shape[2]
-    read_keys = torch.addcmul(
-        _spread(zeros, GROUP, 1, num_rows), _floats(keys), _spread(key_scales, GROUP, 1, num_rows)
-    )
-    return read_keys.to(dtype), (floats * _spread(value_scales, group, 2, floats.shape[2])).to(dtype)
+    value_scales = _spread(moved[2][:, :num_rows], group, 2, floats.shape[2])
+    return torch.addcmul(zeros, _floats(keys), key_scales).to(dtype), (floats * value_scales).to(dtype)
 
 
 def _unpacked(layer: LayerKV) -> LayerKV:

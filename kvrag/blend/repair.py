@@ -11,17 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrag.blend.layout import Layout, Segment, mask_of, rows_of
+from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of
 from kvrag.model import CausalLM, StopForward
-from kvrag.model.kv import KVBuffer
 from kvrag.model.rope import Rotations
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 
-SHIFT_SKIP = 4
-"""Head rows of a chunk that don't count towards its mean change: former attention sinks change in their own way."""
-
-SHIFT_MIN_ROWS = 3
-"""Fewer repaired rows than this give no estimate of a chunk's change worth applying."""
+SHIFT_SKIP = 4  # head rows of a chunk that don't count towards its mean change: former sinks change in their own way
+SHIFT_MIN_ROWS = 3  # fewer repaired rows than this give no estimate of a chunk's change worth applying
 
 
 def probed_layers(span: tuple[float, float], num_layers: int) -> range:
@@ -40,14 +36,8 @@ def probe(
 ) -> torch.Tensor:
     """Measure the attention that the suffix pays to every row of the stitched, unrepaired prompt.
 
-    Parameters
-    ----------
-    model, buffer, layout
-        The stitched prompt. Live rows of the buffer are written on the way; the repair writes them again.
-    token_ids
-        Ids of the whole prompt, int64 ``(N,)``.
-    span
-        Layers that count, as fractions of all: :attr:`kvrag.RepairConfig.probe_span`.
+    Live rows of the buffer are written on the way; the repair writes them again. ``token_ids`` are those of the whole prompt, int64
+    ``(N,)``; ``span`` names the layers that count, as fractions of all: :attr:`kvrag.RepairConfig.probe_span`.
 
     Returns
     -------
@@ -129,12 +119,7 @@ class ResidualShift:
     computed: torch.Tensor | None = None
 
     def __call__(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        fresh_keys: torch.Tensor,
-        fresh_values: torch.Tensor,
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, fresh_keys: torch.Tensor, fresh_values: torch.Tensor
     ) -> None:
         """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
         if layer == 0:  # its keys and values depend on the token alone
@@ -144,9 +129,8 @@ class ResidualShift:
         mean_keys = self.average @ table.unit_unrotate(change, self.at) * self.strength
         mean_values = self.average @ (fresh_values[0, :, self.picked].float() - values[0, :, self.at].float())
         mean_values *= self.strength
-        if self.place_again is not None and self.place_again(
-            layer, self.chunks, table.without_magnitude(mean_keys), mean_values, self.computed
-        ):
+        residuals = table.without_magnitude(mean_keys), mean_values
+        if self.place_again is not None and self.place_again(layer, self.chunks, *residuals, self.computed):
             return
         partners = table.partner(mean_keys)
         for index, chunk in enumerate(self.chunks):
@@ -157,17 +141,12 @@ class ResidualShift:
 
 def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
     """Whether a repair of these rows (``None``: not known yet) may shift others, and so needs the stored values of all."""
-    if selected is None:
-        return strength > 0 and bool(layout.stale)
-    return strength > 0 and 0 < len(selected) < sum(s.num_rows for s in layout.stale)
+    num_stale = num_rows_of(layout.stale)
+    return strength > 0 and (num_stale > 0 if selected is None else 0 < len(selected) < num_stale)
 
 
 def residual_shift(
-    layout: Layout,
-    rows: torch.Tensor,
-    strength: float,
-    rotary: Rotations,
-    place_again: PlaceAgain | None = None,
+    layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations, place_again: PlaceAgain | None = None
 ) -> ResidualShift | None:
     """Make the residual shift for a forward over ``rows``; ``None`` where no chunk has both repaired rows enough and others to shift."""
     chunks, picked = [], []
@@ -198,20 +177,10 @@ def repair(
     rotary: Rotations | None,
     place_again: PlaceAgain | None = None,
 ) -> torch.Tensor:
-    """Recompute the selected rows and all live rows in one forward.
+    """Recompute the selected rows of stale chunks (int64, ascending) and all live rows in one forward.
 
-    Parameters
-    ----------
-    model, buffer, layout, token_ids
-        The stitched prompt.
-    selected
-        Rows of stale chunks to repair, int64, ascending.
-    shift
-        Strength of the residual shift; 0 is off.
-    rotary
-        Rotations of the prompt; needed for the shift.
-    place_again
-        What shifts rows where it can: see :class:`ResidualShift`.
+    ``shift`` is the strength of the residual shift, 0 is off; it needs the prompt's rotations, ``rotary``. ``place_again`` shifts rows
+    where it can: see :class:`ResidualShift`.
 
     Returns
     -------

@@ -1,20 +1,28 @@
-"""Which rows to repair, and what choosing them costs. A strategy is a small frozen dataclass: signals in, rows out.
+"""How much to reuse, which rows to repair, and what that costs. No model.
 
-Strategies differ in nothing else: the same forward repairs the rows whoever chose them. To add one, write its class and name it in
-:func:`strategy_of` (and in :data:`kvrag.config.STRATEGIES`, which checks names).
+A strategy is a function in :data:`SELECT`, from what it may look at to the rows that it repairs; :data:`NEEDS` names the signals that are
+measured for it. Strategies differ in nothing else: the same forward repairs the rows whoever chose them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from kvrag.blend.layout import Layout, Segment, num_rows_of, rows_of
+from kvrag.blend.layout import Layout, Segment, lay_out, num_rows_of, rows_of
 from kvrag.config import RepairConfig
+from kvrag.prompt.plan import Plan
+from kvrag.types import Hole, Mode
+
+OVERHEAD_TOKENS = 160
+"""Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
+
+_NOT_STORED = frozenset({"no stored KV for this prompt", "no stored KV for the head of this prompt"})
+"""Reasons that do not hold where KV is stored and could not be looked up or loaded."""
 
 Signal = Literal["mass", "deviation"]
 """``mass``: attention that the question pays to each row; ``deviation``: squared change of each row's values at the check layer."""
@@ -30,129 +38,69 @@ class Signals:
         Reused chunks that are not exact, in order.
     candidates
         Their rows, int64 ``(C,)``, ascending, without the heads, which are repaired anyway.
-    budget
-        Rows to choose.
-    ratio
-        Recompute ratio that the budget was made from.
+    budget, ratio
+        Rows to choose, and the recompute ratio that the budget was made from.
     measured
         The signals that the strategy needs, float32 ``(N,)`` on the host.
-    seed
-        For strategies that draw.
+    config
+        Its ``first_k`` and ``seed``.
     """
 
-    stale: tuple[Segment, ...]
+    stale: Sequence[Segment]
     candidates: torch.Tensor
     budget: int
     ratio: float
-    measured: Mapping[Signal, torch.Tensor]
-    seed: int = 0
+    measured: Mapping[Signal, torch.Tensor | None]
+    config: RepairConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """Chooses rows to repair; this one none: position-corrected reuse as it is.
-
-    Parameters
-    ----------
-    needs
-        Signals that must be measured first; each costs a forward.
-    """
-
-    needs: frozenset[Signal] = frozenset()
-
-    def num_rows(self, num_stale: int, num_heads: int, ratio: float) -> int:
-        """Return how many rows are repaired, heads included; where it is all, :meth:`select` is not asked."""
-        return 0
-
-    def select(self, signals: Signals) -> torch.Tensor:
-        """Return rows to repair besides the heads, int64, any order, without repetition."""
-        return signals.candidates[:0]
+def _random(signals: Signals) -> torch.Tensor:
+    """Draw rows uniformly: the control that every other strategy must beat."""
+    generator = torch.Generator().manual_seed(signals.config.seed)
+    order = torch.randperm(len(signals.candidates), generator=generator)
+    return signals.candidates[order[: signals.budget]]
 
 
-@dataclass(frozen=True, slots=True)
-class AllRows(Strategy):
-    """Repair everything: a full prefill by way of the buffer."""
-
-    def num_rows(self, num_stale: int, num_heads: int, ratio: float) -> int:
-        """Return the number of all rows."""
-        return num_stale
+def _first_rows(signals: Signals) -> torch.Tensor:
+    """Choose the head of each chunk, ``max(first_k, ratio · T)`` rows (EPIC / LegoLink, arXiv 2410.15332)."""
+    counts = [max(signals.config.first_k, math.ceil(signals.ratio * s.num_rows)) for s in signals.stale]
+    return rows_of([s.head(n) for s, n in zip(signals.stale, counts, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class Budgeted(Strategy):
-    """Repair the heads, and other rows up to the recompute ratio."""
-
-    def num_rows(self, num_stale: int, num_heads: int, ratio: float) -> int:
-        """Return the ratio's share of all rows, at least the heads."""
-        return max(num_heads, round(ratio * num_stale))
+def _seam_rows(signals: Signals) -> torch.Tensor:
+    """Choose the last ``ratio · T - first_k`` rows before each seam (KVBoost's "selective"); the rest of the budget is the heads."""
+    counts = [max(0, math.ceil(signals.ratio * s.num_rows) - signals.config.first_k) for s in signals.stale]
+    return rows_of([Segment(s.stop - n, s.stop, "chunk") for s, n in zip(signals.stale, counts, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class RandomRows(Budgeted):
-    """Repair rows drawn uniformly: the control that every other strategy must beat."""
-
-    def select(self, signals: Signals) -> torch.Tensor:
-        """Return ``budget`` rows drawn with the seed."""
-        generator = torch.Generator().manual_seed(signals.seed)
-        order = torch.randperm(len(signals.candidates), generator=generator)
-        return signals.candidates[order[: signals.budget]]
+def _top_rows(signals: Signals) -> torch.Tensor:
+    """Choose the rows with the highest product of the signals; ties go to the lower row."""
+    given = [signal[signals.candidates] for signal in signals.measured.values() if signal is not None]
+    order = torch.argsort(torch.stack(given).prod(dim=0), descending=True, stable=True)
+    return signals.candidates[order[: signals.budget]]
 
 
-@dataclass(frozen=True, slots=True)
-class FirstRows(Budgeted):
-    """Repair the head of each chunk (EPIC / LegoLink, arXiv 2410.15332)."""
+SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
+    "random": _random,
+    "first_k": _first_rows,
+    "boundary": _seam_rows,
+    "hkvd": _top_rows,  # CacheBlend, arXiv 2405.16444
+    "query": _top_rows,  # the idea of ProphetKV, arXiv 2602.02579
+    "query_hkvd": _top_rows,
+}
+"""By name, what chooses rows besides the heads: int64, any order, without repetition. ``none`` and ``all`` choose nothing."""
 
-    first_k: int = 0
-
-    def select(self, signals: Signals) -> torch.Tensor:
-        """Return the first ``max(first_k, ratio · T)`` rows of each chunk."""
-        counts = [max(self.first_k, math.ceil(signals.ratio * s.num_rows)) for s in signals.stale]
-        return rows_of(
-            [Segment(s.start, min(s.stop, s.start + n), "chunk") for s, n in zip(signals.stale, counts, strict=True)]
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SeamRows(Budgeted):
-    """Repair the last rows before each seam (KVBoost's "selective"); ``first_k`` rows of the budget go to the head."""
-
-    first_k: int = 0
-
-    def select(self, signals: Signals) -> torch.Tensor:
-        """Return the last ``ratio · T - first_k`` rows of each chunk."""
-        counts = [max(0, math.ceil(signals.ratio * s.num_rows) - self.first_k) for s in signals.stale]
-        return rows_of([Segment(s.stop - n, s.stop, "chunk") for s, n in zip(signals.stale, counts, strict=True)])
-
-
-@dataclass(frozen=True, slots=True)
-class TopRows(Budgeted):
-    """Repair the rows with the highest product of the signals."""
-
-    def select(self, signals: Signals) -> torch.Tensor:
-        """Return the ``budget`` candidates with the highest score; ties go to the lower row."""
-        score = torch.stack([signals.measured[need][signals.candidates] for need in sorted(self.needs)]).prod(dim=0)
-        order = torch.argsort(score, descending=True, stable=True)
-        return signals.candidates[order[: signals.budget]]
-
-
-def strategy_of(config: RepairConfig) -> Strategy:
-    """Return the strategy that a config names."""
-    strategies: dict[str, Strategy] = {
-        "none": Strategy(),
-        "all": AllRows(),
-        "random": RandomRows(),
-        "first_k": FirstRows(first_k=config.first_k),
-        "boundary": SeamRows(first_k=config.first_k),
-        "hkvd": TopRows(frozenset({"deviation"})),  # CacheBlend, arXiv 2405.16444
-        "query": TopRows(frozenset({"mass"})),  # the idea of ProphetKV, arXiv 2602.02579
-        "query_hkvd": TopRows(frozenset({"mass", "deviation"})),
-    }
-    return strategies[config.strategy]
+NEEDS: dict[str, frozenset[Signal]] = {
+    "hkvd": frozenset({"deviation"}),
+    "query": frozenset({"mass"}),
+    "query_hkvd": frozenset({"mass", "deviation"}),
+}
+"""Signals to measure before the rows are chosen; each costs a forward."""
 
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before the rows to repair are known."""
-    return strategy_of(config).needs if layout.stale else frozenset()
+    return NEEDS.get(config.strategy, frozenset()) if layout.stale else frozenset()
 
 
 def select_rows(
@@ -180,16 +128,15 @@ def select_rows(
     """
     count = _num_selected(layout, config)
     every = rows_of(layout.stale)
-    if count == len(every):
-        return every
-    heads = rows_of(_heads(layout, config) if count else [])
+    if count in (0, len(every)):
+        return every[:count]
+    heads = rows_of(_heads(layout, config))
     candidates = every[~torch.isin(every, heads)]
-    given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
-    measured = {name: signal for name, signal in given.items() if signal is not None}
-    ratio = effective_ratio(layout, config)
-    budget = min(len(candidates), count - len(heads))
-    signals = Signals(tuple(layout.stale), candidates, budget, ratio, measured, config.seed)
-    rows: torch.Tensor = torch.unique(torch.cat([heads, strategy_of(config).select(signals)]))
+    needs, given = NEEDS.get(config.strategy, ()), {"mass": mass, "deviation": deviation}
+    measured: dict[Signal, torch.Tensor | None] = {need: given[need] for need in needs}
+    budget, ratio = min(len(candidates), count - len(heads)), effective_ratio(layout, config)
+    chosen = SELECT[config.strategy](Signals(layout.stale, candidates, budget, ratio, measured, config))
+    rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows
 
 
@@ -204,17 +151,78 @@ def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> 
 
 
 def _num_selected(layout: Layout, config: RepairConfig) -> int:
-    heads, ratio = num_rows_of(_heads(layout, config)), effective_ratio(layout, config)
-    return strategy_of(config).num_rows(num_rows_of(layout.stale), heads, ratio)
+    """Return how many rows are repaired: the ratio's share of all, at least the heads."""
+    num_stale = num_rows_of(layout.stale)
+    if config.strategy in ("none", "all"):
+        return num_stale if config.strategy == "all" else 0
+    return max(num_rows_of(_heads(layout, config)), round(effective_ratio(layout, config) * num_stale))
 
 
 def _heads(layout: Layout, config: RepairConfig) -> list[Segment]:
     """Return the first rows of stale chunks, which every strategy repairs that repairs any."""
-    return [Segment(s.start, min(s.stop, s.start + config.first_k), "chunk") for s in layout.stale]
+    return [segment.head(config.first_k) for segment in layout.stale]
 
 
 def effective_ratio(layout: Layout, config: RepairConfig) -> float:
     """Return the recompute ratio for this prompt: larger where chunks were encoded behind another prefix."""
-    if config.recompute_ratio > 0 and any(segment.is_mismatched for segment in layout.stale):
+    if config.recompute_ratio > 0 and any([segment.is_mismatched for segment in layout.stale]):
         return max(config.recompute_ratio, config.mismatch_ratio)
     return config.recompute_ratio
+
+
+def because(cause: str | None, reason: str | None) -> str | None:
+    """Join what went wrong in the store, if anything did, with why less is reused than was asked for."""
+    return "; ".join(filter(None, (cause, None if cause and reason in _NOT_STORED else reason))) or None
+
+
+def in_words(holes: Sequence[Hole]) -> str | None:
+    """Say which chunks could not be loaded, and why; ``None`` if there are none."""
+    if not holes:
+        return None
+    return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {'; '.join(map(str, holes))}"
+
+
+def decide_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
+    """Lay a planned prompt out, and decide: as :func:`decide`, with the reasons that the plan itself gives."""
+    layout, refusal = lay_out(plan), plan.refusal
+    if mode == "prefix" and plan.kv_dtype != "auto":
+        refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
+    if refusal is not None:
+        return layout.only_live(), refusal
+    layout, reason = decide(layout, mode, config, num_layers=num_layers)
+    return layout, reason if mode == "full" else because(plan.fault, reason)
+
+
+def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
+    """Choose how much of the possible reuse to use.
+
+    Parameters
+    ----------
+    layout
+        All reuse that is possible.
+    mode
+        ``stitch``: all of it. ``prefix``: leading exact segments. ``auto``: all of it if that costs less than a full prefill, else the
+        leading exact segments. ``full``: none.
+    config, num_layers
+        Decide the cost of repair, and of a pass through some layers.
+
+    Returns
+    -------
+    layout : Layout
+        What to do.
+    reason : str or None
+        Why less is reused than the mode asks for.
+    """
+    if mode == "full":
+        return layout.only_live(), None
+    if not layout.reused:
+        return layout.only_live(), "no stored KV for this prompt"
+    head = layout.only_exact_head()
+    if mode == "prefix":
+        return head, None if head.reused else "no stored KV for the head of this prompt"
+    if mode == "stitch" or layout.is_exact:
+        return layout, None
+    cost = estimated_rows(layout, config, num_layers=num_layers) + OVERHEAD_TOKENS
+    if cost < head.num_live:
+        return layout, None
+    return head, f"reuse would cost as much as {cost} tokens of {head.num_live} to prefill"

@@ -13,16 +13,15 @@ import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
 from kvrag.blend.quantise import unpack
-from kvrag.model.kv import KVBuffer
 from kvrag.model.rope import Rotations
+from kvrag.model.rows import KVBuffer
 from kvrag.store.layers import GROUP
 from kvrag.types import ChunkKV, LayerKV, Scales
 
-LAYERS_PER_LAUNCH = 8
-"""Layers whose stored KV is on the device at one time, beside the buffer: few launches, and little memory."""
-
-KEPT_SHARE = 0.5
-"""Most of the device's free memory that stored KV may take while the prompt is repaired; the rest is for the forward."""
+LAYERS_PER_LAUNCH = (
+    8  # whose stored KV is on the device at one time, beside the buffer: few launches, and little memory
+)
+KEPT_SHARE = 0.5  # of the device's free memory that stored KV may take while the prompt is repaired
 
 
 @torch.inference_mode()
@@ -39,14 +38,10 @@ def stitch(
 
     Parameters
     ----------
-    buffer
+    buffer, rotary
         At least ``layout.num_tokens`` rows. Rows of live segments are left as they are.
-    layout
-        The prompt's segments; ``segment.source`` indexes ``kvs``.
     kvs
-        Loaded chunks. A segment shorter than its chunk takes the chunk's first rows (causal: they don't depend on the rest).
-    rotary
-        Rotations for at least ``layout.num_tokens`` positions.
+        Loaded chunks, by ``segment.source``. A segment shorter than its chunk takes the chunk's first rows (causal: they stand alone).
     skip
         Rows that the next forward computes, int64: they may be left unwritten.
     keep
@@ -90,15 +85,7 @@ class Angles(NamedTuple):
 
 
 class Stitcher:
-    """Places stored KV in one prompt's buffer by :func:`kvrag_kernels.stitch`, and what it has kept of it on the device again.
-
-    Parameters
-    ----------
-    buffer
-        The prompt's.
-    angles
-        Of its positions.
-    """
+    """Places stored KV in one prompt's buffer by :func:`kvrag_kernels.stitch`, and what it has kept of it on the device again."""
 
     def __init__(self, buffer: KVBuffer, angles: Angles) -> None:
         self._buffer, self._angles = buffer, angles
@@ -130,12 +117,10 @@ class Stitcher:
         value_residuals: torch.Tensor,
         computed: torch.Tensor | None,
     ) -> bool:
-        """Place a layer's kept chunks again with residuals, in one launch; returns whether it could.
+        """Place a layer's kept chunks again with residuals, in one launch; returns whether it could: only if all of them are kept.
 
         Parameters
         ----------
-        layer, chunks
-            Where; only if all of them are kept.
         key_residuals, value_residuals
             Float32 ``(H_kv, C, D)``: added to every row of each chunk, to keys before they are rotated.
         computed
@@ -211,20 +196,14 @@ def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> 
 
 def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV]) -> bool:
     """Whether one call of the op can say how all this KV is kept: of one kind, and scales for equal groups of channels."""
-    kinds = set()
-    for segment in segments:
-        for index, layer in enumerate(kvs[segment.source].layers):
-            s = layer.scales
-            kinds.add(None if s is None else layer.keys.dtype)
-            if s is not None and buffer.values(index).shape[-1] % s.values.shape[2]:
-                return False
-    return len(kinds) == 1
+    layers = [(index, layer) for s in segments for index, layer in enumerate(kvs[s.source].layers)]
+    odd = [i for i, x in layers if x.scales is not None and buffer.values(i).shape[-1] % x.scales.values.shape[2]]
+    return not odd and len({None if x.scales is None else x.keys.dtype for _, x in layers}) == 1
 
 
 def _kept_bytes(layout: Layout, kvs: Sequence[ChunkKV], device: torch.device) -> int:
     """Return the bytes that keeping the stale chunks' KV adds to the device's memory."""
-    needed = [kvs[segment.source] for segment in layout.stale]
-    return sum(kv.num_bytes for kv in needed if kv.layers[0].keys.device != device)
+    return sum(kv.num_bytes for kv in (kvs[s.source] for s in layout.stale) if kv.layers[0].keys.device != device)
 
 
 def _has_room(num_bytes: int, device: torch.device) -> bool:

@@ -110,10 +110,10 @@ def shape_of(model: str) -> ModelShape:
         require("gguf", extra="gguf", purpose="reading GGUF files")
     from transformers import AutoConfig
 
-    from kvrag.model.source import ModelSource, base_directory, gguf_options, trying
+    from kvrag.model.source import ModelSource, base_directory, hub_options, trying
 
     source = ModelSource(model)
-    config = trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **gguf_options(source)))
+    config = trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source)))
     return shape_from_config(config.to_dict())
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -24,16 +24,9 @@ _INCOMPLETE = "\ufffd"
 
 
 class Sampler:
-    """Chooses the next token with transformers' own logits processors.
+    """Chooses the next token with transformers' own logits processors; temperature 0 is greedy.
 
-    Parameters
-    ----------
-    config
-        Sampling options; temperature 0 is greedy.
-    prompt_ids
-        Seen by the repetition penalty, as in ``generate``.
-    repetition_penalty
-        The model's own default, used where the config has none.
+    The repetition penalty sees ``prompt_ids`` too, as in ``generate``; ``repetition_penalty`` is the model's own default.
     """
 
     def __init__(self, config: SamplingConfig, prompt_ids: Sequence[int], *, repetition_penalty: float = 1.0) -> None:
@@ -43,7 +36,7 @@ class Sampler:
         penalty = config.repetition_penalty or repetition_penalty
         if penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
-        self._generator: torch.Generator | None = None
+        self._generator = torch.Generator()
         if self._is_greedy:
             return
         if config.temperature != 1.0:
@@ -52,7 +45,6 @@ class Sampler:
             self._processors.append(TopKLogitsWarper(config.top_k))
         if config.top_p is not None and config.top_p < 1.0:
             self._processors.append(TopPLogitsWarper(config.top_p))
-        self._generator = torch.Generator()
         if config.seed is None:
             self._generator.seed()
         else:
@@ -104,44 +96,31 @@ def decode(
         Computes the rows after the prefilled prompt; there is room for ``max_new_tokens - 1`` of them.
     logits
         Of the prompt's last row, ``(vocab,)``.
-    sampler, text, max_new_tokens, eos_ids
-        Choose tokens, make text of them, and end the answer.
     emit
         Takes text as it comes.
     cancel
         Ends the answer before the next forward.
     """
-    ids, parts = [sampler.next(logits)], []
-    first_s, reason = time.perf_counter(), cast("FinishReason | None", None)
-    while True:
-        if delta := text.push(ids[-1]):
+    ids, parts, first_s = [sampler.next(logits)], list[str](), time.perf_counter()
+
+    def show(delta: str) -> None:
+        if delta:
             parts.append(delta)
             emit(delta)
-        if text.is_stopped or ids[-1] in eos_ids:
-            reason = "stop"
-        elif len(ids) == max_new_tokens:
-            reason = "length"
-        elif cancel.is_set():
-            reason = "cancelled"
-        if reason:
-            break
+
+    show(text.push(ids[-1]))
+    while not text.is_stopped and ids[-1] not in eos_ids and len(ids) < max_new_tokens and not cancel.is_set():
         ids.append(sampler.next(extend(torch.tensor(ids[-1:]))[-1]))
-    if delta := text.finish():
-        parts.append(delta)
-        emit(delta)
-    return Decoded(ids, "".join(parts), "stop" if text.is_stopped else reason, first_s)
+        show(text.push(ids[-1]))
+    show(text.finish())
+    reason: FinishReason = "length" if len(ids) == max_new_tokens else "cancelled"
+    if text.is_stopped or ids[-1] in eos_ids:
+        reason = "stop"
+    return Decoded(ids, "".join(parts), reason, first_s)
 
 
 class TextStream:
-    """Turns token ids into text deltas: whole characters only, and never a part of a stop string.
-
-    Parameters
-    ----------
-    decode
-        Ids → text.
-    stop
-        Strings that end the text.
-    """
+    """Turns token ids into text deltas: whole characters only, and never a part of a string of ``stop``, which ends the text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
@@ -179,19 +158,15 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._pending += text
-        hits = [at for at in (self._pending.find(s) for s in self._stop) if at >= 0]
-        if hits:
+        if hits := [at for s in self._stop if (at := self._pending.find(s)) >= 0]:
             self.is_stopped = True
             shown, self._pending = self._pending[: min(hits)], ""
             return shown
-        sure = len(self._pending) - self._held_back()
+        # The longest end that may become a stop string is held back.
+        ends = [n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n])]
+        sure = len(self._pending) - max(ends, default=0)
         shown, self._pending = self._pending[:sure], self._pending[sure:]
         return shown
-
-    def _held_back(self) -> int:
-        """Return the length of the longest end of the pending text that may become a stop string."""
-        lengths = (n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n]))
-        return max(lengths, default=0)
 
 
 def eos_token_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,24 +21,27 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.streams import Emit
-from kvrag.model.load import LoadedModel
+from kvrag.identity.fingerprint import text_digest
+from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import explain_plan
-from kvrag.prompt.lookup import Lookup
-from kvrag.prompt.plan import Plan, plan_prompt
+from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
-from kvrag.store import Naming, TieredStore
+from kvrag.store import TieredStore
 from kvrag.threads import Deadline, Turns, fork_lock
-from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, Mode, TextEntry
+from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNNING = 8
-"""Requests of this process that hold the KV of their prompts at one time; what comes beyond them is planned, and waits for its turn."""
+MAX_RUNNING = (
+    8  # requests of this process that hold the KV of their prompts at one time; the others wait for their turn
+)
 
 TURNS = Turns(MAX_RUNNING)
+
+Counted = TypeVar("Counted", bound=Accounting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +59,26 @@ class Request:
 class Answering:
     """What the requests of one engine share: the model, the store, and the texts that are known to it.
 
-    Parameters
-    ----------
-    loaded, store, store_config
-        Model, tokenizer, KV store and its limits.
-    write_back
-        Takes what answered prompts missed; ``None`` where that is computed each time.
-    names
-        How texts are called in the store.
+    ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time.
     """
 
     loaded: LoadedModel
     store: TieredStore
     store_config: StoreConfig
     write_back: WriteBack | None = None
-    names: Naming = field(default_factory=Naming)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
+    _read_dtype: KVDtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._read_dtype = self.store_config.read_dtype
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
         with self._lock:
             if namespace not in self._spans:
-                self._spans[namespace] = SpanIndex(self.names.digest), 0
+                self._spans[namespace] = SpanIndex(text_digest), 0
             spans, cursor = self._spans[namespace]
         nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
@@ -99,10 +98,10 @@ class Answering:
             request.prompt,
             loaded.encoder,
             scanner=self.scanner(request.namespace, deadline),
-            lookup=Lookup(self.store, loaded.fingerprint, request.namespace, deadline, config.kv_dtype),
+            lookup=Lookup(self.store, loaded.identity.fingerprint, request.namespace, deadline, config.kv_dtype),
             prefixes=request.prefixes,
             min_chunk_tokens=config.min_chunk_tokens,
-            read_dtype=config.read_dtype,
+            read_dtype=self._read_dtype,
         )
         if isinstance(loaded.lm, PlainLM):
             return plan.without_reuse(loaded.lm.refusal)
@@ -133,12 +132,7 @@ class Answering:
     ) -> Iterator[tuple[Prefilled, Clock]]:
         """Plan a prompt, wait for its turn, and prefill, with room for the answer; when memory runs out, once more without reuse.
 
-        Raises
-        ------
-        ContextLengthError, OutOfMemoryError, InputError
-            As :meth:`kvrag.engine.KVRagEngine.generate`.
-        CancelledError
-            If ``cancel`` is set before the turn comes.
+        Raises what :meth:`kvrag.engine.KVRagEngine.generate` does, and ``CancelledError`` if ``cancel`` is set before the turn comes.
         """
         clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
@@ -181,8 +175,6 @@ class Answering:
 
         Parameters
         ----------
-        request, config
-            The prompt, how to treat it, and how to choose tokens.
         start
             When the caller asked, on ``time.perf_counter``'s clock.
         emit
@@ -190,35 +182,22 @@ class Answering:
         cancel
             Ends decoding before its next forward.
         """
-        with self.prefilled(request, max_new_tokens=config.max_new_tokens, cancel=cancel) as (done, clock):
-            result = self._decode(done, clock, config, start, emit, cancel)
-        if self.write_back and done.missed:
-            self.write_back.offer(done.missed)
-        return result
-
-    def _decode(
-        self,
-        done: Prefilled,
-        clock: Clock,
-        config: SamplingConfig,
-        start: float,
-        emit: Emit,
-        cancel: threading.Event,
-    ) -> GenerationResult:
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
-        penalty = getattr(defaults, "repetition_penalty", None) or 1.0
-        with clock.stage("decode"):
+        penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
+        with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
             answer = decode(
                 done.extend,
                 done.logits,
                 Sampler(config, done.token_ids, repetition_penalty=penalty),
                 TextStream(encoder.decode, config.stop),
-                max_new_tokens=config.max_new_tokens,
+                max_new_tokens=limit,
                 eos_ids=eos_token_ids(defaults, encoder.tokenizer),
                 emit=emit,
                 cancel=cancel,
             )
-        end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
+            end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
+        if self.write_back and done.missed:
+            self.write_back.offer(done.missed)
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
@@ -249,8 +228,7 @@ def _retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release:
     if release() or mode != "full":
         logger.warning("out of memory with reuse (%s); trying once more without", reason)
         gc.collect()  # the failed attempt's buffers go before the next one allocates
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         done, reason = _attempt(attempt, "full")
     if done is None:
         raise OutOfMemoryError(
@@ -270,6 +248,9 @@ def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled |
         return None, str(error)
 
 
+SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens", "loaded_bytes")
+
+
 class EngineStats:
     """How answers were made since an engine was opened: totals over requests, thread-safe."""
 
@@ -277,25 +258,16 @@ class EngineStats:
         self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
 
-    def count(self, result: Accounting) -> None:
-        """Add one request."""
+    def count(self, result: Counted) -> Counted:
+        """Add one request, and return it."""
         with self._lock:
-            self._totals.update(
-                {
-                    "requests": 1,
-                    f"requests_{result.exactness}": 1,
-                    "prompt_tokens": result.prompt_tokens,
-                    "cached_tokens": result.cached_tokens,
-                    "repaired_tokens": result.repaired_tokens,
-                    "computed_tokens": result.computed_tokens,
-                    "loaded_bytes": result.loaded_bytes,
-                    "fallbacks": int(result.fallback_reason is not None),
-                }
-            )
+            self._totals.update(["requests", f"requests_{result.exactness}"])
+            self._totals.update({name: getattr(result, name) for name in SUMMED})
+            self._totals["fallbacks"] += result.fallback_reason is not None
+        return result
 
     def snapshot(self) -> dict[str, Any]:
         """Return the totals and the overall reuse ratio."""
         with self._lock:
-            totals = dict(self._totals)
-        prompt = totals.get("prompt_tokens", 0)
-        return {**totals, "kv_reuse_ratio": totals.get("cached_tokens", 0) / prompt if prompt else 0.0}
+            totals = self._totals.copy()
+        return {**totals, "kv_reuse_ratio": totals["cached_tokens"] / max(totals["prompt_tokens"], 1)}

@@ -29,8 +29,8 @@ def _start(produce: Produce, put: Callable[[Item], None], cancel: threading.Even
     POOL.submit(lambda: produce(put, cancel), cancel=cancel).add_done_callback(put)
 
 
-class _Base:
-    """Common state: the cancel event and the result."""
+class _Stream:
+    """What both kinds share: the cancel event and the result."""
 
     def __init__(self) -> None:
         self._cancel = threading.Event()
@@ -41,10 +41,8 @@ class _Base:
     def result(self) -> GenerationResult:
         """The finished :class:`~kvrag.types.GenerationResult`; available once the stream has ended."""
         if self._result is None:
-            state = (
-                "was cancelled before its first token" if self._is_over else "has not ended; read it to its end first"
-            )
-            raise RuntimeError(f"the stream {state}")
+            over, early = "was cancelled before its first token", "has not ended; read it to its end first"
+            raise RuntimeError(f"the stream {over if self._is_over else early}")
         return self._result
 
     def cancel(self) -> None:
@@ -69,7 +67,7 @@ class _Base:
         return None
 
 
-class TokenStream(_Base, Iterator[str]):
+class TokenStream(_Stream, Iterator[str]):
     """Text deltas of one answer; ``.result`` holds the accounting when it has ended."""
 
     def __init__(self, produce: Produce) -> None:
@@ -78,10 +76,8 @@ class TokenStream(_Base, Iterator[str]):
         _start(produce, self._queue.put, self._cancel)
 
     def __next__(self) -> str:
-        if self._is_over:
-            raise StopIteration
         try:
-            text = self._take(self._queue.get())
+            text = None if self._is_over else self._take(self._queue.get())
         except BaseException:  # Ctrl-C: whoever keeps the traceback keeps the stream
             self._cancel.set()
             raise
@@ -101,7 +97,7 @@ class TokenStream(_Base, Iterator[str]):
         self.close()
 
 
-class AsyncTokenStream(_Base, AsyncIterator[str]):
+class AsyncTokenStream(_Stream, AsyncIterator[str]):
     """As :class:`TokenStream` for an event loop, which is never blocked."""
 
     def __init__(self, produce: Produce) -> None:

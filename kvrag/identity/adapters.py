@@ -1,13 +1,13 @@
-"""Adapters of the ``peft`` package as they are in a model now: which are active, and their content.
+"""The active adapters of a model (``peft``), and their content.
 
-An adapter is identified by its tensors and scalings, never by its name: two names of one adapter share their KV, and a name that is
-given to another adapter does not. ``peft`` is never imported here: where a model has its layers, it has been imported.
+An adapter is identified by its tensors and scalings, never by its name. ``peft`` is not imported here: if a model has its layers, it has
+been imported.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,13 +30,7 @@ PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a ``PeftModel``, whose layers hold the adapters; anything else as it is.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the adapter works outside the layers (prompt tuning), or looks at more than one row.
-    """
+    """Return the transformers model inside a ``PeftModel``, and anything else as it is; raise as :func:`check_adapters`."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         return model
@@ -45,9 +39,8 @@ def unwrap(model: Any) -> Any:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise :class:`UnsupportedModelError` unless reuse is proven for the kind of every adapter of a model."""
-    configs = getattr(model, "peft_config", None) or {}
-    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+    """Raise :class:`UnsupportedModelError` if reuse is not proven for an adapter, as where it sees more than one row."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if getattr(config, "alora_invocation_tokens", None):
             kind = "activated LoRA (alora_invocation_tokens)"
@@ -59,16 +52,15 @@ def check_adapters(model: Any) -> None:
 
 
 def layer_types() -> tuple[type, ...]:
-    """Classes of peft's layers that wrap one of the model's; empty as long as peft is not imported."""
-    peft: Any = sys.modules.get("peft")
-    if peft is None:
-        return ()
+    """Classes of peft's layers that wrap one of the model's; peft must have been imported."""
+    peft: Any = sys.modules["peft"]
     return (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
 
 
 def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the names and modules of the adapters' layers."""
-    if types := layer_types():
+    if "peft" in sys.modules:
+        types = layer_types()
         yield from ((name, module) for name, module in model.named_modules() if isinstance(module, types))
 
 
@@ -80,8 +72,8 @@ def plain_name(name: str) -> str:
 def state_of(layer: Any) -> tuple[tuple[str, ...], str]:
     """Return the adapters that a layer will apply in its next forward, in order, and ``"unmerges"`` if it will also unmerge.
 
-    A merged adapter is part of the base weights and adds nothing. A layer that is disabled while merged unmerges in its next forward,
-    so its weights are not those that it will compute with.
+    A merged adapter is part of the base weights. A layer that is disabled while merged unmerges in its next forward, so it will compute
+    with other weights.
     """
     if layer.merged_adapters:
         return (), "unmerges" if layer.disable_adapters else ""
@@ -89,19 +81,15 @@ def state_of(layer: Any) -> tuple[tuple[str, ...], str]:
 
 
 def adapters_digest(model: torch.nn.Module) -> str:
-    """Digest of the active adapters' tensors, scalings and settings, layer by layer; empty if none is active.
-
-    The order of the adapters counts, their names don't.
-    """
+    """Digest of the active adapters' tensors, scalings and settings, in their order and without their names; empty if none is active."""
     fields: dict[str, bytes] = {}
     for name, layer in adapter_layers(model):
         names, note = state_of(layer)
         parts = [content for adapter in names if (content := _content(layer, adapter))]
         if parts or note:
             entry = {str(index): part for index, part in enumerate(parts)}
-            fields[plain_name(name)] = canonical(
-                {**entry, "type": type(layer).__name__.encode(), "note": note.encode()}
-            )
+            entry |= {"type": type(layer).__name__.encode(), "note": note.encode()}
+            fields[plain_name(name)] = canonical(entry)
     return digest("adapters", fields) if fields else ""
 
 
@@ -117,7 +105,7 @@ def settings_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:
 
 def _content(layer: Any, adapter: str) -> bytes:
     """Canonical bytes of one adapter in one layer; empty if the layer has nothing of it."""
-    fields: dict[str, bytes] = {}
+    fields = dict[str, bytes]()
     for name, value in settings_of(layer, adapter):
         if isinstance(value, torch.nn.Module):
             fields |= {f"{name}.{inner}": tensor_bytes(tensor) for inner, tensor in value.state_dict().items()}

@@ -11,34 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_VOLATILE = frozenset(
-    [
-        "_name_or_path",
-        "_attn_implementation",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "quantization_config",
-    ]
-)
+_VOLATILE = {
+    *("_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype", "quantization_config"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+}
 """Config entries that don't change KV or are fields of their own."""
 
-_ROPE = [
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "rope_local_base_freq",
-    "partial_rotary_factor",
-    "rotary_pct",
-    "rotary_dim",
-    "no_rope_layers",
-    "original_max_position_embeddings",
-    "max_position_embeddings",
-]
+_ROPE = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct"),
+    *("rotary_dim", "no_rope_layers", "original_max_position_embeddings", "max_position_embeddings"),
+)
 """Config entries about RoPE, under their current and older names."""
 
 _NO_EFFECT = frozenset({"training", "layer_idx", "attention_dropout", "dropout"})
@@ -73,9 +55,7 @@ def attention_text(model: torch.nn.Module) -> str:
 def quantisation_text(config: Any) -> str:
     """Quantisation method and parameters as JSON; empty for plain weights."""
     found = getattr(config, "quantization_config", None)
-    if found is None:
-        return ""
-    return _json(_settled(found if isinstance(found, dict) else found.to_dict()))
+    return "" if found is None else _json(_settled(found if isinstance(found, dict) else found.to_dict()))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -83,13 +63,13 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
     The chat template is not part of it: its output is text, whose ids are in the prefix.
     """
-    special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "add_bos_token")}
-    parts: dict[str, Any] = {"special": special}
+    names = ("bos_token_id", "eos_token_id", "add_bos_token")
+    parts: dict[str, Any] = {"special": {name: getattr(tokenizer, name, None) for name in names}}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # the whole tokenizer, whatever Python class wraps it
         state = json.loads(backend.to_str())
-        # Each call of the tokenizer sets these two.
-        parts["backend"] = {name: value for name, value in state.items() if name not in ("padding", "truncation")}
+        del state["padding"], state["truncation"]  # each call of the tokenizer sets these two
+        parts["backend"] = state
     else:
         parts["class"] = type(tokenizer).__name__
         parts["vocabulary"] = tokenizer.get_vocab()
@@ -115,9 +95,9 @@ def _settled(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    """JSON with sorted names; sets as sorted lists, and what JSON has no form for as a string."""
 
+    def plain(value: Any) -> Any:
+        return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
-def _plain(value: Any) -> Any:
-    """JSON form of what JSON has none for: sets sorted, anything else as a string."""
-    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from kvrag.types import ChunkIdentity, ChunkKey
 
 FORMAT_VERSION = 4
-"""Version of the stored bytes and of the keys; a change of either needs a new number."""
+"""Version of the stored bytes and of the keys; any change of either needs a new number."""
 
 
 def canonical(fields: Mapping[str, bytes]) -> bytes:
@@ -37,7 +37,7 @@ def key_digest(domain: str, fields: Mapping[str, bytes]) -> str:
 
 
 def digest(domain: str, fields: Mapping[str, bytes]) -> str:
-    """As :func:`key_digest`, with the name of the hash in front: ``sha256:...``."""
+    """As :func:`key_digest`, with the name of the hash: ``sha256:...``."""
     return "sha256:" + key_digest(domain, fields)
 
 
@@ -45,28 +45,11 @@ def digest(domain: str, fields: Mapping[str, bytes]) -> str:
 class ModelIdentity:
     """Everything about a loaded model and its tokenizer that changes the KV of a text.
 
-    Parameters
-    ----------
-    weights
-        A hub commit or the content of the files or tensors: :mod:`kvrag.identity.weights`.
-    config
-        The model's config as JSON, without entries that don't change KV.
-    tokenizer
-        Digest of vocabulary, merges, added and special tokens, and normalizer.
-    rope
-        RoPE parameters as JSON.
-    regime
-        For models whose RoPE angles depend on the prompt's length: the lengths that stored keys hold for; else empty.
-    attention
-        Class and settings of each attention layer: window, soft cap, scale, kind.
-    dtype
-        The dtype that the model computes in.
-    quantisation
-        Method and parameters as JSON; empty for plain weights.
-    adapters
-        Digest of the tensors and scalings of the active adapters; empty without any.
-    extra_keys
-        The user's own names and values; KV is shared only where they are equal.
+    ``weights``: a hub commit, or digests of files or tensors (:mod:`kvrag.identity.weights`). ``tokenizer``: digest of vocabulary, merges,
+    special tokens and normalizer. ``regime``: where RoPE angles depend on the prompt's length, the lengths that stored keys hold for.
+    ``dtype``: that of the computation. ``adapters``: digest of the active adapters. ``extra_keys``: the user's own; KV is shared only where
+    they are equal. ``config``, ``rope``, ``attention`` (each layer's) and ``quantisation`` are JSON (:mod:`kvrag.identity.describe`).
+    Fields that don't apply are empty.
     """
 
     weights: str
@@ -82,7 +65,7 @@ class ModelIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """One digest of all fields, ``sha256:...``: the ``model`` of every :class:`~kvrag.types.ChunkIdentity`."""
+        """Digest of all fields, ``sha256:...``: the ``model`` of every :class:`~kvrag.types.ChunkIdentity`."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         extra_keys = canonical({name: value.encode() for name, value in fields.pop("extra_keys").items()})
         return digest("model", {"extra_keys": extra_keys, **{name: text.encode() for name, text in fields.items()}})
@@ -109,22 +92,14 @@ def text_digest(text: str) -> str:
 
 
 def content_key(identity: ChunkIdentity) -> str:
-    """Key of a chunk regardless of the prefix and the context that it was encoded behind."""
-    fields = {
-        "model": identity.model.encode(),
-        "namespace": identity.namespace.encode(),
-        "ids": ids_bytes(identity.token_ids),
-        "kv_dtype": identity.kv_dtype.encode(),
-    }
+    """Key of a chunk without its prefix and context."""
+    names = ("model", "namespace", "kv_dtype")
+    fields = {"ids": ids_bytes(identity.token_ids), **{name: getattr(identity, name).encode() for name in names}}
     return key_digest("content", fields)
 
 
 @lru_cache(maxsize=4096)  # one request asks for the same few keys several times
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:
     """Key of a chunk behind its prefix and context."""
-    fields = {
-        "content": content_key(identity).encode(),
-        "prefix": identity.prefix.encode(),
-        "context": identity.context.encode(),
-    }
-    return ChunkKey(key_digest("chunk", fields))
+    fields = {"content": content_key(identity), "prefix": identity.prefix, "context": identity.context}
+    return ChunkKey(key_digest("chunk", {name: text.encode() for name, text in fields.items()}))

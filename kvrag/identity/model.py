@@ -1,17 +1,18 @@
 """The identity of a model in use. It follows adapters that are switched or merged and weights that are changed in place.
 
-Hashing weights takes seconds and requests take less, so each request first makes a cheap check: are these the tensors of last time,
-unchanged by torch's count of in-place changes, and with the same values at a few places? Only if not is anything hashed again.
+Hashing weights takes seconds, so each request first makes a cheap check: are these the same tensors as last time, with torch's same count
+of in-place changes and the same values at a few places? Only if not is anything hashed again.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from kvrag.identity.adapters import (
 )
 from kvrag.identity.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
 from kvrag.identity.fingerprint import ModelIdentity
-from kvrag.identity.weights import content_digest, leaves, raw
+from kvrag.identity.weights import content_digest, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +44,7 @@ _NUM_REMEMBERED = 8
 def describe(
     model: Any, tokenizer: Any, weights: str, *, regime: str = "", extra_keys: Mapping[str, str] | None = None
 ) -> ModelIdentity:
-    """Identify a loaded model and its tokenizer.
-
-    Parameters
-    ----------
-    model, tokenizer
-        The pair.
-    weights
-        Identity of the weights without adapters.
-    regime, extra_keys
-        As in :class:`~kvrag.identity.fingerprint.ModelIdentity`.
-    """
+    """Identify a loaded model and its tokenizer; ``weights`` is the identity of the weights without adapters."""
     return ModelIdentity(
         weights=weights,
         config=config_text(model.config),
@@ -69,19 +60,15 @@ def describe(
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest of a model's weights and buffers in memory, ``tensors:...``; the same with and without adapters attached.
-
-    Weights that an adapter wraps count under the names that they have without it.
-    """
+    """Digest of a model's weights and buffers in memory, ``tensors:...``; the same with and without adapters attached."""
     start = time.perf_counter()
     added, moving = tuple(f"{name}." for name in _added_by_adapters(model)), _moving_buffers(model)
-    found = "tensors:" + content_digest(
-        {
-            plain_name(name): tensor
-            for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items()
-            if isinstance(tensor, torch.Tensor) and name not in moving and not f"{name}.".startswith(added)
-        }
-    )
+    kept = {
+        plain_name(name): tensor
+        for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items()
+        if isinstance(tensor, torch.Tensor) and name not in moving and not f"{name}.".startswith(added)
+    }
+    found = f"tensors:{content_digest(kept)}"
     logger.info("hashed the model's weights in memory in %.2f s", time.perf_counter() - start)
     return found
 
@@ -107,12 +94,7 @@ def _moving_buffers(model: torch.nn.Module) -> set[str]:
 class LiveIdentity:
     """The fingerprint of a model as it is now.
 
-    Parameters
-    ----------
-    model
-        The model.
-    identity
-        The identity that it was loaded with. Its ``weights`` hold until a weight is changed; from then on the weights' content counts.
+    ``identity`` is the one that it was loaded with; its ``weights`` hold until a weight is changed, and then the weights' content counts.
     """
 
     def __init__(self, model: Any, identity: ModelIdentity) -> None:
@@ -125,13 +107,7 @@ class LiveIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the model as it is now.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If an adapter was added of a kind that reuse is not proven for.
-        """
+        """Fingerprint of the model as it is now; raises as :func:`~kvrag.identity.adapters.check_adapters`."""
         with self._lock, torch.no_grad():
             base, added = self._look()
             weights, adapters = self._weights.get(base), self._adapters.get(added)
@@ -152,11 +128,8 @@ class LiveIdentity:
             return LiveIdentity(self._model, replace(self._identity, extra_keys=dict(extra_keys)))
 
     def _look(self) -> tuple[_Look, _Look]:
-        """Return the present state of the weights and of the adapters.
-
-        One loop without calls of its own: it runs over all modules in every request.
-        """
-        types, moving = layer_types(), self._moving
+        """Return the present state of the weights and of the adapters, in one loop without calls: it runs in every request."""
+        types, moving = layer_types() if "peft" in sys.modules else (), self._moving
         weights, adapters = _Look(), _Look()
         stack: list[tuple[str, torch.nn.Module, _Look]] = [("", self._model, weights)]
         while stack:
@@ -178,15 +151,13 @@ class LiveIdentity:
         return weights, adapters
 
 
+@dataclass(slots=True)
 class _Look:
     """The state of some tensors: the objects, counts and values that change with them, and notes about their use."""
 
-    __slots__ = ("notes", "tensors", "values")
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.notes: list[object] = []
-        self.values = b""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    notes: list[object] = field(default_factory=list)
+    values: bytes = b""
 
     def count(self) -> None:
         """Note the counts of in-place changes, the addresses, and a sample of the values. Changes through ``.data`` are not counted."""
@@ -207,13 +178,11 @@ class _Digests:
 
     def get(self, look: _Look) -> str | None:
         """Return the digest of a state whose tensors are the same objects, unchanged."""
+        tensors = [id(tensor) for tensor in look.tensors]
         for refs, known, digest in reversed(self._known):
-            if len(refs) == len(look.tensors) and (known.notes, known.values) == (look.notes, look.values):
-                for ref, tensor in zip(refs, look.tensors, strict=True):
-                    if ref() is not tensor:
-                        break
-                else:
-                    return digest
+            is_alike = (known.notes, known.values) == (look.notes, look.values)
+            if is_alike and [id(ref()) for ref in refs] == tensors:  # a dead one is None, whose id no tensor has
+                return digest
         return None
 
     def add(self, look: _Look, digest: str) -> str:
@@ -234,10 +203,7 @@ def _note(layer: Any) -> object:
 
 
 def sample(tensors: list[torch.Tensor]) -> bytes:
-    """Read a few values of each plain tensor, spread evenly: enough to notice that a tensor was replaced or recomputed as a whole.
-
-    One copy to the host for each dtype and device, so that it takes a millisecond where a digest takes seconds.
-    """
+    """Read a few values of each plain tensor, spread evenly, with one copy to the host for each dtype and device."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if size := tensor.numel():
@@ -245,4 +211,4 @@ def sample(tensors: list[torch.Tensor]) -> bytes:
             flat = flat if flat.is_contiguous() else flat.contiguous()
             group = groups.setdefault((tensor.device, tensor.dtype), [])
             group.append(flat.as_strided((count,), (size // count,)))
-    return b"".join([bytes(raw(torch.cat(group))) for group in groups.values()])
+    return b"".join([torch.cat(group).view(torch.uint8).cpu().numpy().tobytes() for group in groups.values()])

@@ -1,7 +1,7 @@
 """Digests of weights: by hub commit, by the content of the files (hashed once and remembered), or by the tensors in memory.
 
-The content of the files counts, not their names or directory: a copy of a model elsewhere is the same model. The same weights in shards of
-another size or in another container are other files, so their KV is computed again.
+The names and the directory of the files don't count, so a copy of a model is the same model. The same weights in shards of another size or
+in another format are other files, and their KV is recomputed.
 """
 
 from __future__ import annotations
@@ -28,24 +28,11 @@ logger = logging.getLogger(__name__)
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", "*.py")
 """Files of a model's directory that are hashed: the weights, how shards fit together, and code that comes with the model."""
 
-NEUTRAL = frozenset(
-    [
-        "attn_implementation",
-        "cache_dir",
-        "config",
-        "device_map",
-        "force_download",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "offload_buffers",
-        "offload_folder",
-        "proxies",
-        "quantization_config",
-        "token",
-        "trust_remote_code",
-    ]
-)
+NEUTRAL = {
+    *("attn_implementation", "cache_dir", "config", "device_map", "force_download", "local_files_only", "max_memory"),
+    *("low_cpu_mem_usage", "offload_buffers", "offload_folder", "proxies", "quantization_config", "token"),
+    "trust_remote_code",
+}
 """Options of ``from_pretrained`` that don't choose weights, or whose effect is in the loaded model's config."""
 
 CACHE_VARIABLE = "KVRAG_CACHE_DIR"
@@ -59,16 +46,9 @@ _RACE_NS = 2_000_000_000
 
 
 def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]) -> str | None:
-    """Return a digest of where the weights come from; ``None`` if that does not determine them and they have to be hashed.
+    """Return a digest of where the weights come from; ``None`` if that does not determine them and they must be hashed.
 
-    Parameters
-    ----------
-    path
-        Local file or directory, or the model's name on the hub.
-    commit
-        The hub commit of the files, if any.
-    options
-        Options of ``from_pretrained``; some choose other weights from the same place.
+    ``path`` is a local file or directory, or a model's name on the hub with its ``commit``; ``options`` are those of ``from_pretrained``.
     """
     try:
         chosen = json.dumps({k: v for k, v in options.items() if k not in NEUTRAL and v is not None}, sort_keys=True)
@@ -87,20 +67,15 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
 
 def files_digest(files: Iterable[Path]) -> str:
     """Digest of the contents of files, regardless of their names and order."""
-    start, files = time.perf_counter(), list(files)
+    start = time.perf_counter()
     found = [_file_digest(file) for file in files]
-    hashed, size = sum(n for _, n in found), sum(file.stat().st_size for file in files)
-    if hashed >= _LARGE:
-        seconds = time.perf_counter() - start
-        logger.info("hashed %.1f of %.1f MB of weights in %.2f s", hashed / 1e6, size / 1e6, seconds)
+    if (hashed := sum(num_bytes for _, num_bytes in found)) >= _LARGE:
+        logger.info("hashed %.1f MB of weights in %.2f s", hashed / 1e6, time.perf_counter() - start)
     return "files:" + hashlib.sha256("".join(sorted(content for content, _ in found)).encode()).hexdigest()
 
 
 def _file_digest(file: Path) -> tuple[str, int]:
-    """SHA-256 (hex) of a file's content, and how many bytes were read for it.
-
-    A remembered digest is filed under path, size, times and inode of the file that was read, so it holds for no other state of the file.
-    """
+    """SHA-256 (hex) of a file's content, and the number of bytes read; remembered under path, size, times and inode of the file."""
     stamp = _stamp(file)
     folder = cache_dir() / "file-digests"
     kept = folder / hashlib.sha256(json.dumps([os.path.realpath(file), *stamp]).encode()).hexdigest()
@@ -120,16 +95,13 @@ def _file_digest(file: Path) -> tuple[str, int]:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Size, times and place of a file; unlike the time of its content, the time of its inode can't be set back."""
+    """Size, times and inode of a file; unlike the time of its content, the time of its inode can't be set back."""
     status = file.stat()
     return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
 def cache_dir() -> Path:
-    """Directory of what kvrag remembers for this user: ``$KVRAG_CACHE_DIR``, or ``kvrag`` in the user's cache directory.
-
-    For a user without a home directory, as in some containers, it is a temporary directory of this process.
-    """
+    """Directory of this user's cache: ``$KVRAG_CACHE_DIR``, or ``kvrag`` in the user's cache directory; without a home, a temporary one."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -149,8 +121,8 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 def keep(file: Path, text: str) -> bool:
     """Write a file below :func:`cache_dir` whole or not at all, readable by its owner only; return whether it could be written."""
     try:
-        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (cache_dir(), file.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
             try:
                 part.write(text)
@@ -165,9 +137,6 @@ def keep(file: Path, text: str) -> bool:
     return True
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------------
-
-
 def is_packed(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of several, as quantised weights do."""
     return hasattr(tensor, "__tensor_flatten__")
@@ -177,10 +146,9 @@ def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the plain tensors that a tensor consists of, with their names: packed ones hold values, scales, zero points."""
     if not is_packed(tensor):
         yield "", tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        for inner, leaf in leaves(getattr(tensor, name)):
-            yield f"{name}.{inner}", leaf
+    else:
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from ((f"{name}.{inner}", leaf) for inner, leaf in leaves(getattr(tensor, name)))
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
@@ -203,8 +171,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 (hex) of named tensors in any order; a tensor with several names is read once."""
-    seen: dict[object, bytes] = {}
-    total = hashlib.sha256()
+    seen, total = dict[object, bytes](), hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         place: object = name
         if not is_packed(tensor) and tensor.numel():

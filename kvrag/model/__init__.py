@@ -8,8 +8,7 @@ layer by layer, which of them hold; a proof compares the loaded model with trans
     source → load → plain (refused: full prefill, and why)
                └──→ lm ← traits ← candidates, rope        what was found out about each layer
                     ├──→ proof                            reuse is exact on this model, or refused
-    ids, Rows, KV ──┴──→ forward → attention → rows       one forward: cache and attention, limits of each row
-                            └──→ kv                       arena in slots, a request's buffer is a view
+    ids, Rows, KV ──┴──→ forward → attention → rows       one forward: cache, attention, limits of each row, KV in slots
     flash                                                 the attention alone, under transformers' own generate
 
 May import ``types errors config threads`` and ``identity``.

@@ -2,10 +2,8 @@
 
 Structure gives candidates, never proof: :mod:`.traits` finds out which of them hold for a layer.
 
-* A **key source** is a submodule of the attention whose output holds the keys before they are rotated (key norm, key projection, fused
-  projection), and the layout of that output.
-* A **rotation** is a source of tables with a rotation of the modelling module. Tables come from a rotary module (cosines and sines, or
-  complex numbers; one table per layer type where the module asks for the type) or from a buffer of sinusoids (GPT-J).
+* A **key source** is a submodule of the attention whose output holds the keys before they are rotated, and the layout of that output.
+* A **rotation** is a source of tables (a rotary module, or a buffer of sinusoids) with a rotation of the modelling module.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
@@ -34,13 +33,10 @@ from kvrag.model.rope import (
 )
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
-"""What modelling files call a layer's attention."""
-
 STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "temporal_block", "ssm")
-"""What they call parts of a layer that carry a state from token to token."""
-
+"""Parts of a layer that carry a state from token to token."""
 SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
-"""What they call the last module that shapes keys before they are rotated; a norm comes after its projection."""
+"""Last modules that shape keys before they are rotated; a norm comes after its projection."""
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
@@ -53,10 +49,8 @@ class KeySource:
     name: str
     layout: Layout
 
-    def attach(
-        self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]
-    ) -> torch.utils.hooks.RemovableHandle:
-        """Note the keys of every forward of this attention module in this thread in ``captured``."""
+    def attach(self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]) -> RemovableHandle:
+        """Note the keys of this thread's forwards of this attention module in ``captured``."""
         owner = threading.get_ident()
 
         def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
@@ -68,9 +62,8 @@ class KeySource:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its head."""
-    base = model.base_model
-    if base is not model:
-        return base
+    if model.base_model is not model:
+        return model.base_model
     # Llama 4's prefix names a part that its text model lacks
     return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
@@ -79,9 +72,7 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the attention module of every decoder layer, in order; raises ``UnsupportedModelError`` if some have none."""
     best: list[torch.nn.Module] = []
     mixers: set[str] = set()
-    for stack in decoder_of(model).modules():
-        if not isinstance(stack, torch.nn.ModuleList) or len(stack) == 0:
-            continue
+    for stack in (module for module in decoder_of(model).modules() if isinstance(module, torch.nn.ModuleList)):
         found = {layer: _attention_of(layer) for layer in stack}
         with_attention = [attention for attention in found.values() if attention is not None]
         if len(with_attention) > len(best):
@@ -90,23 +81,19 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
             mixers |= {type(layer).__name__ for layer, attention in found.items() if attention is None and not mixers}
     if not best:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no decoder layers with attention (looked for {', '.join(ATTENTION_NAMES)}): there are no keys "
-            "and values per token to store"
+            f"{type(model).__name__} has no decoder layers with attention: there are no keys and values per token to store"
         )
     if mixers:
+        what = f"{type(model).__name__} mixes attention with layers of another kind ({', '.join(sorted(mixers))})"
         raise UnsupportedModelError(
-            f"{type(model).__name__} mixes attention with layers of another kind ({', '.join(sorted(mixers))}): their state sums up all "
-            "tokens before, so a chunk's part of it can't be stored and moved"
+            f"{what}: their state sums up all tokens before, so a chunk's part can't be stored and moved"
         )
     return best
 
 
 def _attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
-    for name in ATTENTION_NAMES:
-        module = getattr(layer, name, None)
-        if isinstance(module, torch.nn.Module):
-            return module
-    return None
+    modules = (getattr(layer, name, None) for name in ATTENTION_NAMES)
+    return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
 
 
 def key_sources(
@@ -114,17 +101,15 @@ def key_sources(
 ) -> Iterator[tuple[KeySource, torch.Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
-    ``outputs`` are those of the attention's submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups``
-    are the key heads before they are repeated, as the config gives them: the same as ``heads`` in most models.
+    ``outputs`` are those of its submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups`` are the key
+    heads before they are repeated.
     """
     if getattr(attention, "clip_qkv", None) or getattr(getattr(attention, "config", None), "clip_qkv", None):
         return  # clipping comes after the projection and shows only on large keys: read the keys at the cache
     for name in SOURCE_NAMES:
-        output = outputs.get(name)
-        if output is None:
-            continue
-        for layout in _layouts(output, heads, dim, groups):
-            yield KeySource(name, layout), layout(output)
+        if name in outputs:
+            for layout in _layouts(outputs[name], heads, dim, groups):
+                yield KeySource(name, layout), layout(outputs[name])
 
 
 def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterator[Layout]:
@@ -134,9 +119,8 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
         if (output.shape[1], output.shape[3]) == (heads, dim):
             yield lambda out: out.transpose(1, 2)
         return
-    size = output.shape[-1]
-    total = size // dim
-    if output.dim() != 3 or size % dim:
+    total, rest = divmod(output.shape[-1], dim)
+    if output.dim() != 3 or rest:
         return
     if total == heads:
         yield lambda out: out.reshape(*out.shape[:2], heads, dim)
@@ -201,10 +185,9 @@ def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int) -> I
         if width > key_dim:
             continue
         try:
-            out = apply(torch.ones((1, 1, 2, width)), cos[None], sin[None])
+            if apply(torch.ones((1, 1, 2, width)), cos[None], sin[None]).shape != (1, 1, 2, width):
+                continue
         except (RuntimeError, ValueError, IndexError):
-            continue
-        if out.shape != (1, 1, 2, width):
             continue
         is_aligned = width == cos.shape[-1] and all(
             torch.allclose(a, b, atol=1e-6) for a, b in zip(spread(apply, cos, sin, width), (cos, sin), strict=True)

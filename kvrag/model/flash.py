@@ -1,15 +1,14 @@
 """kvrag's attention alone, for a model that transformers runs: ``generate``, its caches and its padding stay as they are.
 
-Where the engine can't be used (another serving loop, another cache) the kernels still can: transformers dispatches to
-:func:`kvrag_kernels.ragged_attention` by name. Instead of a mask of rows × keys, a forward carries the rows' indices and the padding's
-bounds; each layer adds its window, which was read from the model's own mask function at installation.
+transformers dispatches to :func:`kvrag_kernels.ragged_attention` by name. Instead of a mask of rows × keys, a forward carries the rows'
+indices and the padding's bounds; each layer adds its window, which was read from the model's own mask function at installation.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -22,29 +21,23 @@ from kvrag.model.forward import MaskFunction, lock_of
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
 
-NAME = "kvrag_rows"
-"""Name of the implementation for transformers. It holds neither "flash" nor "/", which transformers treats specially."""
+NAME = "kvrag_rows"  # without "flash" and "/", which transformers treats specially
 
 _reaches: weakref.WeakKeyDictionary[torch.nn.Module, Reach] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
+
+
+_Limits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_SAMPLE = 5  # rows of a forward whose visible keys are compared with the model's own mask: the last one sees through any packing
 
 
 @dataclass(slots=True)
 class _Forward:
     """What the layers of one forward share. Indices count from the sequence's first token, padding included.
 
-    Parameters
-    ----------
-    rows
-        Int64 ``(R,)``: index of each row.
-    bounds
-        First and last real key of each batch entry, int64 ``(B, 1)`` each; ``None``: no padding.
-    offset
-        Index of the first key that the cache returns (a sliding cache drops the oldest).
-    seen, sample
-        Bool ``(B, S, K)``: what the model's own mask function gives for the rows ``sample``, int64 ``(S,)``, padding left out.
-    limits
-        By reach: ``hi``, ``lo`` and the kernels' plan.
+    ``rows``, int64 ``(R,)``, are the rows' indices; ``bounds``, int64 ``(B, 1)`` each, the first and last real key of each batch entry
+    (``None``: no padding); ``offset`` is the index of the first key that the cache returns (a sliding cache drops the oldest). ``seen``,
+    bool ``(B, S, K)``, holds which keys the model's own mask function shows the rows ``sample``, int64 ``(S,)``.
     """
 
     rows: torch.Tensor
@@ -52,18 +45,14 @@ class _Forward:
     offset: int
     seen: torch.Tensor
     sample: torch.Tensor
-    limits: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    limits: dict[tuple[object, ...], _Limits] = field(default_factory=dict)
 
-    def limits_of(
-        self, reach: Reach, query: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def limits_of(self, reach: Reach, query: torch.Tensor, keys: torch.Tensor) -> _Limits:
         """Return ``hi``, ``lo`` and the plan for a layer, made once for all layers like it."""
         kind = (reach, query.shape, keys.shape, query.dtype)
         if kind not in self.limits:
             if self.bounds is not None and reach.chunk is not None:
-                raise InputError(
-                    "a padded batch meets chunked attention, whose chunks move with the padding; pass prompts one at a time"
-                )
+                raise InputError("chunked attention can't take a padded batch; pass prompts one at a time")
             self._check(reach)
             hi, lo = self.rows, reach.lo(self.rows, self.rows)
             if self.bounds is not None:
@@ -78,13 +67,9 @@ class _Forward:
         expected = (keys <= rows) & (keys >= reach.lo(rows, rows))
         if not bool((self.seen == expected).all()):
             raise InputError(
-                "the model's mask is not causal attention with this layer's window: packed sequences and other masks are not supported; "
-                "call uninstall_flash_attention(model) before such a forward"
+                "the model's mask is not causal attention with this layer's window (packed sequences?); call "
+                "uninstall_flash_attention(model) before such a forward"
             )
-
-
-_SAMPLE = 5
-"""Rows of a forward whose visible keys are compared with the model's own mask: the last one sees through any packing."""
 
 
 def _rows_mask(
@@ -121,7 +106,7 @@ def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Te
     index = torch.arange(real.shape[1], device=real.device)
     if not bool((real == ((index >= first) & (index <= last))).all()):
         raise InputError(
-            "attention_mask has padding between real tokens; kvrag's attention supports padding at the left or at the right only"
+            "attention_mask has padding between real tokens; kvrag's attention takes padding at the left or the right only"
         )
     return first, last
 
@@ -142,29 +127,20 @@ def _rows_attention(
     """Adapt :func:`kvrag_kernels.ragged_attention` to transformers' attention interface."""
     refuse_unknown(module, others, "call uninstall_flash_attention(model)")
     forward, reach = getattr(attention_mask, "kvrag", None), _reaches.get(module)
+    name = type(module).__name__
     if reach is None:
         raise InputError(
-            f"kvrag's attention is not installed in the model of this {type(module).__name__}; call install_flash_attention(model)"
+            f"kvrag's attention is not installed in the model of this {name}; call install_flash_attention(model)"
         )
     if forward is None:
         raise InputError(
-            f"{type(module).__name__} was given a 4-D mask; kvrag's attention takes 2-D attention masks only: pass one, or call "
-            "uninstall_flash_attention(model)"
+            f"{name} was given a 4-D mask; pass a 2-D attention mask, or call uninstall_flash_attention(model)"
         )
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
         raise InputError("kvrag's attention has no gradient and no dropout; run the model under torch.inference_mode()")
     hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
-    out, _ = kvrag_kernels.ragged_attention(
-        query,
-        key,
-        value,
-        hi,
-        lo,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-        plan=plan,
-    )
+    scale, cap = query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0
+    out, _ = kvrag_kernels.ragged_attention(query, key, value, hi, lo, scale=scale, softcap=cap, sinks=s_aux, plan=plan)
     return out.transpose(1, 2), None
 
 
@@ -176,29 +152,20 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     """Have transformers compute a model's attention with kvrag's kernels, until :func:`uninstall_flash_attention`.
 
     For ``generate`` and your own forwards, with any cache of transformers; :class:`~kvrag.KVRagEngine` doesn't need it. Padding at either
-    side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only; idempotent.
-
-    Parameters
-    ----------
-    model
-        A decoder-only causal LM on one device.
-
-    Returns
-    -------
-    int
-        Number of attention layers: all of them.
+    side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only; idempotent. Returns the
+    number of attention layers: all of them.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's attention can't be replaced, or its mask is of a kind that kvrag doesn't know, with the reason.
+        If the model's attention can't be replaced, or its mask is of a kind that kvrag doesn't know.
     """
     if model in _before:
         return len(attention_modules(model))
     lm = CausalLM(model)
     if lm.is_dense:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes its attention itself and asks for no attention function, so it can't be replaced"
+            f"{type(model).__name__} asks for no attention function, so its own can't be replaced"
         )
     modules = attention_modules(model)
     with lock_of(model):
@@ -224,15 +191,10 @@ def uninstall_flash_attention(model: PreTrainedModel) -> None:
 def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
     """Return what computes kvrag's attention: ``"sm90"`` (Hopper), ``"mma"`` (other CUDA devices), or ``"torch"``.
 
-    Parameters
-    ----------
-    model
-        Whose head dim, dtype and device count; ``None``: 128, bfloat16, the current CUDA device if there is one.
+    Of a model's head dim, dtype and device; ``None``: 128, bfloat16, the current CUDA device if there is one.
     """
-    config: Any = None if model is None else model.config.get_text_config(decoder=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if model is None else model.device
-    dtype = torch.bfloat16 if model is None else model.dtype
-    dim = (
-        128 if config is None else getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return kvrag_kernels.tier(dim, dtype, device)
+    if model is not None:
+        config = model.config.get_text_config(decoder=True)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return kvrag_kernels.tier(dim, model.dtype, model.device)
+    return kvrag_kernels.tier(128, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,35 +1,30 @@
 """One forward as transformers sees it: the cache that its layers write to, and the attention and the mask that it finds by name.
 
-Nothing is patched. For the time of a forward the model's config names kvrag's attention; transformers dispatches to :func:`_attention`
-and :func:`_mask`, which look up the forward of kvrag's that runs in this thread. In any other thread the model's own attention runs, so its
-owner can use a model meanwhile. Attention that can't be replaced (it calls no attention function) gets the model's own mask instead,
-evaluated at the rows' true positions.
+For the time of a forward the model's config names kvrag's attention; transformers dispatches to :func:`_attention` and :func:`_mask`,
+which look up the forward that runs in this thread. In any other thread the model's own attention runs, so its owner can use it meanwhile.
+Attention that calls no attention function can't be replaced; it gets the model's own mask, evaluated at the rows' true positions.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
-from kvrag.model.kv import KVBuffer
-from kvrag.model.rows import EVERYTHING, Limits, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.threads import fork_lock
 
-ATTENTION = "kvrag"
-"""Name of the implementation. It holds neither "flash" nor "/", which transformers treats specially."""
-
-EAGER = "eager"
-"""Transformers' reference attention: the code of the modelling file itself."""
+ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
+EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(batch, head, query position, key position) -> visible``: how transformers writes a mask."""
@@ -44,7 +39,7 @@ class StopForward(Exception):
 
 @dataclass(slots=True)
 class Observed:
-    """What a forward at load notes: the mask function of each attention module by ``id``, ``None`` for a mask of another origin."""
+    """The mask functions of attention modules, by ``id``, that a forward at load notes; ``None``: a mask of another origin."""
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
@@ -55,7 +50,7 @@ class Attentions:
     """What a forward has to know of a model's attention modules: how far back each one sees, by ``id``, and the ``id`` of the last.
 
     ``is_dense``: they can't be replaced, and get a mask. ``tells_offsets``: a layer takes the positions of its fresh rows from the cache's
-    length (Llama 4 scales queries by them), so it is told one from which counting gives the rows' own positions, scattered or not.
+    length (Llama 4), so it is told one from which counting gives the rows' own positions, scattered or not.
     """
 
     device: torch.device
@@ -66,18 +61,10 @@ class Attentions:
 
 
 class Forward(Cache):  # type: ignore[misc]
-    """One forward over chosen rows of a buffer.
+    """One forward over chosen rows of a buffer; see :meth:`~kvrag.model.CausalLM.forward`.
 
-    Parameters
-    ----------
-    rows, kv, attentions
-        What is computed, where it is written, and by which model.
-    mass
-        Where to collect the attention of the modules ``weighed`` (their ``id``s).
-    outputs
-        Last rows that somebody will look at. What the module ``final`` returns matters for them alone: nothing mixes rows after it.
-    before_write
-        Called in each layer before its fresh rows are written.
+    ``mass`` is collected from the modules ``weighed`` (their ``id``s). Of what the module ``final`` returns only the last ``outputs`` rows
+    matter: nothing mixes rows after it.
     """
 
     def __init__(
@@ -128,19 +115,15 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Attend in the last layer that is needed: for the rows that somebody will look at, the others get zeros.
 
-        Raises
-        ------
-        StopForward
-            If nobody looks at the layer's output at all.
+        Raises :class:`StopForward` if nobody looks at the layer's output at all.
         """
         total, wanted = query.shape[2], max(self.outputs, 0 if mass is None else mass.rows)
-        out = (
-            attend(query, limits=self.limits)
-            if wanted >= total
-            else query.new_zeros((*query.shape[:3], value.shape[-1]))
-        )
-        if 0 < wanted < total:
-            out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], limits=self.limits.last(wanted))
+        if wanted >= total:
+            out = attend(query, limits=self.limits)
+        else:
+            out = query.new_zeros((*query.shape[:3], value.shape[-1]))
+            if wanted:
+                out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], limits=self.limits.last(wanted))
         if not self.outputs:
             raise StopForward
         return out
@@ -157,39 +140,28 @@ class Forward(Cache):  # type: ignore[misc]
 
 
 class _Current(threading.local):
-    """What runs in this thread: a forward of kvrag's, or transformers' own attention of a name."""
+    """What runs in this thread: a forward of kvrag's, or transformers' own attention by name."""
 
     running: Forward | str | None = None
 
 
 @dataclass(slots=True)
 class _Own:
-    """What a model has outside kvrag's forwards: its attention, whether that can't be replaced, and the lock of who switches it."""
+    """What a model has outside kvrag's forwards, and the lock of who switches it."""
 
     attention: str = EAGER
     is_dense: bool = False
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=fork_lock)
 
 
 _current = _Current()
 _ATTENTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
 _own: dict[int, _Own] = {}  # by id of the config, which the switch is part of
-_guard = threading.Lock()
-
-
-def _after_fork() -> None:
-    """Make new locks in a forked process: the threads that held them are not there."""
-    global _guard
-    _guard = threading.Lock()
-    for own in _own.values():
-        own.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_guard = fork_lock()
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:
-    """Return the one lock of a model, however many engines use it: its attention is switched during a forward."""
+    """Return the one lock of a model, shared by all engines that use it."""
     with _guard:
         if id(model.config) not in _own:
             _own[id(model.config)] = _Own()
@@ -198,16 +170,13 @@ def lock_of(model: PreTrainedModel) -> threading.RLock:
 
 
 def running() -> Forward | str | None:
-    """Return what runs in this thread under kvrag's name: hooks leave the forwards of other threads alone."""
+    """Return what runs in this thread under kvrag's name."""
     return _current.running
 
 
 @contextmanager
 def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
-    """Run the model's forwards of this thread inside as a forward, or by transformers' attention of this name, without dropout.
-
-    The caller holds the model's lock.
-    """
+    """Run the model's forwards of this thread as ``what``, without dropout; the caller holds the model's lock."""
     config, own = model.config, _own[id(model.config)]
     if config._attn_implementation != ATTENTION:  # else a forked process found it so
         own.attention = config._attn_implementation or EAGER
@@ -215,7 +184,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     config._attn_implementation = ATTENTION
     _current.running = what
     try:
-        with evaluating(model) if model.training else nullcontext():
+        with evaluating(model):
             yield
     finally:
         config._attn_implementation = own.attention
@@ -223,13 +192,11 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model in evaluation mode inside, without dropout."""
+def evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Put a model in evaluation mode for a while."""
     was_training = model.training
-    if was_training:
-        model.eval()
     try:
-        yield
+        yield model.eval() if was_training else model
     finally:
         if was_training:
             model.train()
@@ -258,27 +225,19 @@ def _attention(
     if forward.observed is not None:
         forward.observed.masks[id(module)] = forward.observed.made.get(id(attention_mask), (None, None))[1]
     mass = forward.mass if id(module) in forward.weighed else None
-    attend = partial(
-        ragged_attention,
-        keys=key,
-        values=value,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        reach=forward.reach.get(id(module), EVERYTHING),
-        softcap=softcap,
-        sinks=s_aux,
-        mass=mass,
-    )
+    scale, reach = query.shape[-1] ** -0.5 if scaling is None else scaling, forward.reach.get(id(module), EVERYTHING)
+    layer: dict[str, Any] = {"scale": scale, "reach": reach, "softcap": softcap, "sinks": s_aux, "mass": mass}
+    attend: Callable[..., torch.Tensor] = partial(ragged_attention, keys=key, values=value, **layer)
     if id(module) == forward.final:
         return forward.attend_last(query, value, mass, attend).transpose(1, 2), None
     return attend(query, limits=forward.limits).transpose(1, 2), None
 
 
 def _attention_of(module: Any, name: str | None) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return transformers' attention of this name; ``None``: the one that the module's model has outside kvrag's forwards."""
+    """Return transformers' attention of this name; ``None``: the model's own."""
     name = _own[id(module.config)].attention if name is None else name
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    found: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _ATTENTIONS.get(name, by_default)
-    return found
+    return cast(Callable[..., tuple[torch.Tensor, torch.Tensor | None]], _ATTENTIONS.get(name, by_default))
 
 
 def _mask(batch_size: int, *, mask_function: MaskFunction, config: Any = None, **options: Any) -> torch.Tensor | None:

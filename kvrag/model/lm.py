@@ -1,53 +1,45 @@
-"""A causal LM as the stages see it: forwards over chosen rows, rotations, and capture of position-free keys."""
+"""A causal LM as the stages see it: forwards over chosen rows, rotations, capture of position-free keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
+from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, lock_of, running, switched
-from kvrag.model.kv import KVArena, KVBuffer
-from kvrag.model.plain import Extend, check_placement, check_supported, context_window, regime_limit
-from kvrag.model.rope import Rotation, Rotations
-from kvrag.model.rows import Rows
+from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
+from kvrag.model.rope import Rotations
+from kvrag.model.rows import KVArena, KVBuffer, Rows
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
 
 
 class CausalLM:
-    """A loaded model: forwards over chosen rows of a buffer, rotations, and capture of position-free keys.
-
-    Parameters
-    ----------
-    model
-        A decoder-only causal LM on one device.
+    """A loaded decoder-only causal LM on one device, as the stages see it.
 
     Attributes
     ----------
-    num_layers
-        Number of decoder layers ``L``.
     traits, shapes
         What is known of each layer, and the shape of its KV.
-    context_window
-        Largest number of tokens of prompt and answer together.
-    reuse_window
-        Largest number of tokens of prompt and answer together that stored KV holds for. Less than the context window where longer prompts
-        rotate by other angles (longrope): those are computed.
+    context_window, reuse_window
+        Largest number of tokens of prompt and answer together; the largest that stored KV holds for is less where longer prompts rotate by
+        other angles (longrope).
     is_dense
-        Whether its attention can't be replaced: it calls no attention function and gets a mask instead.
+        Whether its attention can't be replaced, and gets a mask instead.
     kv_bytes_per_token
         Bytes of KV per token over all layers, in the model's dtype.
 
     Raises
     ------
     UnsupportedModelError
-        If its KV can't be moved: what its config shows, and what one forward of a few tokens proves about its keys and masks.
+        If its KV can't be moved: by its config, or by what one forward of a few tokens proves about its keys and masks.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -81,27 +73,22 @@ class CausalLM:
         tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
         self._switch = Attentions(self.device, reach, next(reversed(seen.masks), None), tells_offsets, self.is_dense)
         self._can_pack = "position_ids" in self._accepted[False] and not (self.is_dense or tells_offsets)
-        self._rotations: list[Rotation] = []
-        for trait in self.traits:
-            if trait.rotation not in self._rotations:
-                self._rotations.append(trait.rotation)
+        self._rotations = list(dict.fromkeys(trait.rotation for trait in self.traits))
         self._kinds = [self._rotations.index(trait.rotation) for trait in self.traits]
         self._check_angles(positions)
 
     def _check_angles(self, positions: torch.Tensor) -> None:
-        """Refuse a model whose angles at a position depend on what comes after it, unless it is known from which length on they do."""
-        if self.reuse_window < self.context_window:
-            return
-        for rotation in self._rotations:
+        """Refuse a model whose angles at a position depend on the prompt's length, unless it is known from which length on."""
+        for rotation in self._rotations if self.reuse_window == self.context_window else ():
             short, long = rotation.tables(positions[:3]), rotation.tables(positions)
             if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
+                name = f"{type(self.model).__name__} ({rotation.name})"
                 raise UnsupportedModelError(
-                    f"the rotary angles of {type(self.model).__name__} ({rotation.name}) change with the prompt's length, so stored keys "
-                    "can't be moved exactly"
+                    f"the rotary angles of {name} change with the prompt's length, so stored keys can't be moved exactly"
                 )
 
     def arena(self, slots: int, *, batch: int = 1) -> KVArena:
-        """Allocate KV in slots, for one request or several; see :class:`~kvrag.model.kv.KVArena`."""
+        """Allocate KV in slots, for one request or several."""
         keeps_ids = self.reuse_window < self.context_window and batch == 1
         return KVArena(self.shapes, slots, dtype=self.dtype, device=self.device, batch=batch, keeps_ids=keeps_ids)
 
@@ -119,13 +106,12 @@ class CausalLM:
     def can_share_forwards(self) -> bool:
         """Whether rows of several requests may be computed in one forward.
 
-        Not where a model takes positions from anything but ``position_ids`` (ALiBi, Llama 4), or changes its angles with the length
-        of the prompt (longrope): those run one request at a time.
+        Not where positions come from anything but ``position_ids`` (ALiBi, Llama 4), or angles change with the prompt's length (longrope).
         """
         return self._can_pack and self.reuse_window == self.context_window
 
     def can_pack(self, num_positions: int) -> bool:
-        """Whether chunks that end before this position can share one prefix in a forward: no layer's reach cuts them."""
+        """Whether chunks that end before this position can share one prefix in a forward."""
         return self._can_pack and all(trait.reach.is_whole(num_positions) for trait in self.traits)
 
     @torch.inference_mode()
@@ -148,7 +134,7 @@ class CausalLM:
         token_ids
             Ids of these rows, ``(R,)`` or ``(B, R)``, int64.
         rows
-            What to compute; see :class:`~kvrag.model.rows.Rows`.
+            What to compute.
         kv
             The request's buffer, or the arena for several requests. A slot that a row sees must be written before, or be among ``rows``.
         logits
@@ -191,9 +177,8 @@ class CausalLM:
 
         def extend(ids: torch.Tensor) -> torch.Tensor:
             nonlocal length
-            logits, _ = self.forward(ids, Rows.span(length, length + len(ids)), kv, logits=len(ids))
             length += len(ids)
-            return logits[0]
+            return self.forward(ids, Rows.span(length - len(ids), length), kv, logits=len(ids))[0][0]
 
         return extend
 
@@ -209,8 +194,7 @@ class CausalLM:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": logits}
         if self.is_dense:  # ALiBi is made from the mask of padding
             options["attention_mask"] = positions.new_ones((ids.shape[0], forward.limits.num_keys))
-        names = self._accepted[bool(logits)]
-        options = {name: value for name, value in options.items() if name in names}
+        options = {name: value for name, value in options.items() if name in self._accepted[bool(logits)]}
         run = self.model if logits else self._base
         weighing = self._weighing(forward) if self.is_dense and forward.mass is not None else nullcontext()
         with switched(self.model, forward), weighing, suppress(StopForward):
@@ -223,9 +207,10 @@ class CausalLM:
     def _weighing(self, forward: Forward) -> Iterator[None]:
         """Collect the mass of attention that can't be replaced from the weights that it returns."""
         mass = forward.mass
+        assert mass is not None
 
-        def collect(_: torch.nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            if mass is not None and running() is forward:
+        def collect(_: object, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+            if running() is forward:
                 mass.total.add_(output[1][:, :, -mass.rows :].float().sum(dim=(0, 1, 2)))
 
         handles = [a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed]
@@ -237,17 +222,12 @@ class CausalLM:
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Collect position-free keys of every forward of this thread inside: layer → ``(B, R, H_kv, D)``.
-
-        kvrag's other threads wait until the end; forwards of anyone else's threads are left alone.
-        """
+        """Collect position-free keys of this thread's forwards: layer → ``(B, R, H_kv, D)``; kvrag's other threads wait."""
         with lock_of(self.model):
             captured: dict[int, torch.Tensor] = {}
-            handles = [
-                trait.source.attach(self._attentions[layer], layer, captured)
-                for layer, trait in enumerate(self.traits)
-                if trait.source is not None
-            ]
+            sources = [trait.source for trait in self.traits]
+            layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]
+            handles = [source.attach(self._attentions[layer], layer, captured) for layer, source in layers]
             self._captured = captured
             try:
                 yield captured
@@ -259,9 +239,36 @@ class CausalLM:
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
         """Turn back the fresh keys of the layers whose position-free keys no submodule gives."""
         layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
-        rotations = self.rotary(rows.stop) if layers else None
+        rotations, positions = (
+            self.rotary(rows.stop) if layers else [],
+            rows.slots if rows.positions is None else rows.positions,
+        )
         for layer in layers:
-            assert rotations is not None
             keys = kv.keys(layer)[:, :, rows.slots]
-            free = rotations[layer].unrotate(keys.flatten(0, 1), rows.own_positions)
+            free = rotations[layer].unrotate(keys.flatten(0, 1), positions)
             captured[layer] = free.reshape(keys.shape).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class LoadedModel:
+    """A model ready for use: forwards, prompts, and its identity.
+
+    ``encoder`` is what the loader made of the tokenizer; ``shares`` is the loaded model that has these weights, if another.
+    """
+
+    lm: CausalLM | PlainLM
+    encoder: Any
+    identity: LiveIdentity
+    shares: LoadedModel | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Part of every key of its KV; looked up each time: adapters may have been switched, or weights changed in place."""
+        return self.identity.fingerprint
+
+    @property
+    def reusable(self) -> CausalLM:
+        """The model, if its KV is reused; else raises ``UnsupportedModelError``, which says why."""
+        if isinstance(self.lm, PlainLM):
+            raise UnsupportedModelError(f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored")
+        return self.lm

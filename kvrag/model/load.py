@@ -1,7 +1,6 @@
-"""Find and load a model once per process, say exactly which one it is, and decide whether its KV is reused.
+"""Find and load a model once per process, identify it, and decide by its structure and by proof whether its KV is reused.
 
-That is decided by its structure and by proof, never by its name; a passed proof is kept on disk. A model that is refused answers all the
-same (:class:`~kvrag.model.plain.PlainLM`), and says why in every result.
+A passed proof is kept on disk. A refused model answers all the same (:class:`~kvrag.model.plain.PlainLM`), and every result says why.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import platform
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import cache_dir, keep, source_identity
-from kvrag.model.lm import CausalLM
+from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.plain import PlainLM, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
 from kvrag.model.source import (
@@ -51,37 +51,6 @@ PROOF_VERSION = 2
 """Version of the checks; a change invalidates every kept proof."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class LoadedModel:
-    """A model ready for use: forwards, prompts, and its identity.
-
-    ``encoder`` is what the caller of :func:`load` made of the tokenizer; ``shares`` is the loaded model that has these weights, if another.
-    """
-
-    lm: CausalLM | PlainLM
-    encoder: Any
-    identity: LiveIdentity
-    shares: LoadedModel | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """Part of every key of its KV; looked up each time: adapters may have been switched, or weights changed in place."""
-        return self.identity.fingerprint
-
-    @property
-    def reusable(self) -> CausalLM:
-        """The model, if its KV is reused.
-
-        Raises
-        ------
-        UnsupportedModelError
-            If it is not; says why.
-        """
-        if isinstance(self.lm, PlainLM):
-            raise UnsupportedModelError(f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored")
-        return self.lm
-
-
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
 """What is in use, by source; the last engine that lets go of a model frees it."""
 _load_lock = threading.Lock()
@@ -90,22 +59,8 @@ _load_lock = threading.Lock()
 def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) -> LoadedModel:
     """Load a model, or return the one that this process has loaded from the same source and still uses.
 
-    A model that was handed in is examined each time.
-
-    Parameters
-    ----------
-    source
-        Which model, and how.
-    make_encoder
-        Makes ``LoadedModel.encoder`` from the tokenizer, as :class:`kvrag.prompt.template.PromptEncoder` does; ``None``: the tokenizer
-        itself.
-
-    Raises
-    ------
-    ModelError
-        If it can't be found or loaded, or is no causal LM.
-    ConfigError
-        If the dtype or the device does not exist here.
+    A model that was handed in is examined each time. ``make_encoder`` makes :attr:`LoadedModel.encoder` from the tokenizer; ``None``: the
+    tokenizer itself. Raises ``ModelError`` if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device that isn't here.
     """
     if isinstance(source.model, PreTrainedModel):
         found = _load(source, make_encoder)
@@ -130,17 +85,13 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
         _keep_freed_memory()
     # Identified after a first forward: quantised layers may repack their weights in it, and adapters unmerge.
     weights = (_origin(source, model) if given is None else None) or weights_digest(model)
-    identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=_regime(lm)))
+    regime = ""
+    if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:  # longrope
+        regime = f"up to {lm.reuse_window} tokens"
+    identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=regime))
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
     return LoadedModel(lm, tokenizer if make_encoder is None else make_encoder(tokenizer), identity)
-
-
-def _regime(lm: CausalLM | PlainLM) -> str:
-    """Name the regime of a RoPE whose angles change where a prompt grows long: KV is stored for prompts up to that length."""
-    if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:
-        return f"up to {lm.reuse_window} tokens"
-    return ""
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
@@ -156,22 +107,22 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory for the next forward instead of returning it to the kernel.
+    """Tell glibc to keep freed memory for the next forward: page faults of fresh memory cost a visible part of a repair on a CPU.
 
-    A repair forward allocates its buffers in pieces of a few MB; taken from the kernel each time, their page faults cost a visible
-    part of a stitched request on a CPU. Other allocators are left alone, and so is a process that sets glibc's own variables.
+    Other allocators are left alone, and so is a process that sets glibc's own variables.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    mallopt = ctypes.CDLL(None).mallopt
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 2**28)
-    mallopt(mmap_threshold, 2**25)
+    for option, value in (
+        (-1, 2**31 - 1),
+        (-2, 2**28),
+        (-3, 2**25),
+    ):  # malloc.h: trim threshold, top pad, mmap threshold
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
-    """Say where the weights are from; ``None`` where that does not tell what they are."""
+    """Return where the weights are from; ``None`` where that does not identify them."""
     path, base = os.fspath(source.model), base_directory(source)
     commit = getattr(model.config, "_commit_hash", None)
     if getattr(model, "peft_config", None):
@@ -182,12 +133,9 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
 
 
 def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
-    """Look at the structure of a loaded causal LM: one that reuse can be built on, or one that answers without.
+    """Return a loaded causal LM as one that reuse can be built on, or one that answers without.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If its quantised layers can't run on its device: such layers are often written for some devices and sizes only.
+    Raises ``UnsupportedModelError`` if its quantised layers can't run on its device.
     """
     try:
         check_adapters(model)
@@ -225,42 +173,35 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
     if proof.failure is not None:
         return refuse(lm.model, proof.failure)
     if not proof.is_conclusive:
-        logger.warning(
-            "in %s this model amplifies roundings so much that its proof could miss a mistake; prove it in float32 as well: kvrag verify "
-            "MODEL --dtype float32",
-            lm.dtype,
-        )
+        words = "in %s this model amplifies roundings so much that its proof could miss a mistake; prove it in float32 as well: %s"
+        logger.warning(words, lm.dtype, "kvrag verify MODEL --dtype float32")
     logger.info("reuse is proven for this model in %.2f s (largest difference %.1e)", proof.seconds, proof.max_error)
     keep(file, json.dumps(proof.to_dict()))  # where it can't be written, it is proven again next time
     return lm
 
 
 def proof_file(lm: CausalLM, fingerprint: str) -> Path:
-    """Return where the proof of a model is kept."""
+    """Return where a model's proof is kept."""
     return kept_file("proof", lm, fingerprint, proof=str(PROOF_VERSION))
 
 
 def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Path:
-    """Return where something of this kind, found out about a model, is kept: the name holds everything that it depends on."""
+    """Return where a finding of this kind about a model is kept; its name holds everything that it depends on."""
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type
-    fields = {
-        "fingerprint": fingerprint,
-        **versions,
+    fields = versions | {
         "kvrag": kvrag.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": str(lm.dtype),
-        "device": device,
-        "attention": str(lm.model.config._attn_implementation),
     }
+    fields |= {"fingerprint": fingerprint, "dtype": str(lm.dtype), "device": device}
+    fields["attention"] = str(lm.model.config._attn_implementation)
     name = digest(kind, {key: value.encode() for key, value in fields.items()})
     return cache_dir() / f"{kind}s" / f"{name}.json"
 
 
 def kept_proof(file: Path) -> Proof | None:
     """Read a proof that passed; anything else in its place, damaged or failed, is none."""
-    try:
+    with suppress(OSError, ValueError):
         proof = TypeAdapter(Proof).validate_json(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return proof if proof.passed else None
+        return proof if proof.passed else None
+    return None

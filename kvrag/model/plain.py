@@ -1,9 +1,7 @@
 """Models whose KV is not reused: why, as far as the config or the module tree shows it, and how they answer all the same.
 
-A deny list with reasons, not a list of names to accept: what passes here is then proven or refused by :mod:`.traits` and :mod:`.proof`.
-Whatever ``generate`` can run is answered (learned positions, state space models, hybrids) by transformers' own forward, attention and
-cache. ``generate`` itself prepares the first call (``custom_generate`` is its documented way in), so cache, mask and positions are those
-of this version of transformers.
+What this deny list passes is then proven or refused by :mod:`.traits` and :mod:`.proof`. Whatever ``generate`` can run is answered by
+transformers' own forward, attention and cache; ``generate`` prepares the first call (``custom_generate`` is its documented way in).
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.model.forward import evaluating, lock_of
 
-UNLIMITED = 2**20
-"""Context window of a model whose KV is reused and whose config names none."""
-
-NO_LIMIT = 2**31 - 1
-"""Context window of other models whose config names none (state space models)."""
+UNLIMITED = 2**20  # context window of a model whose KV is reused and whose config names none
+NO_LIMIT = 2**31 - 1  # the same of other models (state space models)
 
 Extend = Callable[[torch.Tensor], torch.Tensor]
 """``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
@@ -46,7 +41,7 @@ _OTHER_INPUTS = ("vision_config", "audio_config", "image_token_id", "image_token
 
 
 def check_supported(config: Any) -> None:
-    """Raise :class:`UnsupportedModelError` if the config shows that this model's KV can't be moved; the message gives the reason."""
+    """Raise :class:`UnsupportedModelError`, with the reason, if the config shows that this model's KV can't be moved."""
     reason = refusal(config)
     if reason is not None:
         raise UnsupportedModelError(f"architecture {config.model_type!r} {reason}")
@@ -66,15 +61,11 @@ def refusal(config: Any) -> str | None:
     stateful = sorted(kind for kind in kinds if kind.startswith(_STATEFUL_LAYERS))
     if stateful:
         return f"{_MIXED} (layer types: {', '.join(stateful)})"
-    return _rope_refusal(config)
-
-
-def _rope_refusal(config: Any) -> str | None:
     for rope in rope_parameters(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
             return (
-                f"has RoPE type {rope['rope_type']!r}, which changes its angles with the prompt's length, so stored keys can't be moved "
-                "exactly; set another rope_type, such as 'yarn'"
+                f"has RoPE type {rope['rope_type']!r}, which changes its angles with the prompt's length, so stored keys can't be moved; "
+                "set another rope_type, such as 'yarn'"
             )
     return None
 
@@ -87,24 +78,20 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def regime_limit(config: Any) -> int | None:
-    """Return the longest prompt whose angles are those of shorter ones, or ``None`` where the length doesn't matter.
-
-    Longrope (Phi 3) rotates prompts beyond the original context by other angles than shorter ones.
-    """
-    limits = [
-        int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
-        for rope in rope_parameters(config)
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(limits, default=None)
+    """Return the longest prompt that longrope (Phi 3) rotates by the angles of shorter ones; ``None`` where the length doesn't matter."""
+    ropes, name = (
+        [r for r in rope_parameters(config) if r.get("rope_type") == "longrope"],
+        "original_max_position_embeddings",
+    )
+    return min((int(rope.get(name) or getattr(config, name)) for rope in ropes), default=None)
 
 
 def check_placement(model: PreTrainedModel) -> None:
-    """Raise :class:`UnsupportedModelError` unless all weights of a loaded model are on one device: KV is kept in one buffer there."""
+    """Raise :class:`UnsupportedModelError` unless all weights of a loaded model are on one device."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     devices = {str(parameter.device) for parameter in model.parameters()}
     is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-    if len(places) > 1 or "disk" in places or len(devices) > 1 or "meta" in devices or is_sharded:
+    if max(len(places), len(devices)) > 1 or {"disk", "meta"} & (places | devices) or is_sharded:
         where = ", ".join(sorted(places or devices))
         raise UnsupportedModelError(
             f"the weights of {type(model).__name__} are spread over several places ({where}), and kvrag keeps KV on one device; load the "
@@ -123,54 +110,35 @@ def check_generates(model_or_config: Any) -> None:
     """Raise :class:`ModelError` unless a ``PreTrainedModel``, or the model of a ``PretrainedConfig``, is a causal LM."""
     is_model = isinstance(model_or_config, PreTrainedModel)
     config = model_or_config.config if is_model else model_or_config
-    remedy = "load a model that AutoModelForCausalLM takes"
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs; {remedy}")
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if is_model:
-        if not model_or_config.can_generate():
-            raise ModelError(f"{type(model_or_config).__name__} has no language model's head to answer with; {remedy}")
-    elif not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"transformers has no causal LM for {config.model_type!r} (it may need images or sound, or answer by an encoder); {remedy}"
-        )
+    fault = None
+    if getattr(config, "is_encoder_decoder", False):
+        fault = f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs"
+    elif is_model and not model_or_config.can_generate():
+        fault = f"{type(model_or_config).__name__} has no language model's head to answer with"
+    elif not is_model and not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        fault = f"transformers has no causal LM for {config.model_type!r} (it may need images or sound, or answer by an encoder)"
+    if fault is not None:
+        raise ModelError(f"{fault}; load a model that AutoModelForCausalLM takes")
 
 
 class PlainLM:
-    """A loaded model that answers without reuse.
-
-    Parameters
-    ----------
-    model
-        Any model that ``AutoModelForCausalLM`` gives.
-    refusal
-        Why its KV is not reused, as a sentence.
-    """
+    """A loaded model that answers without reuse: any that ``AutoModelForCausalLM`` gives. ``refusal`` says why, as a sentence."""
 
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
-        self.model = model
-        self.refusal = refusal
+        self.model, self.refusal = model, refusal
         self.config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-
-    @property
-    def context_window(self) -> int:
-        """Largest number of tokens of prompt and answer together; :data:`NO_LIMIT` where the config names none."""
-        window = context_window(self.config, NO_LIMIT)
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_window = context_window(self.config, NO_LIMIT)
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":  # stretches its angles beyond the length that it was trained at
-            return int(window * float(rope.get("factor", 1.0)))
-        return window
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return int(self.config.vocab_size)
+            self.context_window = int(self.context_window * float(rope.get("factor", 1.0)))
 
     @torch.inference_mode()
     def prefill(self, token_ids: torch.Tensor, *, max_new_tokens: int) -> tuple[torch.Tensor, Extend]:
-        """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, in the model's dtype, and what goes on from there."""
+        """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, and what goes on from there."""
         run = _Run(self, token_ids.to(self.device)[None], max_new_tokens)
         logits = run.forward()
         return logits, run.extend
@@ -180,21 +148,16 @@ class _Run:
     """One prompt and what follows it: the ids so far, and the arguments that carry the model's cache."""
 
     def __init__(self, lm: PlainLM, ids: torch.Tensor, max_new_tokens: int) -> None:
-        self._lm, self._ids = lm, ids
-        self._is_first = True
+        self._model, self._ids, self._is_first = lm.model, ids, True
         self._kwargs = _prepared(lm.model, ids, max_new_tokens)
 
     def forward(self) -> torch.Tensor:
         """Compute the rows that have not been computed; returns the last one's logits ``(vocab,)``."""
-        model = self._lm.model
+        model = self._model
         with lock_of(model), evaluating(model):
             is_step = self._kwargs.get("use_cache") and not self._is_first
-            inputs = model.prepare_inputs_for_generation(
-                self._ids,
-                next_sequence_length=1 if is_step else None,
-                is_first_iteration=self._is_first,
-                **self._kwargs,
-            )
+            options = {"next_sequence_length": 1 if is_step else None, "is_first_iteration": self._is_first}
+            inputs = model.prepare_inputs_for_generation(self._ids, **options, **self._kwargs)
             out = model(**inputs, return_dict=True)
         self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
         self._is_first = False
@@ -215,17 +178,10 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
     found: dict[str, Any] = {}
 
     def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        loop = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
-        found.update({name: value for name, value in arguments.items() if name not in loop})
+        loop = {"logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"}
+        found.update({name: arguments[name] for name in arguments.keys() - loop})
         return input_ids
 
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0,
-        custom_generate=take,
-    )
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options)
     return found

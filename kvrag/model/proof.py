@@ -3,20 +3,18 @@
 A few dozen random tokens are encoded as chunks, moved and repaired as a prompt would be, and run through transformers' own forward. What
 the two must agree on is what the tests promise for tiny models (docs/promises.md).
 
-**Limits.** A check may differ by 1e-3; float32 stays far below. Where it differs by more, the rounding of this model is measured between
-transformers and itself (in two pieces, and from embeddings moved by one unit in the last place), and twice as much is allowed. The effect
-of a planted mistake is measured, too: a limit above it proves little. A mixture of experts may send a row to another expert for a
-rounding; such a chance does not repeat, a mistake does, so a proof that fails is tried with other tokens, twice.
+A check may differ by 1e-3; float32 stays far below. Where it differs by more, the rounding of this model is measured between transformers
+and itself, and twice as much is allowed; the effect of a planted mistake is measured, too, for a limit above it proves little. A mixture
+of experts may send a row to another expert for a rounding, which does not repeat: a proof that fails is tried with other tokens, twice.
 
-**Which attention.** The model's own, as it was loaded. Where that differs (SDPA drops Gemma 2's soft cap, and is the default with
-transformers 5.17), the eager one, the modelling file's, decides, and a note says so.
+Compared is with the model's attention as it was loaded. Where that differs from the eager one, the latter decides, and a note says so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -41,7 +39,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Measured(NamedTuple):
-    """Logits (float32, on the host) and KV of a run; or how far apart two runs are, absolute and relative to the layer's largest."""
+    """Logits (float32, on the host) and KV of a run; or how far apart two runs are."""
 
     logits: Any
     kv: Any
@@ -49,7 +47,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was compared: the promise it belongs to, the claim, the largest difference found, the largest allowed.
+    """One thing that was compared: its promise, the claim, the largest difference found and allowed.
 
     ``unit`` is ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
     """
@@ -61,7 +59,7 @@ class Check:
     unit: str
 
     def allowing(self, noise: Measured) -> Check:
-        """Return the same check with room for rounding; keys that are only rotated have theirs already."""
+        """Return the check with room for rounding; keys that are only rotated have theirs already."""
         rounding = 0.0 if self.promise == "4" else NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
         return replace(self, limit=max(self.limit, rounding))
 
@@ -73,7 +71,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared for one model: checks, notes on what they can't say, length of the prompt, effect of a planted mistake, time."""
+    """What was compared for one model, with notes on what it can't say; ``fault`` is the effect of a planted mistake."""
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
@@ -88,7 +86,7 @@ class Proof:
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether a planted mistake moves the logits by more than any check allows: else one could hide in the rounding."""
+        """Whether a planted mistake moves the logits by more than any check allows."""
         return all(check.limit < self.fault for check in self.checks if check.unit == "logits")
 
     @property
@@ -99,10 +97,8 @@ class Proof:
     @property
     def failure(self) -> str | None:
         """The first check that failed, as a sentence; ``None`` where all passed."""
-        for c in self.checks:
-            if not c.passed:
-                return f"the proof on this model failed: {c.claim} (largest difference {c.error:.2g}, allowed {c.limit:.2g})"
-        return None
+        sentence = "the proof on this model failed: {0.claim} (largest difference {0.error:.2g}, allowed {0.limit:.2g})"
+        return next((sentence.format(check) for check in self.checks if not check.passed), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -118,15 +114,15 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
             break
     own = str(lm.model.config._attn_implementation)
     if own != EAGER and any(check.promise == "0" and not check.passed for check in proof.checks):
-        by_definition = _Trial(lm, seed, EAGER).prove()
-        if by_definition.passed:
+        eager = _Trial(lm, seed, EAGER).prove()
+        if eager.passed:
             note = f"transformers' {own!r} attention differs from its {EAGER!r} one, which defines this model; kvrag follows the latter"
-            proof = replace(by_definition, notes=(*by_definition.notes, note))
+            proof = replace(eager, notes=(*eager.notes, note))
     return replace(proof, seconds=time.perf_counter() - start)
 
 
 class _Trial:
-    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix; ``attention``: transformers' to compare with."""
+    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix."""
 
     def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
         self._lm, self._attention, self._seed = lm, attention, seed
@@ -135,8 +131,8 @@ class _Trial:
         lengths = [3, max(12, max((w for w in self._windows if w <= CROSSABLE_WINDOW), default=0) + 8), 3, 10, 4]
         while sum(lengths) > lm.context_window - 1 and max(lengths) > 2:
             lengths = [max(2, length // 2) for length in lengths]
-        drawn = _draw(lm, sum(lengths) + 1, seed)
-        self._ids, self._other = drawn[:-1], int(drawn[-1])
+        *ids, self._other = _draw(lm, sum(lengths) + 1, seed).tolist()
+        self._ids = torch.tensor(ids)
         spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
         self._prefix, self._first, self._glue, self._moved, _ = spans
 
@@ -144,11 +140,8 @@ class _Trial:
     def prove(self) -> Proof:
         """Run the checks."""
         ids, moved = self._ids, torch.arange(self._moved.start, self._moved.stop)
-        notes = [
-            f"the sliding window of {w} was not crossed: the proof's prompt has {len(ids)} tokens"
-            for w in self._windows
-            if w >= len(ids)
-        ]
+        note = f"the sliding window of {{}} was not crossed: the proof's prompt has {len(ids)} tokens"
+        notes = tuple(note.format(window) for window in self._windows if window >= len(ids))
         own = self._run_own()
         stored = encode(self._lm, [ids[self._prefix], ids[self._first], ids[self._moved]])
         every, full = self._blend(ids, stored, moved), self._blend(ids, [], torch.empty(0, dtype=torch.int64))
@@ -165,7 +158,7 @@ class _Trial:
         if not all(check.passed for check in checks):
             noise = self._noise(own)
             checks = tuple(check.allowing(noise) for check in checks)
-        return Proof(checks, tuple(notes), len(ids), fault, 0.0)
+        return Proof(checks, notes, len(ids), fault, 0.0)
 
     def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
         """Run the prompt through transformers alone, in one piece or more; ``moved``: from embeddings moved by a rounding each."""
@@ -174,15 +167,13 @@ class _Trial:
         with lock_of(model), evaluating(model) if self._attention is None else switched(model, self._attention):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
             given = self._moved_embeddings(batch) if moved else batch
-            parts = [
-                model(**{name: part}, past_key_values=cache, use_cache=True, **keep).logits[0]
-                for part in given.tensor_split(pieces, dim=1)
-            ]
+            run = partial(model, past_key_values=cache, use_cache=True, **keep)
+            parts = [run(**{name: part}).logits[0] for part in given.tensor_split(pieces, dim=1)]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
 
     def _moved_embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Move every embedding by one unit in the last place, up or down: a rounding that the model then amplifies."""
+        """Return embeddings moved by one unit in the last place each: a rounding that the model then amplifies."""
         found: torch.Tensor = self._lm.model.get_input_embeddings()(ids)
         signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(self._seed)) * 2 - 1
         return (found.float() * (1 + torch.finfo(found.dtype).eps * signs.to(found.device))).to(found.dtype)
@@ -190,12 +181,11 @@ class _Trial:
     def _noise(self, own: Measured) -> Measured:
         """Measure how far transformers is from itself."""
         others = [self._run_own(pieces=2)]
-        if "inputs_embeds" in accepted(self._lm.model):
-            others.append(self._run_own(moved=True))
+        others += [self._run_own(moved=True)] if "inputs_embeds" in accepted(self._lm.model) else []
         return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
 
     def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False) -> Measured:
-        """Stitch what is stored and compute the selected and all other rows; ``plant`` puts the first chunk's keys one row off."""
+        """Stitch what is stored and compute the selected and all other rows; ``plant``: the first chunk's keys are one row off."""
         kv, rotary = self._lm.buffer(len(ids)), self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)
         for span, layers in zip((self._prefix, self._first, self._moved), stored, strict=False):
@@ -215,24 +205,22 @@ class _Trial:
     def _first_chunk(self, stored: list[Pairs], own: Measured) -> tuple[float, float]:
         """Compare prefix, first chunk and glue, unrepaired, with transformers; and the same with a planted mistake."""
         head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
-        # From the end: the prompt's head is causal, what follows doesn't matter.
-        reference = own.logits[len(head) - 1 - len(self._ids)]
+        reference = own.logits[len(head) - 1 - len(self._ids)]  # from the end: what follows the head doesn't matter
         sound, faulty = (self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True))
         return gap(sound, reference), gap(faulty, reference)
 
     def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
         """Repair half of the moved chunk's rows, and again with another token in the last of them; compare the rows before it."""
-        order = torch.randperm(len(moved), generator=torch.Generator().manual_seed(self._seed))
-        selected = moved[order[: (len(moved) + 1) // 2]].sort().values
-        changed, last = self._ids.clone(), int(selected[-1])
-        changed[last] = self._other
+        selected = moved[::2]
+        last = int(selected[-1])
+        changed = self._ids.index_fill(0, selected[-1], self._other)
         one, two = (self._blend(ids, stored, selected).kv for ids in (self._ids, changed))
         return kv_gap(two, one, slice(0, last))
 
     def _far_keys(self) -> tuple[float, float]:
         """Run some tokens far from the beginning through transformers, and compare its cache with captured keys, rotated there.
 
-        Keys of the first layer depend on the token alone, so they are captured at the beginning; those of the others in the same run.
+        Keys of the first layer depend on the token alone: they are captured at the beginning; the others in the same run.
         """
         lm, limit = self._lm, 8 * torch.finfo(self._lm.dtype).eps + 1e-6
         tokens = self._ids[:8].to(lm.device)
@@ -247,11 +235,9 @@ class _Trial:
             captured.clear()
             with evaluating(lm.model):
                 lm.model(input_ids=tokens[None], past_key_values=cache, use_cache=True, position_ids=positions[None])
-        rotary, worst = lm.rotary(start + len(tokens)), 0.0
-        for layer, keys in {**captured, 0: first}.items():
-            rotated, cached = rotary[layer].rotate(keys[0].transpose(0, 1), positions), cache.layers[layer].keys[0]
-            worst = max(worst, float((rotated - cached).abs().max() / cached.abs().max()))
-        return worst, limit
+        rotary, cached = lm.rotary(start + len(tokens)), [layer.keys[0] for layer in cache.layers]
+        found = {n: rotary[n].rotate(keys[0].transpose(0, 1), positions) for n, keys in {**captured, 0: first}.items()}
+        return max(gap(keys, cached[n]) / float(cached[n].abs().max()) for n, keys in found.items()), limit
 
 
 def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
@@ -262,39 +248,36 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
     kv = lm.buffer(start + longest, batch=len(chunks))
     with lm.capture() as captured:
         lm.forward(ids, Rows.span(0, start + longest), kv, logits=0)
-    spans = [(0, slice(0, start)), *((i, slice(start, start + len(chunk))) for i, chunk in enumerate(chunks))]
-    return [
-        [(captured[n][i, rows].transpose(0, 1), values[i, :, rows]) for n, (_, values) in enumerate(kv.layers)]
-        for i, rows in spans
-    ]
+
+    def taken(i: int, rows: slice) -> Pairs:
+        return [(captured[n][i, rows].transpose(0, 1), values[i, :, rows]) for n, (_, values) in enumerate(kv.layers)]
+
+    behind = [taken(i, slice(start, start + len(chunk))) for i, chunk in enumerate(chunks)]
+    return [taken(0, slice(0, start)), *behind]
 
 
 def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
     """Draw ids that mean nothing special: no end of a text, no place for an image, which a model may refuse without one."""
-
-    def special(values: Any) -> Iterator[int]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from special(value)
-            elif str(name).endswith(("_token_id", "_token_index")):
-                yield from [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
-
-    allowed = torch.ones(lm.vocab_size)
-    allowed[[i for i in special(lm.model.config.to_dict()) if 0 <= i < lm.vocab_size]] = 0
+    allowed, left = torch.ones(lm.vocab_size), list(lm.model.config.to_dict().items())
+    for name, value in left:
+        if isinstance(value, dict):
+            left += value.items()
+        elif str(name).endswith(("_token_id", "_token_index")):
+            ids = value if isinstance(value, list) else [value]
+            allowed[[i for i in ids if isinstance(i, int) and 0 <= i < lm.vocab_size]] = 0
     return torch.multinomial(allowed, count, replacement=True, generator=torch.Generator().manual_seed(seed))
 
 
 def gap(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference of logits."""
+    """Largest difference."""
     return float((logits - reference).abs().max())
 
 
 def kv_gap(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float:
     """Largest difference of keys or values in some rows, relative to the largest magnitude of their layer."""
-    worst = 0.0
-    for pair, expected in zip(kv, reference, strict=True):
-        for tensor, target in zip(pair, expected, strict=True):
-            scale = float(target.abs().max()) or 1.0
-            found = float((tensor[:, rows].float() - target[:, rows].float()).abs().max()) / scale
-            worst = max(worst, found) if found == found else float("nan")
-    return worst
+    worst = [
+        gap(tensor[:, rows].float(), target[:, rows].float()) / (float(target.abs().max()) or 1.0)
+        for pair, expected in zip(kv, reference, strict=True)
+        for tensor, target in zip(pair, expected, strict=True)
+    ]
+    return float(torch.tensor(worst).max())  # NaN if any is

@@ -1,15 +1,14 @@
 """Rotary positions: rotate position-free keys to their final rows, and back, in float32 with one cast.
 
 A rotary embedding is linear in its table: ``rotate(k) = cos · k + sin · J(k)``, whatever the pairing ``J`` (halves, interleaved, partial).
-So the model's own function serves every layout: with ``-sin`` it is the inverse, and no formula of ours can disagree with the model's
-(RoFormer, arXiv 2104.09864).
+So the model's own function serves every layout, and with ``-sin`` it is the inverse (RoFormer, arXiv 2104.09864).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,49 +23,41 @@ Index = slice | torch.Tensor
 """Positions of a prompt: a slice, or an int64 index tensor."""
 
 
-@dataclass(slots=True)
-class RotaryTable:
-    """Rotations of the positions 0 to ``N - 1`` of one prompt, for layers of one kind.
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """One way of rotating keys: by tables, with the model's own rotation of the ``width`` dimensions from ``start`` on.
 
-    Parameters
-    ----------
-    cos, sin
-        Float32 tables ``(N, R)`` as the model's rotary module gives them, ``magnitude`` included.
-    apply
-        The model's own rotation of the ``width`` dimensions that rotate.
-    magnitude
-        Factor in ``cos`` and ``sin`` (YaRN and longrope scale the keys as well as rotating them).
-    width
-        How many dimensions rotate, from ``start`` on; the others pass as they are. 0: none, a layer without positions.
-    start
-        First dimension that rotates.
-    is_aligned
-        Whether column ``d`` of the table belongs to dimension ``start + d``. It does not where ``apply`` spreads half a table over
-        pairs (GLM, GPT-J) or over halves (GPT-OSS).
+    The other dimensions pass as they are; ``width`` 0 is a layer without positions. ``magnitude`` is a factor in the tables (YaRN and
+    longrope scale the keys, too). ``is_aligned``: column ``d`` of the table belongs to dimension ``start + d``; not where ``apply`` spreads
+    half a table over pairs (GLM, GPT-J) or over halves (GPT-OSS).
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    name: str
+    tables: MakeTables
     apply: ApplyRotary
-    magnitude: float = 1.0
-    width: int = -1
-    start: int = 0
-    is_aligned: bool = True
-    unit_cos: torch.Tensor = field(init=False)
-    unit_sin: torch.Tensor = field(init=False)
-    rotating: slice = field(init=False)
-    _columns: tuple[torch.Tensor, torch.Tensor] | None = field(init=False, default=None)
+    magnitude: float
+    width: int
+    start: int
+    is_aligned: bool
 
-    def __post_init__(self) -> None:
-        is_unit = self.magnitude == 1.0
-        self.unit_cos = self.cos if is_unit else self.cos / self.magnitude
-        self.unit_sin = self.sin if is_unit else self.sin / self.magnitude
-        if self.width < 0:
-            self.width = self.cos.shape[-1]
+    def at(self, positions: torch.Tensor) -> RotaryTable:
+        """Return the rotations of these positions: row ``i`` of the table rotates to ``positions[i]``."""
+        return RotaryTable(self, *self.tables(positions))
+
+
+class RotaryTable:
+    """Rotations of the positions 0 to ``N - 1`` of one prompt, for layers of one kind: float32 ``cos`` and ``sin``, ``(N, R)``."""
+
+    def __init__(self, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self.cos, self.sin, self.apply = cos, sin, rotation.apply
+        self.magnitude, self.width, self.start = rotation.magnitude, rotation.width, rotation.start
+        self.is_aligned = rotation.is_aligned
+        self.unit_cos, self.unit_sin = (x if self.magnitude == 1.0 else x / self.magnitude for x in (cos, sin))
         self.rotating = slice(self.start, self.start + self.width)
+        self._columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Rotate position-free keys ``(H, T, D)`` to the positions ``rows`` as the model does; float32 inside, cast back once."""
+        """Rotate position-free keys ``(H, T, D)`` to the positions ``rows``; float32 inside, cast back once."""
         if self.width == keys.shape[-1]:  # as a rule; a prompt has hundreds of parts
             return self.apply(keys.float()[None], self.cos[rows][None], self.sin[rows][None])[0].to(keys.dtype)
         return self._apply(keys, self.cos[rows], self.sin[rows])
@@ -85,10 +76,7 @@ class RotaryTable:
         return self._apply(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
     def without_magnitude(self, differences: torch.Tensor) -> torch.Tensor:
-        """Return differences of rotated keys ``(H, T, D)``, rotated back by :meth:`unit_unrotate`, as differences of stored keys.
-
-        What :meth:`rotate` makes of these carries the magnitude once.
-        """
+        """Return differences of keys ``(H, T, D)``, rotated back by :meth:`unit_unrotate`, as differences of stored keys."""
         if self.magnitude == 1.0 or not self.width:
             return differences
         stored = differences.clone()
@@ -104,18 +92,10 @@ class RotaryTable:
         return self.apply(found[None], zero[None], one[None])[0]
 
     def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, partner: torch.Tensor, rows: Index) -> None:
-        """Add one vector, rotated to each of the rows, to ``target`` in place.
+        """Add one vector, rotated to each of the ``T`` positions, to ``target`` in place.
 
-        The same as ``target += unit_rotate(vector.expand(...), rows)`` in two fused passes and without a copy of the target's size.
-
-        Parameters
-        ----------
-        target
-            ``(H, T, D)``, any dtype; changed.
-        vector, partner
-            Float32 ``(H, 1, D)``, and its :meth:`partner`.
-        rows
-            ``T`` positions.
+        The same as ``target += unit_rotate(vector.expand(...), rows)``, in two fused passes and without a copy of the target's size.
+        ``target`` is ``(H, T, D)``, any dtype; ``vector`` is float32 ``(H, 1, D)``, and ``partner`` its :meth:`partner`.
         """
         part = target[..., self.rotating]
         if self.width:
@@ -167,27 +147,6 @@ Rotations = Sequence[RotaryTable]
 """The rotations of one prompt's positions: a table per layer, shared by layers of one kind (Gemma 3 has two kinds)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """One way of rotating keys: where its tables come from, the rotation, and which dimensions rotate.
-
-    ``name`` says it in a word; the other fields are those of :class:`RotaryTable`.
-    """
-
-    name: str
-    tables: MakeTables
-    apply: ApplyRotary
-    magnitude: float
-    width: int
-    start: int
-    is_aligned: bool
-
-    def at(self, positions: torch.Tensor) -> RotaryTable:
-        """Return the rotations of these positions: row ``i`` of the table rotates to ``positions[i]``."""
-        cos, sin = self.tables(positions)
-        return RotaryTable(cos, sin, self.apply, self.magnitude, self.width, self.start, self.is_aligned)
-
-
 def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     empty = torch.empty((len(positions), 0), device=positions.device)
     return empty, empty
@@ -198,7 +157,7 @@ NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0
 
 
 def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosine and sine that each rotating dimension meets, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
+    """Return the cosine and sine of each rotating dimension, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
     ones = torch.ones((1, 1, len(cos), width), dtype=cos.dtype, device=cos.device)
     zeros = torch.zeros_like(cos)[None]
     signs = apply(ones[:, :, :1], zeros[:, :1], torch.ones_like(cos[None, :1]))  # J(1): +1 or -1

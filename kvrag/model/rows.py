@@ -1,7 +1,7 @@
-"""The rows of a forward, and which keys each of them sees.
+"""What a forward computes: the KV that it writes to (an arena of slots), its rows, and which keys each row sees.
 
-``Rows`` says what a forward computes: the slot, the position and the first visible slot of each row. ``Limits`` is made from it once per
-forward: blocks of rows for torch, int32 limits for the kernels; all layers with the same reach share them.
+``Rows`` holds the slot, the position and the first visible slot of each row. ``Limits`` is made from it once per forward: blocks of rows
+for torch, int32 limits for the kernels, shared by all layers with the same reach.
 """
 
 from __future__ import annotations
@@ -12,30 +12,22 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK_ROWS = 64
-"""Query rows per block: enough to fill a core, few enough that cutting keys at the block's last limit saves work."""
-
-MAX_CACHED_MASK = 2**24
-"""Mask elements of one forward that are kept for all its layers; larger masks are made again in each layer."""
+BLOCK_ROWS = 64  # enough to fill a core, few enough that cutting keys at the block's last limit saves work
+MAX_CACHED_MASK = 2**24  # elements of one forward's mask that are kept for all its layers
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back the rows of a layer see.
+    """How far back the rows of a layer see; ``None``: no limit.
 
-    Parameters
-    ----------
-    window
-        Sliding window: the last ``window`` keys, the row's own included. ``None``: no limit.
-    chunk
-        Chunked attention (Llama 4): the keys from the last multiple of ``chunk`` on. ``None``: no limit.
+    ``window`` shows the last keys, the row's own included; ``chunk`` those from its last multiple on (Llama 4).
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def lo(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the first slot that rows in these slots, at these positions, see; int64, shaped as ``slots``."""
+        """Return the first slot that rows in these slots, at these positions, see, shaped as ``slots``."""
         first = torch.zeros_like(slots) if self.window is None else (slots - self.window + 1).clamp_(min=0)
         return first if self.chunk is None else torch.maximum(first, slots - positions % self.chunk)
 
@@ -49,23 +41,77 @@ EVERYTHING = Reach()
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Shape of one layer's KV: heads and the head dims of keys and of values."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class KVBuffer:
+    """The KV of one request (or of a batch of chunks), row index = position: consecutive slots of an arena, from ``start`` on.
+
+    ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``. ``token_ids``, int64 ``(capacity,)`` on
+    the host, are kept by the forwards of a model that may have to compute rows again; else ``None``.
+    """
+
+    def __init__(
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int = 0, token_ids: torch.Tensor | None = None
+    ) -> None:
+        self.layers, self.start, self.token_ids = layers, start, token_ids
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows: prompt plus room for the answer."""
+        return int(self.layers[0][0].shape[2])
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Return the keys of a layer."""
+        return self.layers[layer][0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Return the values of a layer."""
+        return self.layers[layer][1]
+
+
+class KVArena(KVBuffer):
+    """Preallocated KV in slots, which requests share; each request's buffer is a :meth:`view`.
+
+    Slots are uninitialised until written; attention sees none before. ``shapes`` has one per layer; ``batch`` is 1 for prompts;
+    ``keeps_ids``: views keep their token ids.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch: int = 1,
+        keeps_ids: bool = False,
+    ) -> None:
+        def empty(heads: int, dim: int) -> torch.Tensor:
+            return torch.empty((batch, heads, slots, dim), dtype=dtype, device=device)
+
+        super().__init__([(empty(s.num_heads, s.key_dim), empty(s.num_heads, s.value_dim)) for s in shapes])
+        self._keeps_ids = keeps_ids
+
+    def view(self, start: int, capacity: int) -> KVBuffer:
+        """Return the buffer of a request in slots ``start`` to ``start + capacity - 1``."""
+        rows = slice(start, start + capacity)
+        layers = [(keys[:, :, rows], values[:, :, rows]) for keys, values in self.layers]
+        return KVBuffer(layers, start, torch.zeros(capacity, dtype=torch.int64) if self._keeps_ids else None)
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The rows that one forward computes, of one request or of several.
 
-    A row sees the slots from ``first`` to its own, and the first ``prefix`` slots. A request stands in neighbouring slots, in order.
-
-    Parameters
-    ----------
-    slots
-        Where the keys and values of each row are written: a slice, or an int64 tensor ``(R,)``, ascending within each request.
-    stop
-        One past the last slot.
-    positions
-        Int64 tensor ``(R,)``: position of each row in its prompt; ``None``: its slot.
-    first
-        Int64 tensor ``(R,)``: first slot that each row sees; ``None``: slot 0, for all.
-    prefix
-        Number of first slots that every row sees besides.
+    A row sees the slots from ``first``, int64 ``(R,)`` (``None``: 0), to its own, and the first ``prefix`` slots. A request is in
+    neighbouring slots, in order. The KV of the rows is written to ``slots``: a slice, or int64 ``(R,)``, ascending within each request;
+    ``stop`` is one past the last of them. ``positions``, int64 ``(R,)``, are those of each row in its prompt; ``None``: its slot.
     """
 
     slots: slice | torch.Tensor
@@ -86,7 +132,7 @@ class Rows:
 
     @classmethod
     def packed(cls, prefix: int, lengths: Sequence[int], device: torch.device) -> Rows:
-        """Return chunks of these lengths one after the other, each behind the same prefix and blind to the others."""
+        """Return chunks of these lengths in a row, each behind the same prefix and blind to the others."""
         sizes = torch.tensor(lengths, device=device)
         starts = (prefix + sizes.cumsum(0) - sizes).repeat_interleave(sizes)
         stop = prefix + sum(lengths)
@@ -95,15 +141,7 @@ class Rows:
 
     @classmethod
     def together(cls, requests: Sequence[tuple[Rows, int]], device: torch.device) -> Rows:
-        """Join the rows of several requests in one forward.
-
-        Parameters
-        ----------
-        requests
-            Rows of each request (of :meth:`span` or :meth:`at`), and the slot of the arena at which its KV begins.
-        device
-            Of the model.
-        """
+        """Join several requests: the rows of each (of :meth:`span` or :meth:`at`), and the arena's slot at which its KV begins."""
         positions = [rows.indices(device) for rows, _ in requests]
         starts = torch.tensor([start for _, start in requests], device=device)
         first = starts.repeat_interleave(torch.tensor([len(p) for p in positions], device=device))
@@ -116,17 +154,11 @@ class Rows:
             return torch.arange(self.slots.start, self.slots.stop, device=device)
         return self.slots.to(device)
 
-    @property
-    def own_positions(self) -> slice | torch.Tensor:
-        """Positions of the rows, as an index."""
-        return self.slots if self.positions is None else self.positions
-
 
 class Block(NamedTuple):
     """Rows ``rows`` of a forward see keys ``keys``, plus ``mask`` (``(G · len(rows), len(keys))``: 0 or -inf, ``None``: all).
 
-    The heads of a group are packed as rows, group first, so that K and V are never repeated. Every row sees the keys before
-    ``sure``, as an index into ``keys``.
+    The heads of a group are packed as rows, group first. Every row sees the first ``sure`` of the keys.
     """
 
     rows: slice
@@ -136,7 +168,7 @@ class Block(NamedTuple):
 
 
 class KernelLimits(NamedTuple):
-    """What a kernel takes for a layer: int32 limits, and its own plan of tiles; see :mod:`kvrag_kernels`."""
+    """What a kernel takes for a layer: int32 limits, and its plan of tiles."""
 
     hi: torch.Tensor
     lo: torch.Tensor | None
@@ -147,14 +179,8 @@ class KernelLimits(NamedTuple):
 class Limits:
     """Which keys the rows of one forward see, shared by all its layers.
 
-    Parameters
-    ----------
-    hi
-        Int64 tensor ``(R,)``: slot of each row, the last one that it sees.
-    num_keys
-        Slots that the rows may see, ``max(hi) + 1``.
-    positions, first, prefix
-        As in :class:`Rows`.
+    ``hi``, int64 ``(R,)``, is the slot of each row, the last one that it sees; ``num_keys`` is ``max(hi) + 1``; the others are as in
+    :class:`Rows`.
     """
 
     hi: torch.Tensor
@@ -170,10 +196,8 @@ class Limits:
         self.is_whole = self.first is None and len(self.hi) == self.num_keys
 
     def lo(self, reach: Reach) -> torch.Tensor | None:
-        """Return the first slot that each row sees in a layer, int64 ``(R,)``; ``None``: slot 0.
-
-        Behind a shared prefix, a layer's reach must cut no chunk: see :meth:`kvrag.model.CausalLM.can_pack`.
-        """
+        """Return the first slot that each row sees in a layer, int64 ``(R,)``; ``None``: slot 0."""
+        # Behind a shared prefix, a layer's reach cuts no chunk: see CausalLM.can_pack.
         if self.prefix or reach == EVERYTHING or reach.is_whole(self.num_keys):
             return self.first
         lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
@@ -181,15 +205,15 @@ class Limits:
 
     def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
         """Return the blocks for a layer with this reach and so many heads per key head; made once unless they are large."""
-        reach, asked = EVERYTHING if reach.is_whole(self.num_keys) else reach, reach
-        lo = self.lo(reach)
-        cuts = _cut(self.hi.tolist(), None if lo is None else lo.tolist())
-        if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
-            return (self._block(rows, keys, sure, lo, groups, dtype) for rows, keys, sure in cuts)
-        kind = (reach, groups, dtype)
+        kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
         if kind not in self.kept:
-            self.kept[kind] = [self._block(rows, keys, sure, lo, groups, dtype) for rows, keys, sure in cuts]
-        self.kept[(asked, groups, dtype)] = self.kept[kind]
+            lo = self.lo(reach)
+            cuts = _cut(self.hi.tolist(), None if lo is None else lo.tolist())
+            blocks = (self._block(*cut, lo, groups, dtype) for cut in cuts)
+            if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
+                return blocks
+            self.kept[kind] = list(blocks)
+        self.kept[(reach, groups, dtype)] = self.kept[kind]
         return self.kept[kind]
 
     def _block(
@@ -206,12 +230,11 @@ class Limits:
 
     def last(self, count: int) -> Limits:
         """Return the limits of the last ``count`` rows alone."""
-        positions = None if self.positions is None else self.positions[-count:]
-        first = None if self.first is None else self.first[-count:]
+        positions, first = (None if x is None else x[-count:] for x in (self.positions, self.first))
         return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
-        """Return the limits for a layer with this reach and these shapes; made once for all layers like it."""
+        """Return the limits for a layer; made once for all layers like it."""
         import kvrag_kernels
 
         limits = None if reach.is_whole(self.num_keys) else reach
@@ -225,10 +248,7 @@ class Limits:
 
 
 def _cut(last: list[int], first: list[int] | None) -> list[tuple[slice, slice, int]]:
-    """Cut rows into blocks: rows, keys, and how many of these every row of the block sees.
-
-    A row whose keys begin behind the last one's, or that goes back, is of another request and begins a block.
-    """
+    """Cut rows into blocks: rows, keys, and how many of these every row sees. A row of another request begins a block."""
     cuts, start, first = [], 0, first or [0] * len(last)
     for i in range(1, len(last) + 1):
         if i < len(last) and i - start < BLOCK_ROWS and first[i] <= last[i - 1] < last[i]:

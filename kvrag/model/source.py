@@ -25,25 +25,11 @@ T = TypeVar("T")
 class ModelSource:
     """Which model to load, and how.
 
-    Parameters
-    ----------
-    model
-        Hub id, local directory (of a model, or of an adapter of one), ``.gguf`` file, a loaded ``PreTrainedModel`` or a ``PeftModel``.
-    tokenizer
-        Tokenizer, its id or directory; ``None`` takes the model's own.
-    revision
-        Hub revision.
-    dtype
-        ``"auto"``: float32 on CPU (bfloat16 matmuls are up to 95 times slower on CPUs without native support), the checkpoint's dtype
-        elsewhere. Or a ``torch.dtype`` or its name.
-    device
-        ``None``: CUDA if there is one, else CPU.
-    hf_kwargs
-        Passed on to ``from_pretrained``.
-    extra_keys
-        Names and values that take part in the fingerprint: KV is shared only where they are equal.
-    prove
-        Whether reuse is proven on the loaded model (:mod:`kvrag.model.proof`).
+    ``model`` is a hub id, a local directory (of a model, or of an adapter of one), a ``.gguf`` file, a loaded ``PreTrainedModel`` or a
+    ``PeftModel``; ``tokenizer`` one, its id or directory, ``None``: the model's own. ``dtype`` is a ``torch.dtype``, its name, or
+    ``"auto"``: float32 on CPU (bfloat16 is slow on CPUs without native support), else the checkpoint's. ``device`` ``None``: CUDA if there
+    is one, else CPU. ``hf_kwargs`` go to ``from_pretrained``. KV is shared only where ``extra_keys`` are equal, which take part in the
+    fingerprint. ``prove``: whether reuse is proven on the loaded model.
     """
 
     model: str | os.PathLike[str] | PreTrainedModel
@@ -59,9 +45,9 @@ class ModelSource:
         object.__setattr__(self, "model", unwrap(self.model))
         if not isinstance(self.extra_keys, Mapping):
             raise ConfigError(f"extra_keys is {self.extra_keys!r}; pass a dict of names and values, both strings")
-        for name, value in self.extra_keys.items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise ConfigError(f"extra_keys holds {name!r}: {value!r}; names and values must be strings")
+        for item in self.extra_keys.items():
+            if not all(isinstance(part, str) for part in item):
+                raise ConfigError(f"extra_keys holds {item[0]!r}: {item[1]!r}; names and values must be strings")
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -93,7 +79,7 @@ def _option(value: Any) -> str:
 
 
 def resolve_device(source: ModelSource) -> torch.device:
-    """Return the device to load to."""
+    """Return the device to load to; raises ``ConfigError`` if torch can't use it here."""
     if isinstance(source.model, PreTrainedModel):
         return torch.device(source.model.device)
     if source.device is None:
@@ -124,23 +110,19 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
     if source.tokenizer is None:
         raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
     usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()  # they tell where its files are
-    idle = [name for name in source.hf_kwargs if name not in usable]
-    if idle or source.revision is not None:
-        name = idle[0] if idle else "revision"
-        raise ConfigError(
-            f"{name!r} is given with a model that is loaded already, and would have no effect: leave it out, or pass it to the function "
-            "that loads the model"
-        )
+    idle = [name for name in source.hf_kwargs if name not in usable] + ["revision"] * (source.revision is not None)
+    if idle:
+        what = f"{idle[0]!r} is given with a model that is loaded already, and would have no effect"
+        raise ConfigError(f"{what}: leave it out, or pass it to the function that loads the model")
     if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
         raise ConfigError(
-            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: leave it out, or load the model with that dtype"
+            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: leave it out, or load the model with it"
         )
     if source.device is not None:
         wanted = resolve_device(replace(source, model=""))
         if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
-            raise ConfigError(
-                f"device is {source.device!r}, and the loaded model is on {model.device}: leave it out, or move the model first"
-            )
+            where = f"device is {source.device!r}, and the loaded model is on {model.device}"
+            raise ConfigError(f"{where}: leave it out, or move the model first")
 
 
 def directory(source: ModelSource) -> str:
@@ -158,46 +140,35 @@ def base_directory(source: ModelSource) -> str:
     return str(trying(source, lambda: json.loads(adapter.read_text())["base_model_name_or_path"]))
 
 
-def gguf_options(source: ModelSource) -> dict[str, Any]:
-    """Return the options that make ``from_pretrained`` read a GGUF file."""
-    path = os.fspath(source.model)
-    return {"gguf_file": os.path.basename(path)} if path.endswith(".gguf") else {}
-
-
-_HUB_OPTIONS = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
+_HUB_OPTIONS = {"cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "subfolder", "token"}
+_HUB_OPTIONS |= {"trust_remote_code"}
 """Options of ``from_pretrained`` that say where to look, for config and tokenizer as well as for weights."""
 
 
-def hub_options(source: ModelSource, *, revision: bool = True) -> dict[str, Any]:
-    """Return the user's options that say where to look."""
-    options = {name: source.hf_kwargs[name] for name in _HUB_OPTIONS if name in source.hf_kwargs}
-    return options if source.revision is None or not revision else {**options, "revision": source.revision}
+def hub_options(source: ModelSource, *, own_files: bool = True) -> dict[str, Any]:
+    """Return the user's options that say where to look; ``own_files``: with the revision, and the GGUF file, of the model."""
+    options = {name: value for name, value in source.hf_kwargs.items() if name in _HUB_OPTIONS}
+    if own_files and source.revision is not None:
+        options["revision"] = source.revision
+    if own_files and (path := os.fspath(source.model)).endswith(".gguf"):
+        options["gguf_file"] = os.path.basename(path)
+    return options
 
 
 def loading_options(source: ModelSource) -> dict[str, Any]:
     """Return the options to load the weights with."""
-    return {"dtype": resolve_dtype(source), **hub_options(source), **gguf_options(source), **source.hf_kwargs}
+    return {"dtype": resolve_dtype(source), **hub_options(source), **source.hf_kwargs}
 
 
 def load_tokenizer(source: ModelSource) -> Any:
     """Return the tokenizer: the one given, or that of the directory given, or the model's own."""
-    if source.tokenizer is not None and not isinstance(source.tokenizer, (str, os.PathLike)):
+    is_named = isinstance(source.tokenizer, (str, os.PathLike))
+    if source.tokenizer is not None and not is_named:
         return source.tokenizer
-    if source.tokenizer is not None:
-        home, options = os.fspath(source.tokenizer), hub_options(source, revision=False)
-    else:
-        home, options = directory(source), hub_options(source) | gguf_options(source)
-        if not os.path.exists(os.path.join(home, "tokenizer_config.json")):
-            home = base_directory(source)
+    home = os.fspath(source.tokenizer) if is_named else directory(source)
+    if not is_named and not os.path.exists(os.path.join(home, "tokenizer_config.json")):
+        home = base_directory(source)
+    options = hub_options(source, own_files=not is_named)
     return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
 
 
@@ -217,12 +188,10 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
 
 
 def check_source(source: ModelSource) -> None:
-    """Raise ``ModelError`` or ``ConfigError`` for faults that show without loading weights: no such model or device, no causal LM."""
+    """Raise ``ModelError`` or ``ConfigError`` for what can be seen without loading weights: no such model or device, no causal LM."""
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
-        raise ConfigError(
-            f"model is of type {type(source.model).__name__}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a "
-            "PeftModel"
-        )
+        what = f"model is of type {type(source.model).__name__}"
+        raise ConfigError(f"{what}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel")
     check_prove(source.prove)
     resolve_device(source)
     resolve_dtype(source)

@@ -1,8 +1,8 @@
 """What one forward of a few tokens at load shows, layer by layer: how keys rotate, where they are free of positions, who sees whom.
 
-Every attention module gets one of two hidden states at each row, whatever came before, at positions from 0 to the end of the context
-window. So the keys of rows with the same state must be the same once they are rotated back: that holds for the right rotation only, and
-fails for keys that depend on their position, or on their neighbours, in any other way.
+Every attention module gets one of two hidden states at each row, at positions from 0 to the end of the context window. So the keys of rows
+with the same state must be the same once they are rotated back. That holds for the right rotation only, and fails for keys that depend on
+their position, or on their neighbours, in any other way.
 """
 
 from __future__ import annotations
@@ -19,21 +19,16 @@ from transformers import PreTrainedModel
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.model.candidates import KeySource, decoder_of, key_sources, rotations
 from kvrag.model.forward import Attentions, Forward, MaskFunction, Observed, running, switched
-from kvrag.model.kv import KVBuffer, LayerShape
 from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
-from kvrag.model.rows import EVERYTHING, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
-STATES = (0, 0, 1, 0, 1, 1, 0, 1)
-"""Which of the two hidden states each row has: neighbours differ, so a mix of neighbours shows."""
+STATES = (0, 0, 1, 0, 1, 1, 0, 1)  # hidden state of each row: neighbours differ, so a mix of neighbours shows
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """What is known of one layer: the shape of its KV, how its keys rotate, how far back its rows see.
-
-    ``source`` says where its position-free keys can be taken from; ``None``: rotate the cached keys back.
-    """
+    """What is known of one layer. ``source``: where its position-free keys are; ``None``: rotate the cached keys back."""
 
     shape: LayerShape
     rotation: Rotation
@@ -43,7 +38,7 @@ class LayerTraits:
 
 @dataclass(slots=True)
 class Seen(Observed):
-    """What the forward showed: keys and values by layer, submodule outputs by layer, the first layer's input, masks, weights."""
+    """What the forward showed: keys and values, submodules' outputs, and whether weights are returned, by layer; the first input; masks."""
 
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -76,35 +71,26 @@ def sample_positions(context: int) -> list[int]:
 
 def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
     """Run the forward and note all that is needed; the caller holds the model's lock. Raises ``UnsupportedModelError`` if it fails."""
+    seen, decoder, name = Seen(), decoder_of(model), type(model).__name__
+    states = torch.tensor(STATES[: len(positions)], device=positions.device)
+    recorder = _Recorder(model, seen, len(positions))
+    inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
+    inputs = {option: value for option, value in inputs.items() if option in accepted(decoder)}
+    inputs["input_ids"] = ((states + 1) % int(model.config.vocab_size))[None]
     try:
-        return _observe(model, attentions, positions)
+        with ExitStack() as stack, torch.inference_mode():
+            for layer, attention in enumerate(attentions):
+                stack.enter_context(_watched(attention, layer, states, seen))
+            stack.enter_context(switched(model, recorder))
+            decoder(**inputs, past_key_values=recorder, use_cache=True)
     except UnsupportedModelError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
-            f"{type(model).__name__} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error}), so "
-            "nothing can be proven about it"
+            f"{name} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error})"
         ) from error
-
-
-@torch.inference_mode()
-def _observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
-    seen, decoder = Seen(), decoder_of(model)
-    states = torch.tensor(STATES[: len(positions)], device=positions.device)
-    recorder = _Recorder(model, seen, len(positions))
-    inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
-    with ExitStack() as stack:
-        for layer, attention in enumerate(attentions):
-            stack.enter_context(_watched(attention, layer, states, seen))
-        stack.enter_context(switched(model, recorder))
-        decoder(
-            input_ids=((states + 1) % int(model.config.vocab_size))[None],
-            past_key_values=recorder,
-            use_cache=True,
-            **{name: value for name, value in inputs.items() if name in accepted(decoder)},
-        )
     return seen
 
 
@@ -160,17 +146,14 @@ def find_traits(
     name, given = type(model).__name__, seen.first_input[0]
     if _differs_within_states(given) > _tolerance(given):
         raise UnsupportedModelError(
-            f"{name} adds its absolute position to each token before the first layer (learned or sinusoidal embeddings), so a chunk's KV "
-            "fits one position only: reuse is possible there alone, as a prefix"
+            f"{name} adds its absolute position to each token before the first layer, so KV fits one position only"
         )
     if any(tensor.dim() != 4 for pair in seen.kv.values() for tensor in pair):
-        raise UnsupportedModelError(
-            f"{name} keeps keys and values in its own shape; kvrag needs (batch, heads, tokens, head dim)"
-        )
+        raise UnsupportedModelError(f"{name} keeps KV in its own shape; kvrag needs (batch, heads, tokens, head dim)")
     if sorted(seen.kv) != list(range(len(attentions))):
         raise UnsupportedModelError(
-            f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them keep keys and values of their own; kvrag can't "
-            "store and move what layers share"
+            f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them keep KV of their own; kvrag can't move what "
+            "layers share"
         )
     known: dict[int, list[tuple[Rotation, RotaryTable]]] = {}
     traits = []
@@ -179,8 +162,7 @@ def find_traits(
         rotation, table = _explain(model, layer, attention, keys, positions, known)
         if _differs_within_states(values[0].float()) > _tolerance(values):
             raise UnsupportedModelError(
-                f"layer {layer} of {name} keeps values that depend on their position (compressed attention keeps rotated keys in their "
-                "place); kvrag moves keys only"
+                f"layer {layer} of {name} keeps values that depend on their position; kvrag moves keys only"
             )
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
         source = _source_of(model, attention, seen.outputs[layer], keys, table)
@@ -206,7 +188,7 @@ def _explain(
     positions: torch.Tensor,
     known: dict[int, list[tuple[Rotation, RotaryTable]]],
 ) -> tuple[Rotation, RotaryTable]:
-    """Return the rotation, and its table, that explains these keys best; refuse the model if none does. ``known``: by key dim."""
+    """Return the rotation, and its table, that explains these keys best; ``known``: by key dim."""
     dim, tolerance, exact = keys.shape[-1], _tolerance(keys), keys[0].float()
 
     def listed() -> list[tuple[Rotation, RotaryTable]]:
@@ -215,8 +197,7 @@ def _explain(
     def error_of(candidate: tuple[Rotation, RotaryTable]) -> float:
         return _differs_within_states(candidate[1].unrotate(exact, slice(0, exact.shape[1])))
 
-    found = known.setdefault(dim, []) or listed()
-    known[dim] = found
+    found = known[dim] = known.get(dim) or listed()
     best = min(found, key=error_of)
     if error_of(best) > tolerance and layer > 0:  # rotary modules of this layer's own
         best = min(listed(), key=error_of)
@@ -224,9 +205,8 @@ def _explain(
     if error_of(best) > tolerance:
         names = list(dict.fromkeys(rotation.name for rotation, _ in found if rotation is not NO_ROTATION))
         raise UnsupportedModelError(
-            f"the keys of layer {layer} of {type(model).__name__} depend on their position in a way that rotating them back by its rotary "
-            f"tables ({', '.join(names) or 'it has none'}) doesn't undo, for example by a normalisation after the rotation; kvrag can't "
-            "move such keys"
+            f"the keys of layer {layer} of {type(model).__name__} depend on their position in a way that its rotary tables "
+            f"({', '.join(names) or 'it has none'}) don't undo, for example by a normalisation after the rotation; kvrag can't move them"
         )
     return best
 
@@ -240,8 +220,8 @@ def _source_of(
 ) -> KeySource | None:
     """Return the source whose keys, rotated, are the keys that the layer attends to; ``None`` if no submodule gives them."""
     heads, rows, dim = keys.shape[1:]
-    config = model.config
-    groups = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
+    names = ("num_kv_heads", "num_key_value_heads")
+    groups = next((count for name in names if (count := getattr(model.config, name, None))), heads)
     best, least = None, _tolerance(keys)
     for source, captured in key_sources(attention, outputs, heads, dim, groups):
         rotated = table.rotate(captured[0].transpose(0, 1), slice(0, rows))
@@ -254,24 +234,20 @@ def _source_of(
 def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, seen: Seen) -> Reach:
     where = f"layer {layer} of {type(model).__name__}"
     if not seen.masks:  # attention that can't be replaced gets its own mask in every forward
-        if not seen.returns_weights.get(layer):
-            raise UnsupportedModelError(
-                f"{where} neither asks for an attention function nor returns its attention's weights; kvrag can't tell what its rows see"
-            )
-        return EVERYTHING
+        if seen.returns_weights.get(layer):
+            return EVERYTHING
+        raise UnsupportedModelError(f"{where} neither asks for an attention function nor returns attention weights")
     mask = seen.masks.get(id(attention))
     reach = None if mask is None else read_mask(mask, model.config, seen.kv[layer][0].device)
     if reach is None:
-        raise UnsupportedModelError(
-            f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks; kvrag can't apply it to chosen rows"
-        )
+        raise UnsupportedModelError(f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks")
     return reach
 
 
 def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:
-    """Find the reach of a mask function by evaluating it: a config may name a window that a layer doesn't apply, and the reverse.
+    """Find the reach of a mask function by evaluating it; ``None`` if it is of no kind that a :class:`Reach` can say.
 
-    ``None`` if it is of no kind that a :class:`Reach` can say.
+    A config may name a window that a layer doesn't apply, and the reverse.
     """
     far = min(context_window(config), UNLIMITED) - 1
 
@@ -280,10 +256,7 @@ def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | 
         return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
 
     def agrees(reach: Reach, row: int) -> bool:
-        keys, at = (
-            torch.arange(row + 8, device=device),
-            torch.tensor([row], device=device),
-        )  # 8: none of the future may be seen
+        keys, at = torch.arange(row + 8, device=device), torch.tensor([row], device=device)  # 8 of the future, unseen
         return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
 
     limits = {getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)}

@@ -1,6 +1,6 @@
-"""Texts, document ids and collections as callers pass them: checked before anything is computed or erased.
+"""Checks of texts, document ids and collections, before anything is computed or erased.
 
-A document of a collection is stored as ``collection/id``; a collection is nothing more than this path.
+A document of a collection is stored as ``collection/id``; a collection is no more than this path.
 """
 
 from __future__ import annotations
@@ -20,15 +20,7 @@ Item = tuple[str | None, str]
 def check_items(
     texts: Sequence[str], ids: Sequence[str | None] | None, collection: str | None, batch_size: object
 ) -> list[Item]:
-    """Validate what is to be precomputed, and return ``(id in its collection, stripped text)``.
-
-    Raises
-    ------
-    InputError
-        If a text is not a string or empty, one id has different texts, or a document of a collection has no id.
-    ConfigError
-        If the batch size is not a whole number of at least 1.
-    """
+    """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`; return ``(id in its collection, stripped text)`` of each text."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
     if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
@@ -37,8 +29,7 @@ def check_items(
     names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
     if len(names) != len(texts):
         raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
-    found: list[Item] = []
-    seen: dict[str, str] = {}
+    found, seen = list[Item](), dict[str, str]()
     for number, (name, text) in enumerate(zip(names, texts, strict=True)):
         try:
             body = check_chunk_text(text).strip()
@@ -57,27 +48,21 @@ def check_items(
 
 
 def check_namespace(namespace: object) -> str:
-    """Return the name of a namespace; raise :class:`ConfigError` if it is not one."""
+    """Return a namespace; raise :class:`ConfigError` unless it is a non-empty string."""
     if not isinstance(namespace, str) or not namespace:
         raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
     return namespace
 
 
 def check_kv_dir(kv_dir: object) -> str | None:
-    """Return the absolute path of a store's directory, or ``None``; raise :class:`ConfigError` if it is not a path."""
+    """Return the absolute path of a store's directory, or ``None``; raise :class:`ConfigError` unless it is a path."""
     if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
         raise ConfigError(f"kv_dir is {kv_dir!r}; pass the path of a directory")
     return None if kv_dir is None else os.path.abspath(kv_dir)
 
 
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
-    """Return the stored ids of documents of a collection, or without one the ids themselves.
-
-    Raises
-    ------
-    InputError
-        If ``collection`` is not a name, or an id is not a string.
-    """
+    """Return the stored ids of documents of a collection; raise :class:`InputError` for an id or a collection that is not a name."""
     below = "" if collection is None else below_collection(collection)
     found = []
     for number, doc_id in enumerate(ids):
@@ -90,23 +75,9 @@ def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str
 
 
 def chosen_documents(catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None) -> list[str]:
-    """Return the stored ids of the documents that a call chose, each once.
+    """Return the stored ids of documents, each once; raise as :func:`in_collection`.
 
-    Parameters
-    ----------
-    catalog
-        The store's.
-    namespace
-        Digest of the namespace.
-    ids
-        ``None``: the whole collection, if one is given. An empty list is no document, never a whole collection.
-    collection
-        Where the documents are.
-
-    Raises
-    ------
-    InputError
-        If ``collection`` is not a name, or an id is not a string.
+    Without ``ids``, these are all documents of the collection, if one is given; an empty list is no document. ``namespace`` is a digest.
     """
     if ids is None:
         return [] if collection is None else members(catalog.documents(namespace), collection)
@@ -116,7 +87,7 @@ def chosen_documents(catalog: Catalog, namespace: str, ids: Sequence[str] | None
 def chosen_keys(
     catalog: Catalog, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey], *, model: str | None = None
 ) -> list[ChunkKey]:
-    """Return the keys of all KV of some documents, and those of ``keys`` that belong to the namespace, and to the model if given."""
+    """Return the keys of all KV of some documents, and those of ``keys`` that belong to the namespace, and to the model if one is given."""
     found = [key for doc_id in ids for key in catalog.document_keys(namespace, doc_id)]
     for key in [ChunkKey(keys)] if isinstance(keys, str) else keys:
         record = catalog.get(key)

@@ -1,4 +1,4 @@
-"""Precompute: token ids of chunks → position-free KV, several chunks per forward, each encoded behind the same prefix."""
+"""Token ids of chunks → position-free KV, several chunks per forward, each encoded behind the same prefix."""
 
 from __future__ import annotations
 
@@ -8,28 +8,15 @@ from itertools import accumulate, pairwise
 import torch
 
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 from kvrag.types import ChunkKV, LayerKV
 
 
 @torch.inference_mode()
 def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer, ChunkKV | None]:
-    """Run the prefix once.
+    """Encode the prefix, ``P`` tokens; return a buffer of its rows for :func:`encode_chunks`, and its KV for the store.
 
-    Parameters
-    ----------
-    model
-        The model.
-    prefix_ids
-        Everything before the first chunk; may be empty.
-
-    Returns
-    -------
-    buffer : KVBuffer
-        The prefix's rows at positions ``0:P``, for :func:`encode_chunks`.
-    kv : ChunkKV or None
-        The same KV, position-free, for the store; ``None`` for an empty prefix.
+    For an empty prefix the KV is ``None``.
     """
     length = len(prefix_ids)
     buffer = model.buffer(length)
@@ -40,15 +27,13 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer,
 
 @torch.inference_mode()
 def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode several chunks in one forward, each as if it stood alone behind the prefix.
+    """Encode several chunks, none empty, in one forward, each as if it stood alone behind the prefix, whose buffer stays as it is.
 
-    On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart; elsewhere,
+    On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart. Elsewhere,
     and where a window cuts them, they are a padded batch, which is faster on a CPU.
 
     Parameters
     ----------
-    model
-        The model.
     prefix
         Buffer of :func:`encode_prefix`, ``P`` rows; it is not changed.
     chunks
@@ -57,7 +42,7 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     Returns
     -------
     list of ChunkKV
-        In the order given, contiguous on the host, in the model's dtype.
+        In the given order, contiguous on the host, in the model's dtype.
     """
     longest = prefix.capacity + max(map(len, chunks))
     is_packed = len(chunks) > 1 and model.device.type == "cuda" and model.can_pack(longest) and _has_kernel(model)
@@ -65,18 +50,14 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
 
 
 def _has_kernel(model: CausalLM) -> bool:
-    """Whether the attention that packing is made for is computed by a kernel; without one, a padded batch keeps torch's fused attention."""
+    """Whether a kernel computes the attention; without one, a padded batch keeps torch's fused attention."""
     import kvrag_kernels
 
     return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"
 
 
 def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode chunks as a batch, shorter ones padded on the right; see :func:`encode_chunks`.
-
-    Attention is causal and a row's index is its position, so no row of a chunk sees padding and the result is that of encoding one at a
-    time.
-    """
+    """Encode chunks as a batch, padded on the right: attention is causal, so no row of a chunk sees padding; see :func:`encode_chunks`."""
     start, longest = prefix.capacity, max(map(len, chunks))
     padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
     buffer = _behind(model, prefix, start + longest, len(chunks))
@@ -85,7 +66,7 @@ def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
 
 
 def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
-    """Encode chunks as one run of rows after the other, without padding and with the prefix's KV once; see :func:`encode_chunks`."""
+    """Encode chunks one after the other in one sequence, without padding and with one copy of the prefix; see :func:`encode_chunks`."""
     ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
     buffer = _behind(model, prefix, ends[-1], 1)
     rows = Rows.packed(prefix.capacity, [len(ids) for ids in chunks], model.device)

@@ -1,7 +1,7 @@
-"""Write-back of misses: retrieved chunks that had no KV get it after the answer, in the way of index time.
+"""Write-back of misses: retrieved chunks that had no KV are precomputed after the answer.
 
-They are computed anew behind the prefix, one at a time, while no request of the engine runs. Stored KV never comes from the answer, whose
-rows may have been repaired, and never from live text: questions and other turns of users are not looked at.
+They are encoded behind the prefix, one at a time, while no request of the engine runs. Stored KV never comes from the answer, whose rows
+may have been repaired, and never from live text such as questions and other turns of users.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextlib import contextmanager
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
-from kvrag.identity.fingerprint import content_key
-from kvrag.model.load import LoadedModel
+from kvrag.identity.fingerprint import content_key, text_digest
+from kvrag.model.lm import LoadedModel
 from kvrag.precompute.run import Guard, Precompute
 from kvrag.store import TieredStore
 from kvrag.threads import POOL
@@ -28,13 +28,13 @@ from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
-"""Chunks that may wait; more are left to the next prompt that contains them."""
+"""Chunks that may wait; more are dropped until the next prompt that contains them."""
 
 RETRY_S = 60.0
-"""Seconds without write-back after a failed one: with a full or read-only disk, each miss would cost a forward."""
+"""Seconds without write-back after a failure: with a full or read-only disk, each miss would cost a forward."""
 
 EVERYWHERE = "*"
-"""All namespaces; no digest is equal to it."""
+"""All namespaces; it is no digest."""
 
 
 class Stopped(Exception):
@@ -42,29 +42,26 @@ class Stopped(Exception):
 
 
 class Erasures:
-    """Counts the erasures of each namespace, so that what was missed before one is not stored after it."""
+    """Counts the erasures of each namespace, so that chunks missed before an erasure are not stored after it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def count(self, namespace: str) -> int:
-        """Return how many there have been."""
+        """Return the number of erasures so far."""
         return self._counts[namespace] + self._counts[EVERYWHERE]
 
     @contextmanager
     def erasing(self, namespace: str) -> Iterator[None]:
-        """Count an erasure of a namespace (its digest, or :data:`EVERYWHERE`).
-
-        A write under way ends first, so that the erasure finds it; no other one begins before the erasure is over.
-        """
+        """Count an erasure of a namespace (its digest, or :data:`EVERYWHERE`); no write runs meanwhile, so it finds all of them."""
         with self._lock:
             self._counts[namespace] += 1
             yield
 
     @contextmanager
     def unless_any_since(self, namespace: str, count: int) -> Iterator[None]:
-        """Keep erasures from beginning; raise :class:`Stopped` if there has been one."""
+        """Hold up erasures; raise :class:`Stopped` if there has been one."""
         with self._lock:
             if self.count(namespace) != count:
                 raise Stopped
@@ -84,15 +81,7 @@ def erasures_of(kv_dir: str | None) -> Erasures:
 
 
 class WriteBack:
-    """Stores missed chunks in the background, in a thread that lives as long as there is something to do.
-
-    Parameters
-    ----------
-    loaded, store, config
-        Model, KV store and its limits.
-    erasures
-        The counter of the store's directory.
-    """
+    """Stores missed chunks in a background thread, which ends when nothing is left to store; ``erasures`` counts for its directory."""
 
     def __init__(self, loaded: LoadedModel, store: TieredStore, config: StoreConfig, erasures: Erasures) -> None:
         self.loaded, self.store, self.config, self.erasures = loaded, store, config, erasures
@@ -106,7 +95,7 @@ class WriteBack:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Keep forwards of this object from beginning while a request runs."""
+        """Hold up forwards of the write-back while a request runs."""
         with self._changed:
             self._requests += 1
         try:
@@ -124,9 +113,9 @@ class WriteBack:
             raise Stopped
 
     def offer(self, missed: Missed) -> None:
-        """Accept what one prompt missed, and return at once."""
+        """Queue the chunks that a prompt missed, and return at once."""
         with self._changed:
-            room = MAX_WAITING - sum(len(other.chunks) for other in self._waiting)
+            room = MAX_WAITING - self._num_waiting()
             if self.closed.is_set() or len(missed.chunks) > room or time.monotonic() < self._not_before:
                 self._counts["dropped"] += len(missed.chunks)
                 return
@@ -139,12 +128,12 @@ class WriteBack:
                     self._counts["dropped"] += len(self._waiting.pop().chunks)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to store, and return whether that is so. Only after the requests are over."""
+        """Wait until nothing is left to store and return whether that is so; call it when no request runs."""
         with self._changed:
             return self._changed.wait_for(lambda: self._work is None, timeout_s)
 
     def close(self) -> None:
-        """Drop what waits, and store nothing from now on; doesn't wait for a forward under way."""
+        """Drop waiting chunks and store nothing more; a running forward is not waited for."""
         with self._changed:
             self.closed.set()
             self._changed.notify_all()
@@ -152,14 +141,17 @@ class WriteBack:
     def stats(self) -> dict[str, int]:
         """Return the chunks ``stored``, ``skipped``, ``failed`` and ``dropped`` so far, and those ``waiting``."""
         with self._changed:
-            names = ("stored", "skipped", "failed", "dropped")
-            return {**{n: self._counts[n] for n in names}, "waiting": sum(len(m.chunks) for m in self._waiting)}
+            counts = {name: self._counts[name] for name in ("stored", "skipped", "failed", "dropped")}
+            return counts | {"waiting": self._num_waiting()}
+
+    def _num_waiting(self) -> int:
+        return sum(len(missed.chunks) for missed in self._waiting)
 
     def _store_all(self) -> None:
         while True:
             with self._changed:
                 if self.closed.is_set() or not self._waiting:
-                    self._counts["dropped"] += sum(len(missed.chunks) for missed in self._waiting)
+                    self._counts["dropped"] += self._num_waiting()
                     self._waiting.clear()
                     self._work = None
                     self._changed.notify_all()
@@ -172,23 +164,21 @@ class WriteBack:
                     self._not_before = time.monotonic() + RETRY_S
 
     def _store(self, missed: Missed) -> Counter[str]:
-        """Store what is still missing of one prompt, and count; no fault gets out."""
-        guard, rest = _MissGuard(self, missed), "failed"
-        run = Precompute(
-            self.loaded, self.store, self.config, prefix=missed.prefix, namespace=missed.namespace, guard=guard
-        )
-        skipped = 0
+        """Store the chunks of one prompt that are still missing, and return the counts; no error gets out."""
+        guard, rest, skipped, run = _MissGuard(self, missed), "failed", 0, None
+        space, prefix = missed.namespace, missed.prefix
         try:
+            run = Precompute(self.loaded, self.store, self.config, prefix=prefix, namespace=space, guard=guard)
             guard.before_forward()
-            wanted = [chunk.text for chunk in missed.chunks if guard.is_wanted(chunk)]
+            wanted = [(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)]
             skipped = len(missed.chunks) - len(wanted)
-            run.run([(None, text) for text in wanted], batch_size=1)
+            run.run(wanted, batch_size=1)
         except Stopped:
             rest = "dropped"
-        except Exception as error:  # nobody waits for this thread, and the answer has been given
+        except Exception as error:  # the answer has been given
             level = logging.DEBUG if self.closed.is_set() else logging.WARNING
             logger.log(level, "missed chunks were not stored: %s", error)
-        counts = Counter(stored=run.stored, skipped=skipped + run.skipped)
+        counts = Counter(stored=run.stored, skipped=skipped + run.skipped) if run is not None else Counter[str]()
         counts[rest] += len(missed.chunks) - counts.total()
         return counts
 
@@ -215,20 +205,20 @@ class _MissGuard(Guard):
 
     @contextmanager
     def storing(self, entry: TextEntry | None) -> Iterator[None]:
-        """Keep erasures from beginning while a chunk is written; fail a text whose last document another process erased."""
+        """Hold up erasures while a chunk is written; fail a text whose last document another process erased."""
         with self._storing():
             if entry is not None and entry.digest in self._registered and not self._is_registered(entry.digest):
                 raise StoreError("its last document was erased meanwhile")
             yield
 
     def is_wanted(self, chunk: MissedChunk) -> bool:
-        """Whether a chunk has no KV behind any prefix, and is either given explicitly or the text of a document now."""
+        """Whether a chunk has no KV behind any prefix, and is an explicit segment or the text of a document."""
         owner, namespace = self._owner, self._missed.namespace
         ids = owner.loaded.encoder.chunk_ids(chunk.text)
         identity = ChunkIdentity(owner.loaded.fingerprint, namespace, "", ids, owner.config.kv_dtype)
         if owner.store.catalog.variants(content_key(identity)):
             return False
-        digest = owner.store.names.digest(chunk.text)
+        digest = text_digest(chunk.text)
         if self._is_registered(digest):
             self._registered.add(digest)
         return chunk.is_given or digest in self._registered

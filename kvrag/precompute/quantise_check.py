@@ -1,8 +1,8 @@
-"""Whether a model tolerates rounded KV: reuse of rounded KV against the same reuse without rounding, once per model and type.
+"""Checks that a model tolerates rounded KV: reuse with and without rounding is compared, once per model and type.
 
-A short prompt of two passages goes through the stages twice, unrepaired, and what follows the passages is compared token by token with the
-limit of ``verify``. A type that moves the model further is refused before anything is stored or read. A verdict that passed is kept
-beside the proofs (:mod:`kvrag.model.load`) and made again when model, device or versions change.
+A short prompt of two passages is stitched twice, unrepaired, and the tokens after the passages are compared by the thresholds of
+``verify``. If they are exceeded, the type is refused before anything is stored or read. A passed verdict is kept beside the proofs
+(:mod:`kvrag.model.load`), for the same model, device and versions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from kvrag.blend.stitch import stitch
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.weights import keep
 from kvrag.model import CausalLM
-from kvrag.model.load import LoadedModel, kept_file
+from kvrag.model.lm import LoadedModel
+from kvrag.model.load import kept_file
 from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV, KVDtype
@@ -32,13 +32,13 @@ from kvrag.types import ChunkKV, KVDtype
 logger = logging.getLogger(__name__)
 
 MAX_MEAN_KL = 0.1
-"""Default limit of ``verify`` and of this check: mean KL from the reference, in nats per token."""
+"""Default threshold of ``verify`` and of this check: mean KL from the reference, in nats per token."""
 
 MIN_TOP1 = 0.8
-"""Default limit of ``verify`` and of this check: share of tokens with the same most likely token."""
+"""Default threshold of ``verify`` and of this check: share of tokens with the same most likely token."""
 
 VERSION = 2
-"""Version of the comparison; a change makes every kept verdict void."""
+"""Version of the comparison; a change invalidates every kept verdict."""
 
 AS_LIKELY = 0.5
 """A token counts as the best one if it has at least this part of the best one's probability."""
@@ -67,53 +67,31 @@ QUESTION = (
 class Verdict:
     """The effect of rounding on a model.
 
-    Parameters
-    ----------
-    mean_kl
-        KL(without ‖ with rounding) in nats per token.
-    top1
-        Share of tokens whose most likely successor is the same, or is at least :data:`AS_LIKELY` times as likely without rounding as the
-        best one: among equally likely tokens, any rounding changes the order.
-    tokens
-        Number of tokens compared.
-    seconds
-        Wall time.
+    ``mean_kl`` is KL(without ‖ with rounding) in nats per token, ``top1`` the share of tokens whose most likely successor is the same, or
+    at least :data:`AS_LIKELY` times as likely without rounding as the best one: any rounding reorders equally likely tokens.
     """
 
     mean_kl: float
     top1: float
     tokens: int
-    seconds: float
 
     @property
     def passed(self) -> bool:
-        """Whether it is within both limits; NaN is not."""
+        """Whether both thresholds are kept; NaN does not pass."""
         return self.mean_kl <= MAX_MEAN_KL and self.top1 >= MIN_TOP1
 
 
 class Gate:
-    """Admits models to a store that rounds; remembers the admitted ones.
-
-    Parameters
-    ----------
-    kv_dtype
-        What KV is rounded to; ``"auto"`` admits every model.
-    """
+    """Admits models to a store that rounds KV to ``kv_dtype``, and remembers the admitted ones; ``"auto"`` admits every model."""
 
     def __init__(self, kv_dtype: KVDtype) -> None:
-        self._kv_dtype: KVDtype = kv_dtype
+        self.kv_dtype: KVDtype = kv_dtype
         self._admitted: set[str] = set()
         self._lock = threading.Lock()
 
     def admit(self, loaded: LoadedModel) -> None:
-        """Return if this model tolerates the rounding, as measured now or in an earlier process, or if its KV is not reused.
-
-        Raises
-        ------
-        ConfigError
-            If it does not; names the type, the measurements and the limits.
-        """
-        if self._kv_dtype == "auto" or not isinstance(loaded.lm, CausalLM):
+        """Check a model whose KV is reused, now or in an earlier process; raise :class:`ConfigError` if it fails."""
+        if self.kv_dtype == "auto" or not isinstance(loaded.lm, CausalLM):
             return
         with self._lock:
             fingerprint = loaded.fingerprint
@@ -122,7 +100,7 @@ class Gate:
                 self._admitted.add(fingerprint)
 
     def _check(self, loaded: LoadedModel, lm: CausalLM, fingerprint: str) -> None:
-        kv_dtype = self._kv_dtype
+        kv_dtype = self.kv_dtype
         file = kept_file("verdict", lm, fingerprint, gate=str(VERSION), kv_dtype=kv_dtype)
         if kept_verdict(file) is not None:
             return
@@ -142,15 +120,12 @@ class Gate:
 
 
 def kept_verdict(file: Path) -> Verdict | None:
-    """Read a passed verdict; ``None`` for anything else, such as a damaged file or a failed verdict."""
+    """Read a passed verdict; ``None`` for anything else, such as a damaged file."""
     try:
-        values = json.loads(file.read_text("utf-8"))
-        verdict = Verdict(
-            float(values["mean_kl"]), float(values["top1"]), int(values["tokens"]), float(values["seconds"])
-        )
-    except (OSError, ValueError, TypeError, KeyError):
+        verdict = Verdict(**json.loads(file.read_text("utf-8")))
+        return verdict if verdict.passed else None
+    except (OSError, ValueError, TypeError):
         return None
-    return verdict if verdict.passed else None
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -161,14 +136,7 @@ def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
-    """Compare reuse of KV rounded to ``kv_dtype`` with the same reuse without rounding; ``loaded`` has the tokenizer.
-
-    Raises
-    ------
-    StoreError
-        If this model's KV can't be kept in this type.
-    """
-    start = time.perf_counter()
+    """Compare reuse with KV rounded to ``kv_dtype`` with reuse without rounding; raise ``StoreError`` if the KV can't be rounded to it."""
     prefix, *chunks, tail = draw_parts(loaded, lm)
     buffer, kv = encode_prefix(lm, prefix)
     assert kv is not None
@@ -178,8 +146,7 @@ def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
     layout = place((n, kind, exact, source, False) for n, (kind, exact, source) in zip(lengths, kinds, strict=True))  # type: ignore[misc]
     reference = _answers(lm, layout, stored, tail)
     rounded = _answers(lm, layout, [pack(each, kv_dtype) for each in stored], tail)
-    mean_kl = float(kl_divergence(reference, rounded).mean())
-    return Verdict(mean_kl, _same_top(reference, rounded), len(tail), time.perf_counter() - start)
+    return Verdict(float(kl_divergence(reference, rounded).mean()), _same_top(reference, rounded), len(tail))
 
 
 def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Index time: texts → token ids → keys → KV → store, in batches. Stored chunks are skipped, so a killed run is simply run again."""
+"""Index time: texts → token ids → keys → KV → store, in batches. Stored chunks are skipped, so an interrupted run can be repeated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, ids_digest
-from kvrag.model.kv import KVBuffer
-from kvrag.model.load import LoadedModel
+from kvrag.model import CausalLM
+from kvrag.model.lm import LoadedModel
+from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.spans import text_entry
@@ -32,7 +33,7 @@ PREFIX_PRIORITY = 85
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """One distinct text to store, and the documents that refer to it. ``entry``: ``None`` if the text is too short to be found."""
+    """A text to store, and the documents that refer to it. ``entry`` is ``None`` if the text is too short to be found."""
 
     doc_ids: tuple[str | None, ...]
     entry: TextEntry | None
@@ -45,10 +46,10 @@ class NewChunk:
 
 
 class Guard:
-    """May hold up or end a run in the background; this one never does."""
+    """May hold up or end a run in the background; this one does neither."""
 
     def before_forward(self) -> None:
-        """Return when the next forward may run; whatever it raises ends the run."""
+        """Return when the next forward may run; an exception ends the run."""
 
     def storing(self, entry: TextEntry | None) -> AbstractContextManager[object]:
         """Return the context to write a chunk in. A ``StoreError`` fails the chunk, anything else ends the run."""
@@ -56,7 +57,7 @@ class Guard:
 
 
 def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:
-    """Return the ids that have another text now than the store remembers: the KV of a removed text must not remain."""
+    """Return the ids whose text has changed since it was stored: the KV of the old text must be erased."""
     replaced = []
     for name, text in items:
         held = store.catalog.document_texts(namespace, name) if name is not None else []
@@ -67,23 +68,17 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
 
 
 class Precompute:
-    """One run: stores the KV of a prefix, and of texts behind it, and counts.
+    """One run: stores the KV of a prefix and of texts behind it.
 
     Parameters
     ----------
-    loaded
-        Model and tokenizer.
-    store, config
-        The store and its limits.
-    prefix
-        Text that the chunks are encoded behind.
-    namespace
-        Digest of the namespace.
+    prefix, namespace
+        Text that the chunks are encoded behind, and the digest of the namespace.
     retention
-        Retention of the chunks, including those stored already; ``None``: the default, and stored ones keep theirs. The prefix has at
-        least :data:`PREFIX_PRIORITY`. Without a cost, the cost is measured: each forward's time, divided among its chunks by their tokens.
+        Retention of the chunks, including stored ones; ``None``: the default for new ones. The prefix has at least
+        :data:`PREFIX_PRIORITY`. Without a cost, it is measured: each forward's time, divided among its chunks by their tokens.
     guard
-        Asked before each forward and each write.
+        Called before each forward and around each write.
     """
 
     def __init__(
@@ -98,9 +93,10 @@ class Precompute:
         guard: Guard | None = None,
     ) -> None:
         self._loaded, self._store, self._config, self._guard = loaded, store, config, guard or Guard()
+        self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
-        identity = ChunkIdentity(loaded.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
+        identity = ChunkIdentity(loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
         self._prefix = NewChunk((None,), None, identity)
         self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
         self._prefix_kv: KVBuffer | None = None
@@ -111,16 +107,9 @@ class Precompute:
         self.failed: list[tuple[str, str]] = []
 
     def run(self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool = False) -> PrecomputeReport:
-        """Store the KV of the prefix and of every text that has none yet.
+        """Store the KV of the prefix and of every text that has none yet; equal texts are computed once.
 
-        Parameters
-        ----------
-        items
-            ``(id or None, stripped text)``; equal texts are computed once.
-        batch_size
-            Chunks per forward; halved when memory runs out.
-        show_progress
-            Show a progress bar.
+        ``batch_size`` is the number of chunks per forward, halved when memory runs out.
         """
         start = time.perf_counter()
         chunks = self._distinct(items)
@@ -140,7 +129,7 @@ class Precompute:
         return PrecomputeReport(self.stored, self.skipped, self.failed, self.stored_bytes, time.perf_counter() - start)
 
     def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
-        """Merge equal texts into one chunk with all ids that refer to it."""
+        """Return a chunk for each distinct text, with all its document ids."""
         named: dict[str, dict[str | None, None]] = {}
         for name, text in items:
             named.setdefault(text, {})[name] = None
@@ -152,13 +141,13 @@ class Precompute:
         ]
 
     def _is_missing(self, chunk: NewChunk) -> bool:
-        """Whether a chunk is to be computed; if it is stored already, its documents are added."""
+        """Whether a chunk must be computed; if it is stored already, its documents are added."""
         length, prefix_length = len(chunk.identity.token_ids), len(self._prefix.identity.token_ids)
         if length < self._config.min_chunk_tokens or chunk.entry is None:
             logger.info("chunk %s has %d tokens and remains live text", chunk.label, length)
             self.skipped += 1
             return False
-        if length >= self._loaded.reusable.reuse_window - prefix_length:
+        if length >= self._lm.reuse_window - prefix_length:
             self._fail(chunk, f"{length} tokens behind a prefix of {prefix_length} exceed the context window of reuse")
             return False
         for doc_id in chunk.doc_ids:
@@ -170,7 +159,7 @@ class Precompute:
         return False
 
     def _retain_linked(self) -> None:
-        """Give stored chunks the retention of this run, if it has one; the prefix's priority is never lowered."""
+        """Set the retention of stored chunks, if this run has one; the prefix's priority is never lowered."""
         if self._retention is None:
             return
         key = chunk_key(self._prefix.identity)
@@ -180,15 +169,15 @@ class Precompute:
             held = self._store.retention(key) or Retention()
             if self._prefix_retention.priority > held.priority and self._store.known([key]):
                 self._store.retain([key], self._prefix_retention)
-        except StoreError as error:  # no reason to compute nothing
+        except StoreError as error:
             logger.warning("stored chunks keep their retention: %s", error)
 
     def _store_batch(self, chunks: list[NewChunk]) -> None:
-        """Encode some chunks and begin to write them; failures are reported, and the run goes on."""
+        """Encode some chunks and start writing them; failures are reported, and the run continues."""
         kvs, ms_per_token, reason = self._encode(chunks)
         if (
-            self._loaded.fingerprint != self._prefix.identity.model
-        ):  # after the forward: its KV may be of another adapter
+            self._loaded.identity.fingerprint != self._prefix.identity.model
+        ):  # the forward may have seen another adapter
             for chunk in chunks:
                 self._fail(chunk, "the model's adapters or weights changed while it was computed; precompute again")
         elif kvs:
@@ -205,22 +194,17 @@ class Precompute:
             self._store_batch(chunks[half:])
 
     def _finish_write(self) -> None:
-        """Wait for the batch that is being written; raises what ended it."""
+        """Wait for the batch that is being written, and raise its exception."""
         write, self._write = self._write, None
         if write is not None:
             write.result()
 
     def _encode(self, chunks: list[NewChunk]) -> tuple[list[ChunkKV], float, str]:
-        """Return the KV of some chunks and the ms per token; or nothing, and why memory ran out.
-
-        The exception itself is not kept: it would keep its tensors alive.
-        """
+        """Return the KV of some chunks and the ms per token; if memory runs out, no KV and the message: the exception holds tensors."""
         try:
             prefix = self._encode_prefix()
             start, token_ids = time.perf_counter(), [chunk.identity.token_ids for chunk in chunks]
-            kvs = encode_chunks(
-                self._loaded.reusable, prefix, token_ids
-            )  # on the host: nothing is still being computed
+            kvs = encode_chunks(self._lm, prefix, token_ids)  # on the host: nothing is still being computed
             return kvs, 1e3 * (time.perf_counter() - start) / sum(map(len, token_ids)), ""
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -228,12 +212,12 @@ class Precompute:
             return [], 0.0, str(error)
 
     def _encode_prefix(self) -> KVBuffer:
-        """Run the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
+        """Encode the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix_kv is None:
             start = time.perf_counter()
-            self._prefix_kv, kv = encode_prefix(self._loaded.reusable, self._prefix.identity.token_ids)
+            self._prefix_kv, kv = encode_prefix(self._lm, self._prefix.identity.token_ids)
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
-            if kv is not None and self._loaded.fingerprint == self._prefix.identity.model:
+            if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
                 try:
                     self._put(self._prefix, kv, retention)
                 except StoreError as error:
@@ -261,7 +245,7 @@ class Precompute:
                 )
 
     def _recount(self) -> None:
-        """Report chunks that later ones have evicted already."""
+        """Report chunks that later ones have already evicted."""
         keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
         known = self._store.known(keys)
         remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
@@ -272,6 +256,6 @@ class Precompute:
             self._fail(chunk, f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}")
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
-        """Note that a chunk has no KV now and is computed at query time."""
+        """Report a chunk that was not stored and is computed at query time."""
         logger.warning("chunk %s was not stored: %s", chunk.label, reason)
         self.failed.append((chunk.label, reason))

@@ -3,7 +3,7 @@
 ::
 
     text, messages ─▶ template ─▶ plan ─▶ spans (known chunks), partial (first parts of them)
-                         │         ├───▶ lookup ─▶ store
+                         │         ├────▶ store
                          ▼         ▼
                      tokenizer    Plan ─▶ explain
 

@@ -9,14 +9,8 @@ from kvrag.types import ExplainedSpan, Explanation, Mode
 def explain_plan(plan: Plan, mode: Mode, reason: str | None) -> Explanation:
     """Describe a plan without loading anything.
 
-    Parameters
-    ----------
-    plan
-        The prompt's pieces.
-    mode
-        What it comes to: ``full`` (no reuse), ``prefix`` (all that is reused is exact) or ``stitch``.
-    reason
-        Why less is reused than was asked for.
+    ``mode`` is what it comes to: ``full`` (no reuse), ``prefix`` (all that is reused is exact) or ``stitch``; ``reason`` says why less is
+    reused than was asked for.
     """
     spans = _spans(plan)
     notes = [reason] if reason else []
@@ -35,20 +29,17 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None) -> Explanation:
 
 def _spans(plan: Plan) -> list[ExplainedSpan]:
     spans: list[ExplainedSpan] = []
-    start = 0
-    for index, piece in enumerate(plan.pieces):
-        stop = start + len(piece.ids)
-        is_head = index == 0 and piece.piece.kind == "live"
+    for piece in plan.pieces:
+        start = spans[-1].stop if spans else 0
         spans.append(
             ExplainedSpan(
-                kind="prefix" if is_head else piece.piece.kind,
+                kind="prefix" if not spans and piece.piece.kind == "live" else piece.piece.kind,
                 start=start,
-                stop=stop,
+                stop=start + len(piece.ids),
                 text=piece.piece.text,
                 hit=piece.identity is not None,
                 exact=piece.is_exact and plan.kv_dtype == "auto",
                 reason=piece.reason,
             )
         )
-        start = stop
     return spans

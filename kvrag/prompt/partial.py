@@ -12,43 +12,19 @@ What is missed is computed live, so every bound here costs time and never correc
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvrag.prompt.lookup import TokenIds
-from kvrag.prompt.spans import ANCHOR_CHARS
+from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.prompt.template import PromptEncoder
-from kvrag.prompt.tokenizer import Piece
+from kvrag.prompt.tokenizer import Piece, TokenIds
 from kvrag.types import TextEntry
 
-MAX_TEXTS = 8
-"""Stored texts that are compared at one place; more begin alike only where they share a header."""
-
-MAX_LOOKS = 64
-"""Places of one prompt where a text may begin and nothing was found, after which no more are looked at."""
-
-FIRST_LOOK = 1024
-"""Characters that are tokenised first at a place; four times as many each time that they all belong to a stored chunk."""
-
-SETTLE_TOKENS = 4
-"""Tokens before the end of a piece of text that may change with what follows."""
-
-MAX_BACK_OFF = 8
-"""Tokens that are given up so that a part ends where its text, tokenised alone, has the same ids."""
-
-
-class HeadScanner(Protocol):
-    """Finds where known chunk texts may begin: :class:`kvrag.prompt.spans.SpanIndex`."""
-
-    def head_places(self, text: str) -> list[int]:
-        """Return the places where a known text may begin, ascending."""
-        ...
-
-    def texts_like(self, text: str, *, limit: int) -> list[TextEntry]:
-        """Return known texts that may begin like this one, at most ``limit``."""
-        ...
+MAX_TEXTS = 8  # stored texts that are compared at one place; more begin alike only where they share a header
+MAX_LOOKS = 64  # places of one prompt where a text may begin and nothing was found, after which no more are looked at
+FIRST_LOOK = 1024  # characters that are tokenised first at a place; four times as many while they all belong to a chunk
+SETTLE_TOKENS = 4  # tokens before the end of a text that may change with what follows
+MAX_BACK_OFF = 8  # tokens that are given up so that a part ends where its text, tokenised alone, has the same ids
 
 
 @dataclass(slots=True)
@@ -67,7 +43,7 @@ class PartFinder:
         Shorter parts stay live text.
     """
 
-    scanner: HeadScanner
+    scanner: SpanIndex
     encoder: PromptEncoder
     stored_ids: Callable[[Sequence[TextEntry]], Mapping[str, list[TokenIds]]]
     min_tokens: int
@@ -83,19 +59,18 @@ class PartFinder:
         out: list[Piece] = []
         looks = MAX_LOOKS
         for piece, starts in zip(pieces, places, strict=True):
-            text, at, index = piece.text, 0, 0
-            while index < len(starts) and looks > 0:
-                start = starts[index]
+            text, at = piece.text, 0
+            for start in starts:
+                if start < at or not looks:
+                    continue
                 # What follows a document may be the template's own control tokens, whatever the document says there.
                 stop = self.encoder.control_text_after(text, start)
                 part = self._first_part(text, start, stop, stored, is_live=True)
                 if part is None:
                     looks -= 1
-                    index += 1
                     continue
                 out += [Piece(text[at:start]), part]
                 at = start + len(part.text)
-                index = bisect_left(starts, at)
             out.append(Piece(text[at:]) if at else piece)
         return [piece for piece in out if piece.text]
 

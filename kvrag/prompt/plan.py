@@ -9,27 +9,74 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from kvrag.config import KV_DTYPES
 from kvrag.errors import InputError
-from kvrag.identity.fingerprint import ids_digest
-from kvrag.prompt.lookup import Lookup, TokenIds
-from kvrag.prompt.partial import HeadScanner, PartFinder
+from kvrag.identity.fingerprint import chunk_key, content_key, ids_digest
+from kvrag.prompt.partial import PartFinder
+from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, PromptEncoder, cut, merge_live
-from kvrag.prompt.tokenizer import Piece
-from kvrag.types import ChunkIdentity, KVDtype, MissedChunk, Span
+from kvrag.prompt.tokenizer import Piece, TokenIds
+from kvrag.store import TieredStore
+from kvrag.threads import Deadline
+from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 
 
-class Scanner(HeadScanner, Protocol):
-    """Finds known chunk texts: :class:`kvrag.prompt.spans.SpanIndex`."""
+@dataclass(slots=True)
+class Lookup:
+    """Asks the store about chunks, in another thread; if it fails or is late, they count as absent.
 
-    def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
-        """Return verified spans, ascending, without overlap."""
-        ...
+    ``model``, ``namespace`` and ``kv_dtype`` are fields of the identities; ``deadline`` is for all questions together.
+    """
+
+    store: TieredStore
+    model: str
+    namespace: str
+    deadline: Deadline
+    kv_dtype: KVDtype = "auto"
+
+    def identity(self, ids: TokenIds, prefix: str) -> ChunkIdentity:
+        """Return the identity of a chunk behind a prefix."""
+        return ChunkIdentity(self.model, self.namespace, prefix, ids, self.kv_dtype)
+
+    def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
+        """Return those whose KV is stored."""
+        keys = {chunk_key(identity): identity for identity in identities}
+        nothing = set[ChunkKey]()
+        found = self.deadline.ask(lambda: self.store.known(keys), nothing, what="the KV store")
+        return {keys[key] for key in found}
+
+    def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
+        """Return, where there is one, each chunk's newest variant behind any prefix; else one kept with another dtype."""
+        dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
+        nothing: dict[TokenIds, ChunkIdentity] = {}
+
+        def find() -> dict[TokenIds, ChunkIdentity]:
+            found: dict[TokenIds, ChunkIdentity] = {}
+            for ids in runs:
+                for dtype in dtypes:
+                    identity = replace(self.identity(ids, ""), kv_dtype=dtype)
+                    if variants := self.store.catalog.variants(content_key(identity)):
+                        found[ids] = replace(identity, prefix=variants[-1].prefix, context=variants[-1].context)
+                        break
+            return found
+
+        return self.deadline.ask(find, nothing, what="the KV store's catalog") if runs else nothing
+
+    def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
+        """Return, by digest, the token ids of those texts that have KV of this model."""
+        own, nothing = self.identity((), ""), dict[str, list[TokenIds]]()
+
+        def find(digest: str) -> list[TokenIds]:
+            found = self.store.identities(self.namespace, digest)
+            own_ids = [i.token_ids for i in found if replace(i, prefix="", context="", token_ids=()) == own]
+            return list(dict.fromkeys(own_ids))
+
+        return self.deadline.ask(lambda: {e.digest: find(e.digest) for e in entries}, nothing, what="the KV store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +140,7 @@ class Plan:
     @property
     def has_mismatch(self) -> bool:
         """Whether a chunk will be used that was encoded behind another prefix."""
-        return any(piece.is_mismatched for piece in self.pieces)
+        return any([piece.is_mismatched for piece in self.pieces])
 
     @property
     def identities(self) -> list[ChunkIdentity]:
@@ -110,7 +157,7 @@ def plan_prompt(
     prompt: Prompt,
     encoder: PromptEncoder,
     *,
-    scanner: Scanner,
+    scanner: SpanIndex,
     lookup: Lookup,
     prefixes: Sequence[str],
     min_chunk_tokens: int,
@@ -118,22 +165,8 @@ def plan_prompt(
 ) -> Plan:
     """Cut a prompt into pieces and look every chunk up.
 
-    Parameters
-    ----------
-    prompt
-        As given by the user.
-    encoder
-        Renders and tokenises.
-    scanner
-        Known chunk texts.
-    lookup
-        Knows what is stored.
-    prefixes
-        Texts that chunks were encoded behind; the longest one that the prompt starts with is kept apart from what follows it.
-    min_chunk_tokens
-        Shorter chunks are live text.
-    read_dtype
-        What KV has been rounded to when it is read.
+    ``prefixes``: texts that chunks were encoded behind; the longest one that the prompt starts with is kept apart from what follows it.
+    Chunks shorter than ``min_chunk_tokens`` are live text. ``read_dtype``: what KV has been rounded to when it is read.
 
     Raises
     ------
@@ -142,18 +175,18 @@ def plan_prompt(
     """
     finder = PartFinder(scanner, encoder, lookup.stored_ids, min_chunk_tokens)
     head, rest = _split_head(merge_live(encoder.pieces(prompt)), prefixes)
-    hiding: set[str] = set()
+    hidden = set[str]()
     while True:
-        spans = {i: scanner.scan(p.text, without=hiding) for i, p in enumerate(rest) if p.kind == "live"}
-        draft = _Draft(head, finder.cut_live(cut(rest, spans)), encoder, lookup, min_chunk_tokens)
-        new = {
-            piece.digest
-            for piece in draft.without_kv
-            if piece.digest and scanner.scan(piece.text, without={*hiding, piece.digest})
-        }
+        spans = {i: scanner.scan(p.text, without=hidden) for i, p in enumerate(rest) if p.kind == "live"}
+        pieces = cut(rest, spans)
+        if any([p.kind == "live" and scanner.head_places(p.text) for p in pieces]):
+            pieces = finder.cut_live(pieces)
+        draft = _Draft(head, pieces, encoder, lookup, min_chunk_tokens)
+        without = [piece for piece in draft.without_kv if piece.digest]
+        new = {piece.digest for piece in without if scanner.scan(piece.text, without={*hidden, piece.digest})}
         if not new:
             break
-        hiding |= new  # a text without KV must not hide shorter ones that have it
+        hidden |= new  # a text without KV must not hide shorter ones that have it
     planned = [piece for piece in draft.planned(finder) if piece.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
@@ -162,11 +195,9 @@ def plan_prompt(
 
 def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:
     """Take a known prefix off the prompt before it is searched: a chunk's text inside the prefix is part of the prefix."""
-    if not pieces or pieces[0].kind == "chunk":
-        return None, pieces
-    text = pieces[0].text
-    known = max([p for p in prefixes if p and text.startswith(p)], key=len, default=None)
-    if known is None:
+    text = pieces[0].text if pieces and pieces[0].kind == "live" else ""
+    known = max([p for p in prefixes if text.startswith(p)], key=len, default="")
+    if not known:
         return None, pieces
     return Piece(known), merge_live([Piece(text[len(known) :]), *pieces[1:]])
 
@@ -179,30 +210,25 @@ class _Draft:
     ) -> None:
         if head is None and rest and rest[0].kind == "live":
             head, rest = rest[0], rest[1:]
-        elif head is not None and not any(piece.kind == "chunk" for piece in rest):
+        elif head is not None and not any([piece.kind == "chunk" for piece in rest]):
             head, rest = Piece("".join([p.text for p in (head, *rest)])), []
         self._encoder, self._lookup, self._min_tokens = encoder, lookup, min_tokens
-        self._head, self._rest = head or Piece(""), rest
+        self._head = head or Piece("")
         self._head_ids = tuple(encoder.live_ids(head.text, at_start=True) if head else encoder.bos_ids)
-        self._ids = [
-            tuple(encoder.live_ids(p.text)) if p.kind == "live" else p.ids or encoder.chunk_ids(p.text) for p in rest
+        self._rest = [
+            (p, tuple(encoder.live_ids(p.text)) if p.kind == "live" else p.ids or encoder.chunk_ids(p.text))
+            for p in rest
         ]
         self._prefix = ids_digest(self._head_ids)
         self._found: dict[TokenIds, ChunkIdentity] = {}
         self._head_identity = lookup.identity(self._head_ids, ids_digest(()))
-        known = self._look_up([p.part_of or ids for p, ids in self._chunks], self._head_identity)
-        self._has_head = self._head_identity in known
-
-    @property
-    def _chunks(self) -> list[tuple[Piece, TokenIds]]:
-        both = zip(self._rest, self._ids, strict=True)
-        return [(p, ids) for p, ids in both if p.kind == "chunk" and len(ids) >= self._min_tokens]
+        runs = [p.part_of or ids for p, ids in self._rest if p.kind == "chunk" and len(ids) >= min_tokens]
+        self._has_head = self._head_identity in self._look_up(runs, self._head_identity)
 
     @property
     def without_kv(self) -> list[Piece]:
         """Chunks that have no KV to use, behind any prefix."""
-        both = zip(self._rest, self._ids, strict=True)
-        return [p for p, ids in both if p.kind == "chunk" and self._usable(p.part_of or ids) is None]
+        return [p for p, ids in self._rest if p.kind == "chunk" and self._usable(p.part_of or ids) is None]
 
     def _look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
         """Find KV of runs of ids, behind this prefix or else elsewhere, and return those identities that are known."""
@@ -218,29 +244,25 @@ class _Draft:
 
     def planned(self, finder: PartFinder) -> list[PlannedPiece]:
         """Return the pieces with the KV to use for them; a chunk without KV may begin like a stored one."""
-        pieces = [p for p, ids in self._chunks if not p.part_of and self._usable(ids) is None]
+        long = [(p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= self._min_tokens]
+        pieces = [p for p, ids in long if not p.part_of and self._usable(ids) is None]
         parts = dict(zip(pieces, finder.cut_chunks(pieces), strict=True)) if pieces else {}
         if runs := [part.part_of for part, *_ in parts.values() if part.part_of]:
             self._look_up(runs)
-        out = [self._planned_head()]
-        for index, (piece, ids) in enumerate(zip(self._rest, self._ids, strict=True)):
+        missing = None if self._has_head else self._lookup.deadline.fault or "no stored KV for this prefix"
+        identity = self._head_identity if self._has_head else None
+        out = [PlannedPiece(self._head, self._head_ids, identity, self._has_head, reason=missing)]
+        for index, (piece, ids) in enumerate(self._rest):
             out += self._planned(piece, ids, parts.get(piece, [piece]), is_next_to_head=index == 0)
         return out
-
-    def _planned_head(self) -> PlannedPiece:
-        if self._has_head:
-            return PlannedPiece(self._head, self._head_ids, self._head_identity, is_exact=True)
-        reason = self._lookup.deadline.fault or "no stored KV for this prefix"
-        return PlannedPiece(self._head, self._head_ids, reason=reason)
 
     def _planned(self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next_to_head: bool) -> list[PlannedPiece]:
         """Plan one piece; two come of a chunk without KV whose first part is that of a stored one."""
         if piece.kind == "live":
             return [PlannedPiece(piece, ids)]
         if len(ids) < self._min_tokens:
-            return [
-                PlannedPiece(piece, ids, reason=f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}")
-            ]
+            reason = f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}"
+            return [PlannedPiece(piece, ids, reason=reason)]
         if (planned := self._stored(piece, ids, is_next_to_head)) is not None:
             return [planned]
         missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
@@ -261,8 +283,7 @@ class _Draft:
     def _stored(self, piece: Piece, ids: TokenIds, is_next_to_head: bool) -> PlannedPiece | None:
         """Plan a chunk, or the first part of one, by its stored KV; ``None`` where there is none."""
         stored = piece.part_of or ids
-        identity = self._usable(stored)
-        if identity is None:
+        if (identity := self._usable(stored)) is None:
             return None
         reasons = [f"first {len(ids)} of {len(stored)} tokens of a stored chunk"] if len(stored) > len(ids) else []
         is_mismatched = identity.prefix != self._prefix

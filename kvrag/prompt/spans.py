@@ -15,13 +15,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.errors import InputError
 from kvrag.identity.fingerprint import text_digest
+from kvrag.prompt.tokenizer import check_encodable
 from kvrag.threads import fork_lock
 from kvrag.types import Span, TextEntry
 
 ANCHOR_CHARS = 32
-"""Width in characters of the windows that are hashed; shorter texts can't be found and are computed live."""
+"""Characters of the windows that are hashed; shorter texts can't be found and are computed live."""
 
 MAX_PAIRS = 1 << 20
 """Pairs of (place in the prompt, registered text) that one scan compares. Only texts that repeat themselves, such as a
@@ -41,17 +41,7 @@ Integers = NDArray[np.int64]
 
 
 def text_entry(text: str) -> TextEntry | None:
-    """Describe a chunk's text for the scanner.
-
-    Parameters
-    ----------
-    text
-        The chunk's text; white space at its ends is left out.
-
-    Returns
-    -------
-    TextEntry or None
-        ``None`` where the stripped text is shorter than :data:`ANCHOR_CHARS`.
+    """Describe a chunk's text for the scanner, without white space at its ends; ``None`` where it is shorter than :data:`ANCHOR_CHARS`.
 
     Raises
     ------
@@ -59,12 +49,12 @@ def text_entry(text: str) -> TextEntry | None:
         If the text can't be encoded as UTF-8.
     """
     text = text.strip()
-    digest = _digest(text)
+    check_encodable(text)
     if len(text) < ANCHOR_CHARS:
         return None
     ends = _code_points(text[:ANCHOR_CHARS] + text[-ANCHOR_CHARS:]).reshape(2, ANCHOR_CHARS)
     head, tail = (ends * _POWERS).sum(axis=1, dtype=np.uint64).tolist()
-    return TextEntry(digest=digest, head=head, tail=tail, num_chars=len(text))
+    return TextEntry(digest=text_digest(text), head=head, tail=tail, num_chars=len(text))
 
 
 class SpanIndex:
@@ -72,11 +62,7 @@ class SpanIndex:
 
     Threads may add and scan at the same time: a scan works on arrays that never change once built. New entries are in a small table of
     their own until there are enough of them to sort the large one again. Texts are never removed: what has no KV is computed live.
-
-    Parameters
-    ----------
-    digest_of
-        Gives the digest of a text as the entries have it.
+    ``digest_of`` gives the digest of a text as the entries have it.
     """
 
     def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
@@ -100,14 +86,7 @@ class SpanIndex:
             self._is_current &= not new
 
     def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
-        """Find the registered texts in a prompt.
-
-        Parameters
-        ----------
-        text
-            The prompt.
-        without
-            Digests to leave out, so that what they cover can be found.
+        """Find the registered texts in a prompt, but for those with the digests ``without``, so that what they cover can be found.
 
         Returns
         -------
@@ -118,9 +97,7 @@ class SpanIndex:
         if len(text) < ANCHOR_CHARS or not self._entries:
             return []
         windows = _window_hashes(text)
-        found = [table.candidates(windows) for table in self._tables()]
-        starts = np.concatenate([pair[0] for pair in found])
-        lengths = np.concatenate([pair[1] for pair in found])
+        starts, lengths = np.concatenate([table.candidates(windows) for table in self._tables()], axis=1)
         return _verified(text, starts, lengths, self._known_digest, without)
 
     def _known_digest(self, text: str) -> str | None:
@@ -138,15 +115,7 @@ class SpanIndex:
         return np.unique(np.concatenate([table.places(windows) for table in self._tables()])).tolist()  # type: ignore[no-any-return]
 
     def texts_like(self, text: str, *, limit: int) -> list[TextEntry]:
-        """Return the registered texts that begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters alone.
-
-        Parameters
-        ----------
-        text
-            Nothing but its beginning is looked at.
-        limit
-            Of more texts, the longest are returned.
-        """
+        """Return the longest registered texts that may begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters."""
         head = _window_hashes(text[:ANCHOR_CHARS]) if len(text) >= ANCHOR_CHARS else ()
         digests = [d for window in head for table in self._tables() for d in table.digests_of(window, limit)]
         found = [entry for digest in digests if (entry := self._entries.get(digest))]
@@ -203,8 +172,8 @@ class _Table:
         stop = int(np.searchsorted(self.heads, head, "right"))
         return self.digests[first : min(stop, first + limit)].tolist()  # type: ignore[no-any-return]
 
-    def candidates(self, windows: Hashes) -> tuple[Integers, Integers]:
-        """Return starts and lengths of the places where head, tail and length of an entry fit."""
+    def candidates(self, windows: Hashes) -> Integers:
+        """Return starts and lengths ``(2, P)`` of the places where head, tail and length of an entry fit."""
         places = self.places(windows)
         # A header shared by ten thousand chunks brings them all in; few of them have a tail that is in the prompt too.
         rows = _ranges(*self.rows_of(np.unique(windows[places])))
@@ -218,15 +187,11 @@ class _Table:
         inside = ends < len(windows)
         rows, starts, ends = rows[inside], starts[inside], ends[inside]
         fits = windows[ends] == table.tails[rows]
-        return starts[fits], table.lengths[rows[fits]]
+        return np.stack([starts[fits], table.lengths[rows[fits]]])
 
 
 def _verified(
-    text: str,
-    starts: Integers,
-    lengths: Integers,
-    known_digest: Callable[[str], str | None],
-    without: Collection[str],
+    text: str, starts: Integers, lengths: Integers, known_digest: Callable[[str], str | None], without: Collection[str]
 ) -> list[Span]:
     """Keep the longest candidates, then the leftmost, that don't overlap, hashing only those that would be kept."""
     order = np.lexsort((starts, -lengths))
@@ -251,16 +216,6 @@ def _verified(
             taken[start:stop] = True
             i = int(np.searchsorted(places, stop))
     return sorted(spans, key=lambda span: span.start)
-
-
-def _digest(text: str) -> str:
-    try:
-        return text_digest(text)
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the chunk text {text[:40]!r} holds {text[error.start]!r} at character {error.start}, "
-            "which UTF-8 can't encode; decode the document with errors='replace' before indexing it"
-        ) from error
 
 
 def _code_points(text: str) -> Hashes:

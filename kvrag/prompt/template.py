@@ -24,13 +24,7 @@ _CONTEXT_NAMES = ("context", "context_str", "documents", "summaries")
 
 
 class PromptEncoder(SegmentTokenizer):
-    """Renders prompts, and tokenises them segment by segment.
-
-    Parameters
-    ----------
-    tokenizer
-        A transformers tokenizer; errors as for :class:`~kvrag.prompt.tokenizer.SegmentTokenizer`.
-    """
+    """Renders prompts, and tokenises them segment by segment."""
 
     def pieces(self, prompt: Prompt) -> list[Piece]:
         """Render a prompt to pieces; chunks are known only where they were given explicitly.
@@ -42,9 +36,9 @@ class PromptEncoder(SegmentTokenizer):
         """
         if isinstance(prompt, str):
             pieces = [Piece(prompt)]
-        elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
+        elif isinstance(prompt, Sequence) and prompt and all([isinstance(m, Mapping) for m in prompt]):
             pieces = [Piece(self.render(prompt))]  # type: ignore[arg-type]
-        elif isinstance(prompt, Sequence) and all(isinstance(s, (str, Chunk)) for s in prompt):
+        elif isinstance(prompt, Sequence) and all([isinstance(s, (str, Chunk)) for s in prompt]):
             pieces = list(_given(prompt))  # type: ignore[arg-type]
         else:
             raise InputError(
@@ -53,7 +47,7 @@ class PromptEncoder(SegmentTokenizer):
             )
         for piece in pieces:
             check_encodable(piece.text)
-        if not any(piece.text.strip() for piece in pieces):
+        if not any([piece.text.strip() for piece in pieces]):
             raise InputError("the prompt is empty; pass some text, messages or segments")
         return pieces
 
@@ -85,15 +79,7 @@ class PromptEncoder(SegmentTokenizer):
 
 
 def cut(pieces: Iterable[Piece], spans_of: Mapping[int, Sequence[Span]]) -> list[Piece]:
-    """Cut live pieces at the spans found in them.
-
-    Parameters
-    ----------
-    pieces
-        Rendered pieces.
-    spans_of
-        Piece index → spans in its text, ascending, without overlap.
-    """
+    """Cut live pieces at the spans found in them, which ``spans_of`` holds by index of the piece, ascending, without overlap."""
     out: list[Piece] = []
     for index, piece in enumerate(pieces):
         at = 0
@@ -152,12 +138,10 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"a chat message has the keys {list(message)}; it needs 'role' and 'content'")
     if not isinstance(message["role"], str):
         raise InputError(f"the role of a chat message is {message['role']!r}; pass a string such as 'user'")
-    content = message["content"]
-    if isinstance(content, str) or content is None:
-        return {**message, "content": content or ""}
+    content = "" if message["content"] is None else message["content"]
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InputError(f"the content of a {message['role']} message is {_describe(content)}; pass a string")
-    return {**message, "content": "".join([_part_text(part) for part in content])}
+    return {**message, "content": content if isinstance(content, str) else "".join(map(_part_text, content))}
 
 
 def _part_text(part: object) -> str:
@@ -194,14 +178,9 @@ Prefix = str | Sequence[Mapping[str, Any]] | TemplatePrefix | Any
 def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     """Return the text before the first chunk.
 
-    Parameters
-    ----------
-    prefix
-        ``None``: the head of the model's chat template for a single user message (empty without a template). Text: taken as it is.
-        Chat messages: those before the chunks; the chunks go where the text ``{context}`` stands, else at the start of a user message
-        that follows. A prompt template: everything that it renders before its context variable.
-    encoder
-        Renders messages.
+    ``None``: the head of the model's chat template for a single user message (empty without a template). Text: taken as it is. Chat
+    messages: those before the chunks; the chunks go where the text ``{context}`` stands, else at the start of a user message that
+    follows. A prompt template: everything that it renders before its context variable.
 
     Raises
     ------
@@ -226,7 +205,13 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
 def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
     template = prefix.template if isinstance(prefix, TemplatePrefix) else prefix
     names = _variables(template)
-    variable = prefix.variable if isinstance(prefix, TemplatePrefix) else _context_variable(names)
+    known = [prefix.variable] if isinstance(prefix, TemplatePrefix) else [n for n in _CONTEXT_NAMES if n in names]
+    if len(known) != 1:
+        raise ConfigError(
+            f"can't tell which of the template's variables {sorted(names)} takes the chunks; pass "
+            "prefix=kvrag.TemplatePrefix(template, variable=...)"
+        )
+    (variable,) = known
     if variable not in names:
         raise ConfigError(f"the template has no variable {variable!r}; it has {sorted(names)}")
     head = _before(_render(template, {name: _MARK.format(name) for name in names}, encoder), variable)
@@ -237,16 +222,6 @@ def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
                 "put the chunks first, or fill that variable in (partial)"
             )
     return head
-
-
-def _context_variable(names: Sequence[str]) -> str:
-    known = [name for name in _CONTEXT_NAMES if name in names]
-    if len(known) != 1:
-        raise ConfigError(
-            f"can't tell which of the template's variables {sorted(names)} takes the chunks; pass "
-            "prefix=kvrag.TemplatePrefix(template, variable=...)"
-        )
-    return known[0]
 
 
 def _variables(template: Any) -> list[str]:
@@ -280,9 +255,8 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
 
 def _selected(template: Any, is_chat: bool) -> Any:
     """Return the template that one of LlamaIndex's selects for an LLM of this kind: its conditions ask the LLM what it is."""
-    if not hasattr(template, "select"):
-        return template
-    return template.select(SimpleNamespace(metadata=SimpleNamespace(is_chat_model=is_chat)))
+    llm = SimpleNamespace(metadata=SimpleNamespace(is_chat_model=is_chat))
+    return template.select(llm) if hasattr(template, "select") else template
 
 
 def _before(rendered: str, variable: str) -> str:

@@ -27,6 +27,8 @@ from typing import Any, Literal
 from kvrag.errors import ConfigError, InputError, ModelError
 from kvrag.threads import fork_lock
 
+TokenIds = tuple[int, ...]
+
 ANCHORS = ("\n", ".", "|", "0")
 """Texts to tokenise a continuation behind, tried in this order: the first whose own ids stay as they are is taken."""
 
@@ -42,24 +44,18 @@ class Piece:
     text: str
     kind: Literal["live", "chunk"] = "live"
     is_given: bool = False
-    part_of: tuple[int, ...] = ()
+    part_of: TokenIds = ()
     num_ids: int = 0
     digest: str = field(default="", compare=False)
 
     @property
-    def ids(self) -> tuple[int, ...]:
+    def ids(self) -> TokenIds:
         """Token ids of a first part."""
         return self.part_of[: self.num_ids]
 
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = fork_lock()
-
-
-def _lock_of(tokenizer: Any) -> threading.RLock:
-    """Return the one lock of a tokenizer, however many engines use it."""
-    with _locks_guard:
-        return _locks.setdefault(tokenizer, fork_lock())
 
 
 class SegmentTokenizer:
@@ -93,7 +89,8 @@ class SegmentTokenizer:
             )
         self.tokenizer = tokenizer
         # A fast tokenizer keeps "are control tokens text?" as a state of its own, set by each call.
-        self._lock = _lock_of(tokenizer)
+        with _locks_guard:  # one lock for a tokenizer, however many engines use it
+            self._lock = _locks.setdefault(tokenizer, fork_lock())
         try:
             alone = self._encode("a", as_text=True)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -108,18 +105,13 @@ class SegmentTokenizer:
         control = control_tokens(tokenizer)
         self._control_ids = frozenset(control.values())
         texts = sorted(control, key=len, reverse=True)
-        self._control_text = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
+        self._control_text = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
         self.chunk_ids = lru_cache(maxsize=4096)(self.document_ids)
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
 
-        Parameters
-        ----------
-        text
-            May be empty.
-        at_start
-            Whether the prompt starts here: then BOS stands first, exactly once, and a dummy prefix is left where the tokenizer puts it.
+        ``at_start``: the prompt starts here, so BOS stands first, exactly once, and a dummy prefix stays where the tokenizer puts it.
 
         Raises
         ------
@@ -138,17 +130,14 @@ class SegmentTokenizer:
 
     def control_text_after(self, text: str, start: int) -> int:
         """Return where the first control-token text from ``start`` on begins; the text's length where there is none."""
-        found = self._control_text.search(text, start) if self._control_text is not None else None
+        found = self._control_text.search(text, start)
         return found.start() if found else len(text)
 
-    def document_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise chunk text: the same ids at index time and in every prompt, and control-token text stays text.
-
-        ``chunk_ids`` does the same and remembers the latest texts.
-        """
+    def document_ids(self, text: str) -> TokenIds:
+        """Tokenise chunk text: the same ids in every prompt, and control-token text stays text. ``chunk_ids`` remembers the latest."""
         check_encodable(text)
         ids = self._continued(text, as_text=True)
-        if not self._control_ids.isdisjoint(ids) and self._control_text is not None:
+        if not self._control_ids.isdisjoint(ids):
             parts = self._control_text.split(text)  # odd ones are control-token text
             ids = self._joined(c for n, part in enumerate(parts) for c in (part if n % 2 else [part]))
             if not self._control_ids.isdisjoint(ids):  # a spelling that only the tokenizer's normaliser makes one
@@ -208,16 +197,8 @@ def _before(ids: list[int], all_ids: list[int]) -> list[int]:
 class SeamCount:
     """How a prompt's segment-wise ids differ from those of its whole text.
 
-    Parameters
-    ----------
-    seams
-        Places where two segments meet.
-    changed_seams
-        Those next to tokens that the whole text's ids don't have. A separator that is another token alone counts both of its seams.
-    tokens
-        Segment-wise tokens of the prompt.
-    changed_tokens
-        Those tokens.
+    ``seams`` are the places where two of its segments meet, ``tokens`` its segment-wise tokens, ``changed_tokens`` those that the whole
+    text's ids don't have, ``changed_seams`` the seams next to them. A separator that is another token alone counts both of its seams.
     """
 
     seams: int = 0
@@ -230,19 +211,9 @@ class SeamCount:
 
 
 def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> SeamCount:
-    """Compare segment-wise ids with those of the whole text.
+    """Compare a prompt's segment-wise ids with those of its text tokenised at once.
 
-    Parameters
-    ----------
-    segments
-        Ids of each segment of one prompt, in order.
-    whole
-        Ids of the prompt's text, tokenised at once.
-
-    Returns
-    -------
-    SeamCount
-        A difference that touches no seam, such as control-token text that stays text inside a chunk, is not counted.
+    A difference that touches no seam, such as control-token text that stays text inside a chunk, is not counted.
     """
     segments = [ids for ids in segments if ids]
     ours = [i for ids in segments for i in ids]

@@ -182,8 +182,9 @@ class Catalog:
 
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
         """Return the texts that a stored chunk is the KV of."""
-        chunk = self._chunk(f"c {key}")
-        texts = (self._text(chunk.namespace, digest) for digest in (chunk.digests if chunk else ()))
+        if (chunk := self._chunk(f"c {key}")) is None:
+            return []
+        texts = [self._text(chunk.namespace, digest) for digest in chunk.digests]
         return [TextEntry(*text.entry) for text in texts if text is not None]
 
     def documents(self, namespace: str) -> list[str]:

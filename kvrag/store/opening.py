@@ -10,7 +10,7 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,6 @@ class _Shared:
     tiers: dict[object, MemoryTier]
     reads: Reads
     users: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _shared: dict[object, _Shared] = {}
@@ -207,7 +206,9 @@ def prepare(root: Path, config: StoreConfig) -> bool:
         _close_to_others(root)
         if version != FORMAT_VERSION:
             draft = root / f".{FORMAT_FILE}.{os.getpid()}"
-            draft.write_text(json.dumps({"format": "kvrag", "version": FORMAT_VERSION}))
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "w") as file:
+                json.dump({"format": "kvrag", "version": FORMAT_VERSION}, file)
             draft.replace(path)
         elif not os.access(root, os.W_OK):
             raise PermissionError("the directory is not writable")

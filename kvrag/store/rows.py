@@ -176,9 +176,10 @@ class Rows:
             If it can't be made; then nothing has changed.
         """
         with self._lock:
-            outer, self._changing = self._changing, threading.get_ident()
+            outer = self._changing
             try:
                 with self._transaction():
+                    self._changing = threading.get_ident()
                     yield
             except FAULTS as error:
                 if isinstance(error, StoreError):
@@ -218,8 +219,10 @@ class Rows:
         return self._cache
 
     def _database(self) -> diskcache.Cache:
-        """Return the database that is there now."""
+        """Return the database that is there now; the one that a transaction of this thread is in until that is over."""
         cache = self._cache
+        if self._changing == threading.get_ident():
+            return self._ours()
         if cache is None or self._file != self._there():
             with self._lock:
                 if self._closed:

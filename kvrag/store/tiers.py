@@ -226,11 +226,17 @@ class TieredStore:
         """Keep a chunk in as many upper tiers as there are epochs, lowest first; return it as the uppermost gives it."""
         usage = self.catalog.usage(key)
         for tier, epoch in reversed(list(zip(self.tiers, epochs, strict=False))):
-            try:
-                kv = tier.keep(identity, kv, usage, epoch=epoch)
-            except (StoreError, RuntimeError, MemoryError) as error:  # it can't be kept so, or memory is short
-                log.debug("a chunk is not kept in the tier %s: %s", tier.name, error)
+            kv = self._keep(tier, identity, kv, usage, epoch, reason="promoted")
         return kv
+
+    def _keep(
+        self, tier: MemoryTier, identity: ChunkIdentity, kv: ChunkKV, usage: Usage, epoch: int, *, reason: str
+    ) -> ChunkKV:
+        try:
+            return tier.keep(identity, kv, usage, epoch=epoch, reason=reason)
+        except (StoreError, RuntimeError, MemoryError) as error:  # it can't be kept so, or memory is short
+            log.debug("a chunk is not kept in the tier %s: %s", tier.name, error)
+            return kv
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return whose KV is stored under a key, proven."""
@@ -321,7 +327,7 @@ class TieredStore:
         usage = Usage() if retention is None else Usage().retained(retention)
         for tier, epoch in zip(self.tiers, epochs, strict=True):
             if tier.keeps_puts:
-                tier.keep(identity, kv, usage, epoch=epoch, reason="put")
+                self._keep(tier, identity, kv, usage, epoch, reason="put")
         return encoded.header.num_bytes if written else 0
 
     def _write(
@@ -335,6 +341,9 @@ class TieredStore:
                 return None
             try:
                 written = self.blobs.write(record.key, encoded.parts)
+                if not written and self._blob(record.key, encoded.header.identity) is None:
+                    self.blobs.delete([record.key])  # what has this name is not this chunk
+                    written = self.blobs.write(record.key, encoded.parts)
                 if self.catalog.confirm(record.key):
                     return written
                 self.blobs.delete([record.key])
@@ -441,7 +450,8 @@ class TieredStore:
         for tier in self.tiers:
             tier.clear(namespace)
         if namespace is None:
-            self.events.cleared(self.name)
+            for name in (self.name, *(tier.name for tier in self.tiers)):
+                self.events.cleared(name)
         else:
             self.events.removed(self.name, sorted(keys), "deleted")
         catalog.scrub()

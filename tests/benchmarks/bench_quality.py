@@ -22,11 +22,10 @@ from common import Item, items, machine, means, parser, small_engine, write_resu
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend.layout import Layout, place
 from kvrag.blend.repair import deviation, probe, repair
-from kvrag.blend.select import select_rows, strategy_of
+from kvrag.blend.select import NEEDS, select_rows
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVBuffer
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.types import ChunkKV
 from kvrag.verify import kl_divergence
@@ -144,7 +143,7 @@ class Case:
         change = deviation(self.lm, compared, layout, self.ids)
         out = {}
         for name, config in configs(default_only=default_only).items():
-            uses_check = "deviation" in strategy_of(config).needs
+            uses_check = "deviation" in NEEDS.get(config.strategy, ())
             buffer = self.copy(compared if uses_check else stitched, self.scratch)
             rows = select_rows(layout, config, mass=mass, deviation=change)
             first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)

@@ -15,7 +15,7 @@ import kvrag_kernels
 from kvrag.blend.layout import place
 from kvrag.blend.quantise import pack
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVArena
+from kvrag.model.rows import KVArena
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch, stitch_op

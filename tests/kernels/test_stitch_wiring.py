@@ -15,7 +15,7 @@ from kvrag.blend.layout import Layout, mask_of, place
 from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
-from kvrag.model.kv import KVArena, KVBuffer
+from kvrag.model.rows import KVArena, KVBuffer
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkKV

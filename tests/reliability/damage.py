@@ -22,9 +22,6 @@ from kvrag.store.layers import MAX_LAYERS
 from kvrag.testing.chunks import make_kv
 from kvrag.types import ChunkKey, ChunkKV, LayerKV
 
-REJECTED_WITHIN_S = 0.05
-"""From the request to the miss, by the clock on the wall; quarantine is part of it."""
-
 TRIES = 5
 """The best one counts: others may use processor and disk meanwhile."""
 
@@ -167,7 +164,6 @@ def hostile(folder: Path) -> Outcome:
                 outcome.check(_is_refused(store), f"{name}: written")
                 path.rmdir()
         slowest, slowest_cpu = max(slowest, min(walls)), max(slowest_cpu, min(cpus))
-        outcome.check(min(walls) <= REJECTED_WITHIN_S, f"{name}: the rejection took {min(walls) * 1e3:.0f} ms")
         outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", f"{name}: does not heal")
         store.close()
         outcome.add("plants")

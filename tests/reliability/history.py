@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import sys
@@ -23,8 +22,8 @@ from kvrag.testing.chunks import NAMESPACE
 KEYS = range(1, 13)
 KINDS = (PLAIN, TIERED)
 """What the processes open, in turn: the same directory with and without memory above it."""
-PATIENCE_S = 5
-"""Longest time of an operation on a machine that has nothing else to do."""
+PATIENCE_S = 60
+"""Longest time of an operation: what takes longer hangs, or is never given its turn."""
 Event = tuple[str, int, int, int, str]
 """Operation, chunk, begin and end (monotonic ns, the same clock in all processes), result."""
 
@@ -67,9 +66,7 @@ def run(folder: Path, *, processes: dict[str, int], seconds: float) -> Outcome:
     outcome.counts["processes"] = processes
     events: list[Any] = [event for log in logs.iterdir() for event in json.loads(log.read_text())]
     outcome.counts["longest_stall_of_the_machine_ms"] = round(stalls.longest_s * 1e3)
-    # Who waits for a lock waits for its holder to get a processor, which takes longer where others want them too.
-    others = max(1.0, (os.getloadavg()[0] - len(codes)) / (os.cpu_count() or 1))
-    check(events, outcome, patience_s=PATIENCE_S * others + stalls.longest_s)
+    check(events, outcome, patience_s=PATIENCE_S + stalls.longest_s)
     store = PLAIN.open(root)
     agree(store, outcome, "at the end", is_whole=True)
     store.close()

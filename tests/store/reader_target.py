@@ -5,244 +5,167 @@ Shared by the property tests (hypothesis, always) and by `make fuzz-reader` (ath
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 import struct
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from kvrag.store.guard import Guard
-from kvrag.store.header import ALIGNMENT, FAULTS, BlobRejected, OtherVersion, decode, frame, split
-from kvrag.store.index import load_value
-from kvrag.store.keys import Keys, Naming
-from kvrag.store.places import dump
-from kvrag.store.reader import read_all, read_layers
-from kvrag.store.row_seal import load_rows
-from kvrag.store.usage import Usage
-from reader_seeds import (
-    DIRECTORY,
-    ENCRYPTED,
-    FOLDER,
-    MAC,
-    ME,
-    PLAIN,
-    RECORD,
-    REFERENCE,
-    REFERENCE_NAME,
-    REFERENCE_PATH,
-    ROUNDED,
-    ROWS,
-    SEAL,
-    SEEDS,
-    SIGNED,
-    Sound,
-)
+import xxhash
+from pydantic import ValidationError
+from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, needs_cryptography
 
+from kvrag.blend.quantise import pack
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
-from kvrag.store import blob, gcm, guard, references, rows
+from kvrag.store import Keys
+from kvrag.store import catalog as rows
+from kvrag.store.crypto import Seal
+from kvrag.store.format import ALIGNMENT, Blob, BlobRejected, Foreign, OtherVersion, record_of
+from kvrag.store.worth import Usage
 from kvrag.testing.chunks import same_bits
-from kvrag.types import ChunkKV, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, TextEntry
 
-__all__ = ["NEED_CRYPTOGRAPHY", "SEEDS", "TARGETS", "run"]
+ME, KV = CHUNKS[1], KVS[1]
+HAS_CRYPTOGRAPHY = not needs_cryptography.args[0]
 
 
-def header(data: bytes) -> bool:
-    """Parse a header as it stands; what is accepted must be written again to the same bytes."""
+@dataclass(frozen=True)
+class Sound:
+    """A small sound chunk, and the bytes of its blob."""
+
+    identity: ChunkIdentity
+    kv: ChunkKV
+    cipher: bytes | None
+    raw: bytes
+
+    @classmethod
+    def of(cls, kv_dtype: KVDtype = "auto", key: str | None = None) -> Sound:
+        """Write a chunk that is kept so, encrypted or not."""
+        cipher, identity, kv = Keys.of(config_of(key)).cipher, replace(ME, kv_dtype=kv_dtype), pack(KV, kv_dtype)
+        return cls(identity, kv, cipher, blob_of(identity, kv, cipher))
+
+    @property
+    def said(self) -> bytes:
+        """What its header says."""
+        return head_of(self.raw)[8:].rstrip()
+
+
+PLAIN = [Sound.of(), *map(Sound.of, ("int8", "int4", "fp8"))]
+ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYPTOGRAPHY else []
+SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
+RECORD = record_of(ME, KV.num_bytes)
+ENTRY = rows._Entry("ab", 1, 2**64 - 1, 77)
+CHUNK = rows._Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0))
+VALUES: list[Any] = [
+    CHUNK,
+    rows._Text(ENTRY, 7, [RECORD.key], 1),
+    rows._State(5, 1, 96, 3),
+    [1, 2],
+    [ENTRY, None],
+    ["ab"],
+]
+SAID = [json.dumps(value) for value in VALUES]
+FORMS = [rows._CHUNK, rows._TEXT, rows._STATE, rows._PAIR, rows._LOG, rows._STRINGS]
+
+
+def _load(raw: bytes, chunk: Sound) -> tuple[Blob, ChunkKV] | None:
+    """Read bytes as the blob of a chunk."""
     try:
-        found = decode(bytearray(data))
+        blob = Blob(lambda offset, length: raw[offset : offset + length], chunk.identity, chunk.cipher)
+        kv = blob.load()
     except BlobRejected:
-        return False
-    assert found.encode() == data
-    return True
-
-
-def framed_header(data: bytes) -> bool:
-    """Put length and padding in order first, so that what is inside is reached."""
-    text = data + b" " * (-(8 + len(data)) % ALIGNMENT)
-    return header(struct.pack("<Q", len(text)) + text)
-
-
-def _read(data: bytes, chunk: Sound) -> ChunkKV | None:
-    """Read a whole file as the blob of a chunk, in both ways, which must agree."""
-    fd = os.open(Path(FOLDER.name) / "blob", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.write(fd, data)
-    os.close(fd)
-    found: list[ChunkKV | None] = []
-    kept = chunk.identity.kv_dtype
-    for read in (read_all, lambda b, m: ChunkKV(tuple(read_layers(b, m, is_helped=False)), kept)):
-        try:
-            with blob.open_blob(DIRECTORY, "blob", identity=chunk.identity, guard=chunk.guard) as opened:
-                found.append(read(opened, torch.empty(opened.header.num_bytes, dtype=torch.uint8)))
-        except BlobRejected:
-            found.append(None)
-            continue
-        assert opened.header.identity == chunk.identity
-    first, second = found
-    assert first is second is None or same_bits(first, second)
-    return first
-
-
-def _is_right(data: bytes, chunk: Sound) -> bool:
-    """Read a file without keys: with another header, digests and all, it is a blob of its own; with this one it has these bits."""
-    kv = _read(data, chunk)
-    assert kv is None or data[: len(chunk.head)] != chunk.head or same_bits(kv, chunk.kv)
-    assert kv is None or {tensor.shape[1] for layer in kv.layers for tensor in layer.tensors[:2]} == {len(ME.token_ids)}
-    return kv is not None
+        return None
+    assert blob.header.identity == chunk.identity
+    return blob, kv
 
 
 def file(data: bytes) -> bool:
-    """Read a whole file: the right bits, or none."""
-    return _is_right(data, PLAIN)
-
-
-def rounded_file(data: bytes) -> bool:
-    """Read a whole file of codes and scales; the first byte says of which type."""
-    return bool(data) and _is_right(data[1:], ROUNDED[data[0] % len(ROUNDED)])
-
-
-def _protected(data: bytes, chunks: list[Sound]) -> bool:
-    """Read a whole file with keys; the first byte says with which. Nothing but what was written with them is accepted."""
-    chunk = chunks[data[0] % len(chunks)] if data else chunks[0]
-    kv = _read(data[1:], chunk)
-    assert kv is None or (data[1:] == chunk.content and same_bits(kv, chunk.kv))
-    return kv is not None
-
-
-def signed_file(data: bytes) -> bool:
-    """Read a whole file with a MAC."""
-    return _protected(data, SIGNED)
+    """Read a whole blob: the right bits, or another header's, digests and all, or none. The first byte says of which type."""
+    chunk = PLAIN[data[0] % len(PLAIN)] if data else PLAIN[0]
+    found = _load(data[1:], chunk)
+    if found is None:
+        return False
+    kv = found[1]
+    assert data[1:].startswith(head_of(chunk.raw)) <= same_bits(kv, chunk.kv)
+    assert {tensor.shape[1] for layer in kv.layers for tensor in layer.tensors[:2]} == {len(ME.token_ids)}
+    return True
 
 
 def encrypted_file(data: bytes) -> bool:
-    """Read a whole encrypted file, with a MAC and without."""
-    return _protected(data, ENCRYPTED)
+    """Read a whole encrypted blob: nothing but what was written with the key is accepted."""
+    chunk = ENCRYPTED[data[0] % len(ENCRYPTED)] if data else ENCRYPTED[0]
+    found = _load(data[1:], chunk)
+    assert found is None or (data[1:] == chunk.raw and same_bits(found[1], chunk.kv))
+    return found is not None
 
 
 def header_in_order(data: bytes) -> bool:
-    """Parse a header as whoever can write it would: digest, MAC and encryption are put in order first, so that all behind them is reached.
-
-    The first byte says which chunk's keys and salt it is written with.
-    """
-    chunks = [PLAIN, *ROUNDED, *SIGNED, *ENCRYPTED]
-    chunk = chunks[data[0] % len(chunks)] if data else PLAIN
+    """Parse a header as whoever can write it would: its digest is put in order first, so that all behind it is reached."""
+    text = data.decode("ascii", "replace")
     try:
-        head = _in_order(chunk, data[1:])
-    except (*FAULTS, OtherVersion):
+        fields = json.loads(text)
+        metadata = {name: value for name, value in fields.pop("__metadata__").items() if name != "header_digest"}
+    except (ValueError, KeyError, AttributeError, RecursionError):
         return False
+    dump = json.JSONEncoder(separators=(",", ":")).encode
+    metadata["header_digest"] = xxhash.xxh3_128_hexdigest((dump(metadata) + dump(fields)).encode())
+    head = ('{"__metadata__":' + dump(metadata) + "," + dump(fields)[1:]).encode()
+    head += b" " * (-(8 + len(head)) % ALIGNMENT)
+    raw = struct.pack("<Q", len(head)) + head
     try:
-        if chunk.guard is None:
-            found = decode(bytearray(head))
-            again = found.encode()
-        else:
-            found, opening = chunk.guard.decode(bytearray(head))
-            again = chunk.guard.encode(found, opening.marks)
-    except BlobRejected:
+        header = Blob(lambda offset, length: raw[offset : offset + length]).header
+    except (BlobRejected, OtherVersion, Foreign):
         return False
-    assert again == head
-    assert {shape[1] for layer in found.shapes for shape in layer} == {len(found.identity.token_ids)}
-    assert found.record().num_bytes == found.num_bytes > 0
-    assert _is_usable(found.text)
+    assert header.encode() == head.rstrip()
+    assert {shape[1] for layer in header.shapes for shape in layer} == {len(header.identity.token_ids)}
+    assert record_of(header.identity, header.num_bytes).num_bytes > 0
     return True
-
-
-def _in_order(chunk: Sound, text: bytes) -> bytes:
-    """Return a header that says ``text``: as it stands, or encrypted."""
-    keys = chunk.guard or Guard(Keys())
-    metadata, tensors = split(bytearray(8) + (chunk.head[8:] if keys.encrypts else text))
-    if keys.encrypts:
-        clear = {name: metadata[name] for name in guard.CLEAR}
-        bound, key = guard._bound(clear, json.loads(tensors)), keys._key(clear["key"], bytes.fromhex(clear["salt"]))
-        parts, tag = gcm.encrypt(key, guard.HEADER_PLACE, [memoryview(text)], bound)
-        metadata["sealed"] = base64.b64encode(b"".join([*parts, tag])).decode()
-    said = {name: value for name, value in metadata.items() if name not in ("header_digest", "header_mac")}
-    return frame(said, dump(json.loads(tensors)), keys._sign if keys.signs else None)
-
-
-def reference(data: bytes) -> bool:
-    """Parse the file of a reference."""
-    found = references.decode(data)
-    assert found is None or found.encode() == data
-    assert found is None or (references.name_of(found.reference) and _is_usable(found.text))
-    return found is not None
-
-
-def sealed_reference(data: bytes) -> bool:
-    """Read the file of an encrypted reference under its name; a reader without the key never believes more than the name does."""
-    REFERENCE_PATH.write_bytes(data)
-    sealed, plain = references.References(DIRECTORY, SEAL), references.References(DIRECTORY)
-    found, other = sealed.read(REFERENCE_NAME), plain.read(REFERENCE_NAME)
-    assert found is None or found == REFERENCE
-    assert other is None or (other.reference == REFERENCE.reference and other.encode() == data)
-    assert found is None or sealed.is_foreign(REFERENCE_NAME) is False
-    plain.is_foreign(REFERENCE_NAME)
-    return found is not None
 
 
 def row(data: bytes) -> bool:
-    """Parse a row of the index, name and value, as every kind of row."""
-    name, value = _row_of(data)
-    return _is_row(name, load_value(value))
+    """Parse a value of the catalog as every kind of row; what is accepted is within its bounds."""
+    found = [_parsed(form, data) for form in FORMS]
+    chunk, text, state, _, log, _ = found
+    if chunk is not None:
+        assert 0 <= chunk.record(RECORD.key).num_bytes < 2**62
+        assert 0 <= chunk.usage.recent_hits(10**6) < 2**64
+        assert 0 <= chunk.usage.priority_now() <= 100
+    assert state is None or 0 <= state.generation < 2**62
+    spans = SpanIndex()  # every prompt is scanned for all texts: none may be the end of that
+    spans.add([TextEntry(*entry) for entry in [*(log or []), text and text.entry] if entry is not None])
+    spans.scan("a" * ANCHOR_CHARS)
+    return any(value is not None for value in found)
+
+
+def _parsed(form: Any, data: bytes) -> Any:
+    try:
+        return form.validate_json(data)
+    except ValidationError:
+        return None
 
 
 def sealed_row(data: bytes) -> bool:
-    """Decrypt a row, and parse it as every kind of row; a value is believed in its own row alone."""
-    name, value = _row_of(data)
-    for opened, content in load_rows([(name, value)], SEAL):
-        assert content is None or (opened, content) in ROWS
-        _is_row(opened, content)
-        if content is not None:
-            return True
-    return False
+    """Decrypt a value of the catalog: one is believed in its own row alone, if it was written with the key."""
+    assert SEAL is not None
+    text = SEAL.open(data.decode("utf-8", "replace"), "c key")
+    assert text is None or text in SAID
+    return text is not None and row(text.encode())
 
 
-def _row_of(data: bytes) -> tuple[str, str]:
-    name, _, value = data.partition(b"\0")
-    return name.decode("utf-8", "replace"), value.decode("utf-8", "replace")
+def _numbered(contents: list[bytes]) -> list[bytes]:
+    return [bytes([number]) + content for number, content in enumerate(contents)]
 
 
-def _is_row(name: str, parsed: Any) -> bool:
-    assert all(isinstance(each, str) for each in rows.names_of(name))
-    record = rows.record_of(RECORD.key, parsed)
-    assert record is None or (type(record.num_bytes) is int and type(record.content) is str)
-    text = rows.text_of(parsed)
-    assert _is_usable(text)
-    assert all(map(_is_usable, rows.texts_of(parsed)))
-    assert all(isinstance(each, str) for each in rows.strings_of(parsed))
-    assert len(rows.totals_of(parsed)) == 2
-    usage = Usage.of(parsed)
-    assert 0 <= usage.recent_hits(10**6) < 2**64
-    assert 0 <= usage.priority_now() <= 100
-    return record is not None or text is not None or usage != Usage()
-
-
-def _is_usable(text: TextEntry | None) -> bool:
-    """Whether the scanner takes what is said of a text, with a namespace secret or without: it scans every prompt for all texts."""
-    if text is not None:
-        spans = SpanIndex()
-        spans.add([text, Naming(text=MAC).reveal(text)])
-        spans.scan("a" * ANCHOR_CHARS)
-    return True
-
-
-TARGETS: dict[str, Callable[[bytes], bool]] = {
-    "header": header,
-    "framed header": framed_header,
-    "file": file,
-    "reference": reference,
-    "row": row,
-    "rounded file": rounded_file,
-    "file with a MAC": signed_file,
-    "header in order": header_in_order,
+SEEDS: dict[str, list[bytes]] = {
+    "file": _numbered([chunk.raw for chunk in PLAIN]),
+    "header in order": [chunk.said for chunk in PLAIN],
+    "row": [value.encode() for value in SAID],
 }
-NEED_CRYPTOGRAPHY = {
-    "encrypted file": encrypted_file,
-    "sealed reference": sealed_reference,
-    "sealed row": sealed_row,
-}
+TARGETS: dict[str, Callable[[bytes], bool]] = {"file": file, "header in order": header_in_order, "row": row}
+NEED_CRYPTOGRAPHY = {"encrypted file": encrypted_file, "sealed row": sealed_row}
 if SEAL is not None:
+    SEEDS["encrypted file"] = _numbered([chunk.raw for chunk in ENCRYPTED])
+    SEEDS["sealed row"] = [SEAL.seal(value, "c key").encode() for value in SAID]
     TARGETS |= NEED_CRYPTOGRAPHY
 
 

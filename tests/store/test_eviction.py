@@ -1,59 +1,55 @@
-"""Budgets hold; what is worth least leaves first; events tell."""
+"""Budgets of the disk hold; what is worth least leaves first, and nothing leaves in vain; events tell."""
 
-import json
-import stat
 import threading
 import time
 
 import pytest
-from kvrag.store.directory import Directory
-from kvrag.store.usage import Usage
+from pydantic import TypeAdapter, ValidationError
+from stores import CHUNKS, KEYS, KVS, SIZE, fill, present, put
 
-from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
-from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import DiskStore, MemoryStore, Retention, TieredStore, usage
-from kvrag.store.base import Record
-from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+from kvrag.store import Catalog, FileBlobs, Retention, worth
+from kvrag.store.worth import PROBE, RETRY_S, TOKEN_MS, Usage, token_ms
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
-CHUNKS = [make_identity(number) for number in range(12)]
-SIZE = make_kv(CHUNKS[0]).num_bytes
-FILE = 4096 + SIZE
+GIGABYTE = 10**9
+EXACT = {"high_watermark": 1.0, "low_watermark": 1.0}
 
 
 @pytest.fixture
-def events():
-    return []
-
-
-@pytest.fixture
-def make(root, events):
-    stores = []
+def make(opened):
+    """Opens stores with room for so many chunks on the disk, and none in memory."""
 
     def make(chunks=4, **options):
-        options = {
-            "disk_bytes": chunks * SIZE,
-            "min_free_bytes": 0,
-            "high_watermark": 1.0,
-            "low_watermark": 1.0,
-            **options,
-        }
-        stores.append(DiskStore(root, StoreConfig(on_event=events.append, **options)))
-        return stores[-1]
+        return opened(**{"disk_bytes": chunks and chunks * SIZE, "ram_bytes": 0, **EXACT, **options})
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
-def put(store, number, **retention):
-    chunk = CHUNKS[number]
-    keep = Retention(**retention) if retention else None
-    return store.put(chunk, make_kv(chunk), text=make_text(str(number)), doc_id=f"doc {number}", retention=keep)
+@pytest.fixture
+def free(monkeypatch):
+    """Free bytes of the file system: what this holds, less than that by each file where ``counts`` is set."""
+
+    class Free:
+        bytes, counts = 0, True
+
+    monkeypatch.setattr(FileBlobs, "free_bytes", lambda blobs: Free.bytes - SIZE * len(blobs.keys()) * Free.counts)
+    return Free
 
 
-def present(store):
-    return [number for number, chunk in enumerate(CHUNKS) if store.contains(chunk_key(chunk))]
+@pytest.fixture
+def clock(monkeypatch):
+    """The time since the machine's start, which stands still unless it is set."""
+
+    class Clock:
+        now = worth.since_boot()
+
+    monkeypatch.setattr(worth, "since_boot", lambda: Clock.now)
+    return Clock
+
+
+def keep(store, number, priority=35, **retention):
+    return put(store, number, retention=Retention(priority, **retention))
 
 
 def test_the_budget_holds(make):
@@ -63,205 +59,213 @@ def test_the_budget_holds(make):
         assert store.stats()["disk"].num_bytes <= 4 * SIZE
         assert number in present(store), "what was just stored must not leave"
     assert len(present(store)) == 4
-    assert sorted(store.index.keys()) == sorted(chunk_key(CHUNKS[number]) for number in present(store))
+    assert store.blobs.keys() == set(store.catalog.keys())
 
 
-def test_what_is_used_stays(make):
-    store = make()
-    for number in range(4):
-        put(store, number)
+def test_of_two_alike_the_least_recently_used_leaves(make):
+    store = fill(make(), *range(4))
+    for number in (0, 1, 3):
+        store.get(CHUNKS[number])
+    put(store, 4)
+    assert present(store) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("ram_bytes", [0, 2**20])
+def test_hits_of_every_tier_count(make, ram_bytes):
+    store = fill(make(ram_bytes=ram_bytes), *range(4))
     for _ in range(3):
-        assert same_bits(store.get(CHUNKS[0]), make_kv(CHUNKS[0]))
-    for number in range(4, 8):
-        put(store, number)
+        assert same_bits(store.get(CHUNKS[0]), KVS[0])
+    fill(store, *range(4, 8))
     assert 0 in present(store)
-
-
-def test_hits_in_memory_count_on_the_disk(make):
-    disk = make()
-    store = TieredStore(MemoryStore(2**20), disk)
-    for number in range(4):
-        put(store, number)
-        store.get(CHUNKS[1])
-    for number in range(4, 8):
-        put(store, number)
-    assert 1 in present(disk)
 
 
 def test_less_priority_leaves_first(make):
     store = make()
     for number, priority in enumerate((90, 20, 90, 60)):
-        put(store, number, priority=priority)
+        keep(store, number, priority)
     for _ in range(20):
         store.get(CHUNKS[1])
-    put(store, 4, priority=80)
+    keep(store, 4, 80)
     assert present(store) == [0, 2, 3, 4]
 
 
 def test_more_priority_does_not_make_room_for_less(make):
     store = make()
     for number in range(4):
-        put(store, number, priority=50)
+        keep(store, number, 50)
     with pytest.raises(StoreError, match="nothing more may leave"):
         put(store, 4)
     assert present(store) == [0, 1, 2, 3]
-    assert store.index.documents(NAMESPACE) == [f"doc {number}" for number in range(4)]
+    assert store.catalog.documents(NAMESPACE) == [f"doc {number}" for number in range(4)]
+    assert store.catalog.pending() == []
 
 
-def test_a_priority_may_be_changed_and_ends_with_its_duration(make, monkeypatch):
+def test_a_priority_may_be_changed_and_ends_with_its_duration(make, clock):
     store = make()
     for number in range(4):
-        put(store, number, priority=50)
-    put_on = [chunk_key(CHUNKS[0])]
-    store.retain(put_on, Retention(priority=90, duration_s=5))
-    now = usage.since_boot()
-    monkeypatch.setattr(usage, "since_boot", lambda: now + 1000)
-    put(store, 4, priority=40)
+        keep(store, number, 50)
+    assert store.retain(KEYS[:1], Retention(90, duration_s=5)) == 1
+    clock.now += 1000
+    keep(store, 4, 40)
     assert present(store) == [1, 2, 3, 4]
 
 
-def test_a_priority_lasts_anew_after_a_restart(monkeypatch):
-    kept = Usage().retained(Retention(priority=90, duration_s=60))
-    now = usage.since_boot()
-    monkeypatch.setattr(usage, "boot_id", lambda: "another")
-    monkeypatch.setattr(usage, "since_boot", lambda: now + 10_000)
+def test_a_duration_begins_anew_after_a_restart_and_no_clock_change_ends_it(monkeypatch, clock):
+    kept = Usage().retained(Retention(90, duration_s=60))
+    monkeypatch.setattr(time, "time", lambda: 10**10)
+    assert kept.priority_now() == 90
+    clock.now += 10_000
+    assert kept.priority_now() == 35
+    monkeypatch.setattr(worth, "boot_id", lambda: "another")
     assert kept.priority_now() == 90
 
 
-def test_a_clock_that_jumps_changes_nothing(make, monkeypatch):
+def test_of_two_alike_the_one_that_took_longer_to_compute_stays(make):
     store = make()
     for number in range(4):
-        put(store, number, priority=50 if number else 90, duration_s=3600)
-    for jump in (10, -10):
-        real = time.time()
-        monkeypatch.setattr(time, "time", lambda real=real, jump=jump: real + jump * 365 * 86400)
-        assert len(present(store)) == 4
-        put(store, 4 + (jump > 0), priority=60)
-        assert 0 in present(store)
-
-
-def test_what_costs_more_per_byte_stays(make):
-    store = make()
-    for number in range(4):
-        put(store, number, cost_ms=1.0 if number == 2 else 1000.0)
-    put(store, 4, cost_ms=1000.0)
+        keep(store, number, cost_ms=1.0 if number == 2 else 1000.0)
+    keep(store, 4, cost_ms=1000.0)
     assert present(store) == [0, 1, 3, 4]
 
 
-def test_pinned_chunks_stay(make):
-    store = make()
-    for number in range(4):
-        put(store, number)
-    with store.pinned([chunk_key(CHUNKS[0]), chunk_key(CHUNKS[1])]), store.pinned([chunk_key(CHUNKS[0])]):
-        put(store, 4)
-        put(store, 5)
-        assert {0, 1} <= set(present(store))
-    put(store, 6)
-    assert not {0, 1} <= set(present(store))
+@pytest.mark.parametrize("mean", [0.01, 100.0])
+def test_chunks_of_unknown_cost_are_taken_for_average_ones(make, mean):
+    """Measured costs of one machine say nothing about an assumed one: those without must not all leave, or all stay."""
+    store = make(3)
+    put(store, 0)
+    keep(store, 1, cost_ms=3 * mean * 0.5)
+    keep(store, 2, cost_ms=3 * mean * 1.5)
+    assert token_ms((r, u) for r, u in store.catalog.usages()[1]) == pytest.approx(mean)
+    keep(store, 3, cost_ms=3 * mean * 1.2)
+    assert present(store) == [0, 2, 3]
+
+
+def test_hits_fade_and_a_cost_of_nothing_is_known(make):
+    store = fill(make(), 0)
+    record = store.catalog.get(KEYS[0])
+    once = Usage().touched(1, now=10)
+    assert once.worth(record, 10) == pytest.approx(2 * Usage().worth(record, 10))
+    assert once.recent_hits(10 + worth.HALF_LIFE) == pytest.approx(0.5)
+    assert once.worth(record, 10**9) == pytest.approx(Usage().worth(record, 0))
+    assert token_ms([(record, Usage(cost_ms=0.0)), (record, Usage(cost_ms=6.0)), (record, Usage())]) == 1.0
+    assert token_ms([]) == TOKEN_MS
 
 
 def test_eviction_goes_from_the_high_to_the_low_watermark(make):
-    store = make(chunks=10, high_watermark=0.9, low_watermark=0.3)
+    store = make(10, high_watermark=0.9, low_watermark=0.3)
     counts = [put(store, number) and len(present(store)) for number in range(12)]
     assert max(counts) <= 10
     assert min(counts[counts.index(max(counts)) :]) <= 4
 
 
-def test_a_chunk_larger_than_the_budget_is_refused_and_evicts_nothing(make):
-    store = make(chunks=4)
-    put(store, 0)
-    big = make_identity(50, tokens=3000)
-    with pytest.raises(StoreError, match="disk_bytes"):
+def test_a_low_watermark_that_can_not_be_reached_does_not_take_all(make):
+    store = make(9, high_watermark=0.9, low_watermark=0.1)
+    for number in range(6):
+        keep(store, number, 80)
+    for number in range(6, 12):
+        put(store, number)
+        left = present(store)
+        assert left[:6] == list(range(6)), "a higher priority stays"
+        assert left[-1] == number
+        assert 7 <= len(left) <= 9
+
+
+@pytest.mark.parametrize("tokens", [9, 3000])
+def test_nothing_leaves_where_all_of_it_would_not_be_enough(make, tokens):
+    """A chunk larger than what may leave, or than the whole budget."""
+    store = make(6)
+    for number in range(4):
+        keep(store, number, 80)
+    put(store, 4)
+    big = make_identity(99, tokens=tokens)
+    with pytest.raises(StoreError, match=r"(nothing more may leave|whole budget).*disk_bytes"):
         store.put(big, make_kv(big), text=None)
-    assert present(store) == [0]
+    assert present(store) == [0, 1, 2, 3, 4]
 
 
-def test_free_space_is_left_to_others(make, monkeypatch):
-    store = make(disk_bytes=None, min_free_bytes=10**6)
-    free = 10**6 + 2 * FILE + SIZE
-    monkeypatch.setattr(
-        Directory, "free_bytes", lambda self: free - FILE * len(list((self.root / "objects").glob("*/*.safetensors")))
-    )
+def test_free_space_is_left_to_others(make, free):
+    store = make(None, min_free_bytes=GIGABYTE)
+    free.bytes = GIGABYTE + 2 * SIZE + SIZE
     for number in range(8):
         put(store, number)
         assert len(present(store)) <= 3
         assert number in present(store)
-    free, left = 0, present(store)
-    with pytest.raises(StoreError, match="min_free_bytes"):
-        put(store, 9)
-    assert present(store) == left, "nothing leaves in vain"
+    free.bytes, left = 0, present(store)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"nothing more may leave.*min_free_bytes"):
+            put(store, 9)
+        assert present(store) == left, "nothing leaves in vain"
 
 
-def test_an_evicted_document_keeps_its_claim(make):
-    store = make()
-    for number in range(6):
-        put(store, number)
-    gone = next(number for number in range(6) if number not in present(store))
-    assert f"doc {gone}" in store.index.documents(NAMESPACE)
-    put(store, gone)
-    assert store.forget(NAMESPACE, f"doc {gone}") == 1
+def test_eviction_that_frees_nothing_ends_soon_and_is_not_repeated(make, free, monkeypatch):
+    """Snapshots and open files keep the space of what is erased; so does a file system that frees late."""
+    now = [1000.0]
+    monkeypatch.setattr(worth.time, "monotonic", lambda: now[0])
+    free.bytes = 2 * GIGABYTE
+    store = fill(make(None, min_free_bytes=GIGABYTE), *range(11))
+    free.bytes, free.counts = GIGABYTE - 5 * SIZE, False
+    for _ in range(3):
+        with pytest.raises(StoreError, match=r"freed no space.*min_free_bytes"):
+            put(store, 11)
+        assert len(present(store)) == 11 - PROBE
+    now[0] += RETRY_S + 1
+    with pytest.raises(StoreError, match="freed no space"):
+        put(store, 11)
+    assert len(present(store)) == 11 - 2 * PROBE
+    free.bytes = 2 * GIGABYTE
+    assert put(store, 11) == SIZE
 
 
-def test_events_are_named_after_vllms(make, events, root, tmp_path):
-    begin, store = time.time(), make(event_log=str(tmp_path / "events.jsonl"))
-    for number in range(6):
-        put(store, number)
-    store.delete([chunk_key(CHUNKS[5])])
-    path = root / "objects" / chunk_key(CHUNKS[4])[:2] / f"{chunk_key(CHUNKS[4])}.safetensors"
-    path.write_bytes(b"x")
-    store.get(CHUNKS[4])
-    store.clear()
-    kinds = [(event.type, event.reason) for event in events]
-    assert kinds.count(("BlockStored", "put")) == 6
-    for kind in (("BlockRemoved", "evicted"), ("BlockRemoved", "deleted"), ("BlockRemoved", "rejected")):
-        assert kind in kinds
-    assert kinds[-1] == ("AllBlocksCleared", "cleared")
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(line["type"], line["reason"]) for line in lines] == kinds
-    key = chunk_key(CHUNKS[0])
-    stored = {"type": "BlockStored", "medium": "disk", "block_hashes": [key], "reason": "put", "block_size": 3}
-    times = [line.pop("ts") for line in lines]
-    assert lines[0] == {**stored, "num_bytes": SIZE}
-    assert all(begin - 1 < moment < time.time() + 1 for moment in times)  # clocks may be set back a little
-    assert times == [event.ts for event in events]
-    assert stat.S_IMODE((tmp_path / "events.jsonl").stat().st_mode) == 0o600
-
-
-def test_a_listener_that_fails_costs_nothing_but_a_warning(root, caplog, tmp_path):
-    def refuse(event):
-        raise RuntimeError("no")
-
-    store = DiskStore(root, StoreConfig(on_event=refuse, event_log=str(tmp_path), min_free_bytes=0))
-    assert put(store, 0) > 0
-    assert put(store, 1) > 0
-    assert len(caplog.records) == 1
-    store.close()
+def test_puts_at_the_limit_do_not_look_at_all_rows_each_time(make, free, monkeypatch):
+    looks, real = [], Catalog.usages
+    monkeypatch.setattr(Catalog, "usages", lambda catalog: (looks.append(1), real(catalog))[1])
+    free.bytes = GIGABYTE + 50 * SIZE
+    store = make(None, min_free_bytes=GIGABYTE, high_watermark=0.95, low_watermark=0.5)
+    for number in range(100):
+        identity = make_identity(number)
+        store.put(identity, make_kv(identity), text=None)
+        assert len(store.blobs.keys()) <= 50
+    assert 1 <= len(looks) <= 6
 
 
 def test_threads_that_put_at_once_keep_to_the_budget(make):
-    store = make(chunks=5)
-    threads = [threading.Thread(target=lambda n=n: [put(store, m) for m in range(n, 12, 3)]) for n in range(3)]
+    store, faults = make(5), []
+
+    def work(first):
+        try:
+            for number in range(first, 12, 3):
+                put(store, number)
+        except StoreError as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert faults == []
     store.make_room()
     assert store.stats()["disk"].num_bytes <= 5 * SIZE
     assert store.stats()["disk"].chunks == len(present(store))
 
 
-def test_hits_fade():
-    record = Record(chunk_key(CHUNKS[0]), "c", "m", "n", "p", 3, SIZE, None)
-    once = Usage().touched(1, now=10)
-    assert once.worth(record, 10) == pytest.approx(2 * Usage().worth(record, 10))
-    assert once.recent_hits(10 + usage.HALF_LIFE) == pytest.approx(0.5)
-    assert once.worth(record, 10**9) == pytest.approx(Usage().worth(record, 0))
+def test_hits_reach_other_processes_and_outlive_this_one(make, handle):
+    store = fill(make(8), *range(8))
+    for _ in range(40):
+        store.get(CHUNKS[1])
+    store.close()
+    other = handle()
+    assert other.catalog.usage(KEYS[1]).recent_hits(other.catalog.usages()[0]) == pytest.approx(40, rel=0.02)
+    assert other.catalog.usage(KEYS[2]).hits == 0
+
+
+# -- what is told of worth -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        *(None, [], [1] * 7, [35, "", -1.0, -1.0, float("nan"), 0, -1.0], [35, "", -1.0, -1.0, 1e300, 0, -1.0]),
+        *(None, [1] * 7, [35, "", -1.0, -1.0, float("nan"), 0, -1.0], [35, "", -1.0, -1.0, 1e300, 0, -1.0]),
         *(
             [101, "", -1.0, -1.0, 0.0, 0, -1.0],
             [-1, "", -1.0, -1.0, 0.0, 0, -1.0],
@@ -270,9 +274,12 @@ def test_hits_fade():
         *([35, "", -1.0, -1.0, -1.0, 0, -1.0], [35, "", -1.0, -1.0, 0.0, -1, -1.0]),
     ],
 )
-def test_a_planted_row_counts_as_none(row):
-    assert Usage.of(row) == Usage()
-    assert Usage.of(Usage(priority=3).row()) == Usage(priority=3)
+def test_a_planted_usage_is_not_believed(row):
+    """A row from elsewhere must not make a chunk one that never leaves."""
+    form = TypeAdapter(Usage)
+    with pytest.raises(ValidationError):
+        form.validate_python(row)
+    assert form.validate_json(form.dump_json(Usage(priority=3))) == Usage(priority=3)
 
 
 @pytest.mark.parametrize(

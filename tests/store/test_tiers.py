@@ -1,417 +1,285 @@
-"""Budgets, promotion and demotion through the accelerator's memory (the host's stands in), the host's, and the disk."""
+"""Memory above the disk: hits are kept in every tier above, budgets hold, and what is worth least leaves memory first."""
 
-import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from kvrag.store.events import Events
+from stores import CHUNKS, KEYS, KVS, PATIENT_S, SIZE, fill, held, put
 
-from kvrag.config import StoreConfig
-from kvrag.errors import ConfigError, StoreError
-from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import (
-    DiskStore,
-    MemoryStore,
-    Retention,
-    TieredStore,
-    on_accelerator,
-    open_store,
-    sizes,
-    tiered_reads,
-    usage,
-)
-from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
-
-IDENTITIES = [make_identity(number) for number in range(8)]
-KEYS = [chunk_key(identity) for identity in IDENTITIES]
-SIZE = make_kv(IDENTITIES[0]).num_bytes
-
-
-def put(store, number, priority=None, **options):
-    retention = None if priority is None else Retention(priority)
-    return store.put(IDENTITIES[number], make_kv(IDENTITIES[number]), text=None, retention=retention, **options)
-
-
-def held(memory):
-    return [number for number, key in enumerate(KEYS) if memory.contains(key)]
-
-
-class Tiers:
-    """Three tiers, with room for ``gpu`` and ``host`` chunks, and what they report."""
-
-    def __init__(self, root, gpu=2, host=4, **options):
-        self.log = []
-        events = Events(self.log.append)
-        self.gpu = MemoryStore(gpu * SIZE, name="gpu", events=events)
-        self.host = MemoryStore(host * SIZE, events=events)
-        self.disk = DiskStore(root, StoreConfig(on_event=self.log.append))
-        self.below = TieredStore(self.host, self.disk, **options)
-        self.store = TieredStore(self.gpu, self.below, keeps_puts=False)
-
-    def events(self, number):
-        return [(e.medium, e.type, e.reason) for e in self.log if KEYS[number] in e.block_hashes]
+from kvrag.store import MemoryTier, Retention, accelerator_tier, memory, on_accelerator, worth
+from kvrag.store.worth import HALF_LIFE, Usage
+from kvrag.testing.chunks import make_identity, make_kv, same_bits
+from kvrag.types import ChunkKV, LayerKV
 
 
 @pytest.fixture
-def tiers(root):
-    made = []
+def tiers(handle):
+    """Opens three tiers, with room for so many chunks, and gives the store, its memory tiers and its events."""
 
-    def make(**options):
-        made.append(Tiers(root, **options))
-        return made[-1]
+    def make(gpu=2, host=4, **options):
+        log = []
+        store = handle(gpu=gpu * SIZE, ram=host * SIZE, on_event=log.append, **options)
+        return store, *store.tiers, log
 
-    yield make
-    for one in made:
-        one.store.close()
-
-
-def test_a_hit_promotes_to_every_tier_above(tiers):
-    one = tiers()
-    put(one.store, 0)
-    one.host.delete(KEYS[:1])
-    assert (held(one.gpu), held(one.host)) == ([], [])
-    assert same_bits(one.store.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
-    assert (held(one.gpu), held(one.host)) == ([0], [0])
-    assert one.events(0)[-2:] == [("host", "BlockStored", "promoted"), ("gpu", "BlockStored", "promoted")]
-    one.store.get(IDENTITIES[0])
-    assert (one.store.stats()["gpu"].hits, one.store.stats()["disk"].hits) == (1, 1)
+    return make
 
 
-def test_what_is_pushed_out_goes_one_tier_down_and_no_further_than_where_it_is(tiers):
-    one = tiers(gpu=1, host=4)
-    for number in range(2):
-        put(one.store, number)
-    one.store.get(IDENTITIES[0])
-    one.host.delete(KEYS[:1])
-    one.store.get(IDENTITIES[1])
-    assert (held(one.gpu), held(one.host)) == ([1], [0, 1])
-    assert one.events(0)[-2:] == [("gpu", "BlockRemoved", "evicted"), ("host", "BlockStored", "demoted")]
-    assert same_bits(one.host.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
-    before = len(one.log)
-    one.store.get(IDENTITIES[0])  # pushes 1 out, which the host has
-    assert [e.reason for e in one.log[before:]] == ["promoted", "evicted"]
+def of(log, number):
+    """Events of one chunk."""
+    return [(e.medium, e.type, e.reason) for e in log if KEYS[number] in e.block_hashes]
 
 
-def test_what_is_worth_too_little_is_not_demoted(tiers):
-    one = tiers(gpu=1, host=4, min_priority=40)
-    put(one.store, 0)
-    put(one.store, 1, priority=40)
-    put(one.store, 2, priority=41)
-    for number, kept in ((0, False), (1, True)):
-        one.store.get(IDENTITIES[number])
-        one.host.delete([KEYS[number]])
-        one.store.get(IDENTITIES[2 if number else 1])
-        assert one.host.contains(KEYS[number]) == kept
-    assert same_bits(one.store.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
+def keep(tier, number, *, priority=35, cost_ms=None, tokens=3, hits=0.0):
+    """Give a tier a chunk, as a read does."""
+    identity = make_identity(number, tokens=tokens)
+    usage = Usage(hits=hits).retained(Retention(priority, None, cost_ms))
+    tier.keep(identity, make_kv(identity), usage, epoch=tier.epoch)
 
 
-def test_the_lowest_priority_leaves_memory_first_and_then_the_least_recently_used(root):
-    store = MemoryStore(3 * SIZE)
-    for number, priority in ((0, 80), (1, 20), (2, 80)):
-        put(store, number, priority)
-    put(store, 3, 80)
-    assert held(store) == [0, 2, 3]
-    put(store, 4, 80)
-    assert held(store) == [2, 3, 4]
-    with pytest.raises(StoreError, match="nothing more may leave"):
-        put(store, 5, 20)
-    assert held(store) == [2, 3, 4]
+def test_a_hit_is_kept_in_every_tier_above(tiers):
+    store, gpu, host, log = tiers()
+    fill(store, 0)
+    assert (held(gpu), held(host)) == ([], [0]), "what is put is kept on the host at once"
+    host.release()
+    assert same_bits(store.get(CHUNKS[0]), KVS[0])
+    assert (held(gpu), held(host)) == ([0], [0])
+    assert of(log, 0)[-2:] == [("host", "BlockStored", "promoted"), ("gpu", "BlockStored", "promoted")]
+    store.get(CHUNKS[0])
+    assert (store.stats()["gpu"].hits, store.stats()["disk"].hits) == (1, 1)
+    assert list(store.stats()) == ["gpu", "host", "disk"]
 
 
-def test_a_priority_survives_promotion(tiers):
-    one = tiers(gpu=4, host=2)
-    put(one.store, 0, priority=90)
-    one.host.delete(KEYS[:1])
-    one.store.get(IDENTITIES[0])
-    for number in range(1, 5):
-        put(one.store, number)
-    assert 0 in held(one.host)
+def test_what_is_pushed_out_is_a_copy_and_goes_nowhere(tiers):
+    store, gpu, host, log = tiers(gpu=1, host=4)
+    fill(store, 0, 1)
+    store.get(CHUNKS[0])
+    host.release()
+    log.clear()
+    store.get(CHUNKS[1])
+    assert (held(gpu), held(host)) == ([1], [1])
+    assert of(log, 0) == [("gpu", "BlockRemoved", "evicted")]
+    assert same_bits(store.get(CHUNKS[0]), KVS[0])
 
 
-def test_a_priority_that_is_over_is_the_default_again(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("kvrag.store.usage.since_boot", lambda: now[0])
-    store = MemoryStore(2 * SIZE)
-    identity = IDENTITIES[0]
-    store.put(identity, make_kv(identity), text=None, retention=Retention(90, duration_s=10))
-    put(store, 1, 50)
-    now[0] = 11.0
-    put(store, 2, 50)
-    assert held(store) == [1, 2]
+def test_a_priority_a_duration_and_a_cost_go_along_to_every_tier(tiers, monkeypatch):
+    store, gpu, host, _ = tiers(gpu=1, host=2)
+    put(store, 0, retention=Retention(99, 60, cost_ms=7.0))
+    host.release()
+    store.get(CHUNKS[0])
+    for number in (1, 2, 3):
+        put(store, number)
+        store.get(CHUNKS[number])
+    assert (held(gpu), 0 in held(host)) == ([0], True)
+    now = worth.since_boot()
+    monkeypatch.setattr(worth, "since_boot", lambda: now + 61)
+    for number in (4, 5, 6):
+        put(store, number)
+        store.get(CHUNKS[number])
+    assert (0 in held(gpu), 0 in held(host)) == (False, False), "a priority that is over must not hold memory"
 
 
-def test_what_a_request_pins_stays(tiers):
-    one = tiers(gpu=2, host=2)
-    for number in range(4):
-        put(one.store, number)
-    with one.store.pinned(KEYS[:2]):
-        for number in (0, 1, 2, 3):
-            one.store.get(IDENTITIES[number])
-        assert held(one.gpu) == held(one.host) == [0, 1]
-    one.store.get(IDENTITIES[3])
-    assert 3 in held(one.gpu)
-
-
-def test_a_request_of_more_than_the_tier_holds_does_not_push_out_its_own(tiers):
-    one = tiers(gpu=2, host=8)
-    for number in range(4):
-        put(one.store, number)
-    got = one.store.get_many(IDENTITIES[:4], timeout_s=30)
-    assert all(same_bits(kv, make_kv(identity)) for kv, identity in zip(got, IDENTITIES[:4], strict=True))
-    assert len(held(one.gpu)) == 2
-    assert ("gpu", "evicted") not in [(e.medium, e.reason) for e in one.log]
-
-
-def test_the_budgets_hold_whatever_is_read(tiers):
-    one = tiers(gpu=2, host=3)
-    for step in range(40):
-        number = step * 5 % 8
-        put(one.store, number, priority=(20, 35, 80)[step % 3])
-        read = IDENTITIES[step * 3 % 8]
-        assert same_bits(one.store.get(read), make_kv(read)) or not one.store.contains(chunk_key(read))
-        stats = one.store.stats()
-        assert stats["gpu"].num_bytes <= 2 * SIZE
-        assert stats["host"].num_bytes <= 3 * SIZE
-        assert stats["gpu"].num_bytes == SIZE * stats["gpu"].chunks == SIZE * len(held(one.gpu))
-
-
-def test_erasures_reach_every_tier(tiers):
-    one = tiers()
-    identity = IDENTITIES[0]
-    for wipe in (lambda: one.store.delete(KEYS[:1]), lambda: one.store.forget(NAMESPACE, "doc")):
-        one.store.put(identity, make_kv(identity), text=make_text("a"), doc_id="doc")
-        one.store.get(identity)
-        assert wipe() == 1
-        assert (held(one.gpu), held(one.host), one.store.get(identity)) == ([], [], None)
-
-
-def test_what_is_erased_while_it_is_demoted_does_not_come_back(tiers):
-    one = tiers(gpu=1, host=4)
-    put(one.store, 0)
-    kv = one.store.get(IDENTITIES[0])
-    one.store.delete(KEYS[:1])
-    one.below.demote(IDENTITIES[0], kv, Retention())  # as by a thread that had taken it out before
-    assert held(one.host) == []
-
-
-def test_a_duration_goes_along_to_every_tier(tiers, monkeypatch):
-    """A pin that is over must not hold memory: what was promoted or demoted forgets it when the disk does."""
-    one = tiers(gpu=1, host=1)
-    one.disk.put(IDENTITIES[0], make_kv(IDENTITIES[0]), text=None, retention=Retention(99, 60, cost_ms=7.0))
-    one.store.get(IDENTITIES[0])
-    assert [round(one.gpu.retention(KEYS[0]).duration_s), one.host.retention(KEYS[0]).cost_ms] == [60, 7.0]
-    one.host.delete(KEYS[:1])
-    one.gpu.keep(IDENTITIES[7], make_kv(IDENTITIES[7]), retention=Retention(99))  # pushes the first one down
-    assert (held(one.gpu), held(one.host), one.events(0)[-1][2]) == ([7], [0], "demoted")
-    put(one.store, 1)
-    assert held(one.host) == [0]
-    now = usage.since_boot()
-    monkeypatch.setattr(usage, "since_boot", lambda: now + 61)
-    assert one.host.retention(KEYS[0]) == Retention(cost_ms=7.0)
-    put(one.store, 3)
-    assert held(one.host) == [3], "newcomers find room again"
-
-
-def test_a_priority_in_memory_alone_is_told_and_promoted(tiers):
-    one = tiers(lower_min_priority=30)
-    put(one.store, 0, priority=20)
-    one.store.get(IDENTITIES[0])
-    assert held(one.gpu) == [0]
-    told = one.store.retention(KEYS[0]), one.gpu.retention(KEYS[0]), one.store.priority(KEYS[0])
-    assert told == (Retention(20), Retention(20), 20)
-
-
-def test_worth_is_said_anew_in_every_tier(tiers):
-    one = tiers(lower_min_priority=30)
-    put(one.store, 0, priority=90)
-    put(one.store, 1, priority=20)  # in the host's memory alone
+def test_retention_is_updated_in_every_tier(tiers):
+    store, gpu, host, _ = tiers(gpu=2, host=2)
     for number in (0, 1):
-        one.store.get(IDENTITIES[number])
-    assert (held(one.gpu), held(one.host), one.disk.files()) == ([0, 1], [0, 1], {KEYS[0]})
-    assert one.store.retain(KEYS[:3], Retention(50)) == 2
-    for tier in (one.gpu, one.host, one.store):
-        assert [tier.retention(key) for key in KEYS[:3]] == [Retention(50), Retention(50), None]
-    assert one.disk.files() == {KEYS[0]}, "where a chunk lies stays as it is"
+        put(store, number, retention=Retention(90))
+        store.get(CHUNKS[number])
+    assert store.retain(KEYS[:1], Retention(10)) == 1
+    put(store, 2)
+    store.get(CHUNKS[2])
+    assert (held(gpu), held(host)) == ([1, 2], [1, 2])
 
 
-def test_a_read_that_began_before_does_not_bring_the_worth_of_then(tiers, monkeypatch):
-    one = tiers()
-    put(one.store, 0, priority=99)
-    one.host.delete(KEYS[:1])
-    real = one.below.retention
+def test_a_read_that_began_before_does_not_bring_the_retention_of_then(tiers, monkeypatch):
+    store, gpu, host, _ = tiers()
+    put(store, 0, retention=Retention(99))
+    host.release()
+    real = store.catalog.usage
 
     def slow(key):
         found = real(key)
-        one.store.retain([key], Retention(1))
+        store.retain([key], Retention(1))
         return found
 
-    monkeypatch.setattr(one.below, "retention", slow)
-    one.store.get(IDENTITIES[0])
-    monkeypatch.undo()
-    assert (held(one.gpu), held(one.host)) == ([], [])
-    one.store.get(IDENTITIES[0])
-    assert one.gpu.retention(KEYS[0]) == one.host.retention(KEYS[0]) == Retention(1)
+    monkeypatch.setattr(store.catalog, "usage", slow)
+    assert same_bits(store.get(CHUNKS[0]), KVS[0])
+    assert (held(gpu), held(host)) == ([], [])
 
 
-def test_low_priorities_stay_off_the_disk_until_they_are_pushed_out(root):
-    disk = DiskStore(root)
-    host = MemoryStore(2 * SIZE)
-    store = TieredStore(host, disk, lower_min_priority=30)
-    identity, text = IDENTITIES[0], make_text("a")
-    assert store.put(identity, make_kv(identity), text=text, doc_id="one", retention=Retention(29)) == SIZE
-    assert store.put(identity, make_kv(identity), text=text, doc_id="two", retention=Retention(29)) == 0
-    put(store, 1, priority=30)
-    assert disk.files() == {KEYS[1]}
-    assert store.contains(KEYS[0])
-    assert store.index.texts(NAMESPACE, 0)[0] == [text]
-    assert same_bits(store.get(identity), make_kv(identity))
-    assert store.forget(NAMESPACE, "one") == 0
-    assert store.contains(KEYS[0])
-    put(store, 2)
-    assert not store.contains(KEYS[0])
-    assert store.index.get(KEYS[0]) is None
-    assert store.get(identity) is None
-    with pytest.raises(StoreError, match="too low a priority"):  # what is there is worth more
-        put(store, 0, priority=0)
-    store.close()
+def test_the_budgets_hold_whatever_is_read(tiers):
+    store, gpu, host, _ = tiers(gpu=2, host=3)
+    for step in range(40):
+        put(store, step * 5 % 8, retention=Retention((20, 35, 80)[step % 3]))
+        kv = store.get(CHUNKS[step * 3 % 8])
+        assert kv is None or same_bits(kv, KVS[step * 3 % 8])
+        for tier, most in ((gpu, 2), (host, 3)):
+            assert tier.stats().num_bytes == SIZE * tier.stats().chunks == SIZE * len(held(tier)) <= most * SIZE
 
 
-def test_a_low_priority_is_erased_with_its_document(root):
-    store = TieredStore(MemoryStore(2 * SIZE), DiskStore(root), lower_min_priority=30)
-    identity = IDENTITIES[0]
-    store.put(identity, make_kv(identity), text=make_text("a"), doc_id="one", retention=Retention(1))
-    assert store.forget(NAMESPACE, "one") == 1
-    assert store.get(identity) is None
-    assert store.index.keys() == []
-    full = TieredStore(MemoryStore(SIZE - 1), DiskStore(root), lower_min_priority=30)
-    with pytest.raises(StoreError, match="disk_min_priority"):
-        put(full, 0, priority=1)
-    assert full.index.keys() == []
-    store.close()
-    full.close()
+def test_the_uppermost_tier_is_given_up_for_its_memory(tiers):
+    store, gpu, host, log = tiers()
+    fill(store, 0, 1)
+    store.get_many(CHUNKS[:2], timeout_s=PATIENT_S)
+    assert store.release() == 2 * SIZE
+    assert (held(gpu), held(host)) == ([], [0, 1])
+    assert of(log, 0)[-1] == ("gpu", "BlockRemoved", "evicted")
+    assert same_bits(store.get(CHUNKS[0]), KVS[0])
 
 
-def test_an_accelerator_without_memory_gives_its_tier_up_and_answers(tiers, monkeypatch):
-    one = tiers()
-    for number in range(2):
-        put(one.store, number)
-    one.store.get(IDENTITIES[0])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no room")])
+@pytest.mark.parametrize("where", ["read", "put"])
+def test_a_tier_without_memory_costs_no_answer(tiers, monkeypatch, error, where):
+    store, gpu, host, _ = tiers()
 
-    def full(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def full(*args, **options):
+        raise error
 
-    monkeypatch.setattr(tiered_reads, "_is_on", lambda kv, device: False)
-    monkeypatch.setattr(tiered_reads, "copy_kv", full)
-    assert same_bits(one.store.get(IDENTITIES[1]), make_kv(IDENTITIES[1]))
-    assert held(one.gpu) == []
-    assert one.store.stats()["gpu"].num_bytes == 0
+    if where == "put":
+        monkeypatch.setattr(host, "keep", full)
+        assert put(store, 0) == SIZE
+    else:
+        fill(store, 0)
+        monkeypatch.setattr(gpu, "keep", full)
+    assert same_bits(store.get(CHUNKS[0]), KVS[0])
+    assert held(gpu) == ([0] if where == "put" else [])
 
 
-def test_tensors_are_where_their_tier_is(root):
-    below = TieredStore(MemoryStore(2**20), DiskStore(root))
-    store = on_accelerator(below, torch.device("meta"), StoreConfig(gpu_bytes=2**20, gpu_fraction=1.0))
-    put(store, 0)
-    assert store.get(IDENTITIES[0]).layers[0].keys.device.type == "meta"
-    assert store.get_many(IDENTITIES[:1], timeout_s=30)[0].layers[1].values.device.type == "meta"
-    assert same_bits(below.get(IDENTITIES[0]), make_kv(IDENTITIES[0]))
+def test_tensors_are_where_their_tier_is(opened, root):
+    below = fill(opened(), 0)
+    store = on_accelerator(below, torch.device("meta"), store_config(below))
+    assert store.get(CHUNKS[0]).layers[0].keys.device.type == "meta"
+    assert store.get_many(CHUNKS[:1], timeout_s=PATIENT_S)[0].layers[1].values.device.type == "meta"
+    assert same_bits(below.get(CHUNKS[0]), KVS[0])
     assert list(store.stats()) == ["gpu", "host", "disk"]
     store.close()
 
 
-def test_there_is_no_tier_for_a_model_on_the_cpu_nor_without_a_budget(root):
-    below = MemoryStore(2**20)
-    assert on_accelerator(below, torch.device("cpu"), StoreConfig(gpu_bytes=2**30)) is below
-    for config in (StoreConfig(), StoreConfig(gpu_bytes=0), StoreConfig(gpu_bytes=2**20, gpu_fraction=0)):
-        assert on_accelerator(below, torch.device("meta"), config) is below
+def store_config(store, **options):
+    """Config with some memory of an accelerator."""
+    return replace(store.config, **{"gpu_bytes": 2**20, "gpu_fraction": 1.0, **options})
+
+
+def test_there_is_no_tier_for_a_model_on_the_cpu_nor_without_a_budget(opened):
+    below = opened()
+    assert on_accelerator(below, torch.device("cpu"), store_config(below)) is below
+    for options in ({"gpu_bytes": 0}, {"gpu_fraction": 0}):
+        assert on_accelerator(below, torch.device("meta"), store_config(below, **options)) is below
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "meta"])
-def test_a_device_that_does_not_say_how_much_memory_it_has_takes_bytes(kind, caplog):
-    device = torch.device(kind)
-    store = on_accelerator(MemoryStore(2**20), device, StoreConfig(gpu_bytes=2**20))
-    assert isinstance(store, TieredStore)
-    assert store._memory.max_bytes == 2**20
-    assert store._memory.device == device
+def test_a_device_that_does_not_say_how_much_memory_it_has_takes_bytes(opened, kind, caplog):
+    below, device = opened(), torch.device(kind)
+    store = on_accelerator(below, device, store_config(below))
+    assert (store.tiers[0].max_bytes, store.tiers[0].device) == (2**20, device)
     assert not caplog.records
-    below = MemoryStore(2**20)
     for fraction in (0.1, 1.0):
-        assert on_accelerator(below, device, StoreConfig(gpu_bytes=None, gpu_fraction=fraction)) is below
+        assert on_accelerator(below, device, store_config(below, gpu_bytes=None, gpu_fraction=fraction)) is below
         assert f"how much memory {kind} has; set StoreConfig.gpu_bytes" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(
-    ("limit", "fraction", "expected"), [(None, 1, None), (50, 1, 50), (50, 0.2, 20), (10, 0.2, 10), (None, 0.5, 50)]
-)
-def test_the_lesser_budget_wins(limit, fraction, expected):
-    assert sizes.lesser(limit, fraction, lambda: 100) == expected
+def test_stores_of_one_directory_share_their_tiers_and_their_catalog(opened, tmp_path):
+    """However many engines there are: one memory tier, one catalog, released with the last of them."""
+    one, two, elsewhere = fill(opened(), 0), opened(), opened(tmp_path / "other")
+    assert one.tiers == two.tiers
+    assert one.catalog is two.catalog
+    assert elsewhere.tiers[0] is not one.tiers[0]
+    tops = [accelerator_tier(each, torch.device("meta"), each.config, 2**20) for each in (one, two)]
+    assert tops[0].tiers == tops[1].tiers
+    assert opened().tiers == one.tiers, "a store without an accelerator has the host's memory alone"
+    one.close()
+    assert same_bits(two.get(CHUNKS[0]), KVS[0])
+    tops[1].close()
+    tops[0].close()
+    assert opened(read_only=True).tiers[0] is not one.tiers[0]
 
 
-def test_a_total_that_nobody_knows_limits_nothing():
-    def unknown():
-        raise OSError("no such file system")
-
-    assert sizes.lesser(7, 0.5, unknown) == 7
-
-
-def test_fractions_are_of_what_there_is(root, monkeypatch, tmp_path):
-    assert 2**20 < sizes.host_memory() < 2**50
-    limit = tmp_path / "memory.max"
-    limit.write_text("4096\n")
-    monkeypatch.setattr(sizes, "CGROUP_LIMITS", (str(tmp_path / "absent"), str(limit)))
-    assert sizes.host_memory() == 4096
-    assert open_store(None, StoreConfig(ram_fraction=0.5)).max_bytes == 2048
-    assert open_store(None, StoreConfig(ram_bytes=100)).max_bytes == 100
-    assert sizes.file_system(root / "not" / "yet") == sizes.file_system(tmp_path)
-    monkeypatch.setattr("kvrag.store.disk_reads.file_system", lambda path: 2 * SIZE)
-    store = open_store(root, StoreConfig(disk_fraction=0.9, min_free_bytes=0))
-    with pytest.raises(StoreError, match="don't fit"):
-        store.put(make_identity(9, tokens=9), make_kv(make_identity(9, tokens=9)), text=None)
-    store.close()
+# -- what leaves memory --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("comes", "stays"),
     [
-        {"gpu_bytes": -1},
-        {"gpu_fraction": 1.1},
-        {"ram_fraction": -0.1},
-        {"disk_fraction": "half"},
-        {"host_min_priority": 101},
-        {"disk_min_priority": 1.5},
-        {"write_policy": "around"},
-        {"prefetch": "eager"},
+        ([{"cost_ms": 100.0}, {"cost_ms": 10.0}, {"cost_ms": 50.0}], [0, 2]),
+        ([{"hits": 3.0}, {}, {}], [0, 2]),
+        ([{"cost_ms": 10.0, "hits": 2.0}, {"cost_ms": 35.0}, {"cost_ms": 99.0}], [1, 2]),
+        ([{"priority": 60, "cost_ms": 1.0}, {"priority": 50, "cost_ms": 1e3, "hits": 5.0}, {"priority": 50}], [0, 2]),
+        ([{"priority": 60}, {"priority": 60}, {"priority": 50, "cost_ms": 1e9}], [0, 1]),
+        ([{"cost_ms": 2.0}, {}, {"cost_ms": 20.0}], [1, 2]),
+        ([{}, {}, {}], [1, 2]),
     ],
+    ids=["dear", "hit often", "hits times cost", "priority", "higher priorities", "average for unknown", "recent"],
 )
-def test_an_impossible_option_is_named(options):
-    with pytest.raises(ConfigError, match=f"StoreConfig.{next(iter(options))}"):
-        StoreConfig(**options)
+def test_what_is_worth_least_leaves(comes, stays):
+    tier = MemoryTier(2 * SIZE)
+    for number, options in enumerate(comes):
+        keep(tier, number, **options)
+    assert held(tier) == stays
+    assert tier.stats().num_bytes == 2 * SIZE
 
 
-def test_threads_read_and_erase_at_once_and_the_accounts_stay_right(tiers):
-    one = tiers(gpu=2, host=3)
-    wrong = []
+def test_what_takes_more_bytes_for_the_same_leaves():
+    tier = MemoryTier(4 * SIZE)
+    keep(tier, 0, cost_ms=10.0)
+    keep(tier, 20, tokens=6, cost_ms=15.0)
+    keep(tier, 1, cost_ms=10.0)
+    keep(tier, 2, cost_ms=10.0)
+    assert held(tier) == [0, 1, 2]
+    assert tier.stats().num_bytes == 3 * SIZE
 
-    def work(offset):
-        try:
-            for step in range(30):
-                number = (step + offset) % 8
-                put(one.store, number)
-                kv = one.store.get_many([IDENTITIES[number]], timeout_s=30)[0]
-                if kv is not None and not same_bits(kv, make_kv(IDENTITIES[number])):
-                    wrong.append(number)
-                if step % 7 == 0:
-                    one.store.delete([KEYS[number]])
-        except Exception as error:
-            wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    for name, memory in (("gpu", one.gpu), ("host", one.host)):
-        assert one.store.stats()[name].num_bytes == SIZE * len(held(memory))
-    one.store.delete(KEYS)
-    assert [one.store.get(identity) for identity in IDENTITIES] == [None] * 8
-    assert (held(one.gpu), held(one.host)) == ([], [])
+def test_hits_of_long_ago_count_less_and_come_back_with_the_chunk():
+    tier = MemoryTier(2 * SIZE)
+    keep(tier, 0)
+    for _ in range(7):
+        tier.get(KEYS[0], CHUNKS[0])
+    keep(tier, 0)
+    keep(tier, 1)
+    keep(tier, 2)
+    assert held(tier) == [0, 2]
+    tier._now += 4 * HALF_LIFE  # 7 hits are worth less than one now
+    tier.get(KEYS[2], CHUNKS[2])
+    keep(tier, 3)
+    assert held(tier) == [2, 3]
+
+
+def test_what_is_asked_for_now_takes_the_place_of_what_was_asked_for_before(handle):
+    """Hits that are counted only while a chunk is in memory would keep new ones out for ever."""
+    store = handle(ram=2 * SIZE)
+    fill(store, *range(4))
+    for _ in range(5):
+        store.get_many(CHUNKS[:2], timeout_s=PATIENT_S)
+    assert held(store.tiers[0]) == [0, 1]
+    for _ in range(20):
+        for number in (2, 3):
+            store.catalog.flush()
+            store.get(CHUNKS[number])
+    assert held(store.tiers[0]) == [2, 3]
+
+
+def test_many_chunks_leave_by_few_rankings(monkeypatch):
+    tier, rankings, real = MemoryTier(64 * SIZE), [], memory.order
+    for number in range(64):
+        keep(tier, number, cost_ms=1.0 + number)
+    monkeypatch.setattr(memory, "order", lambda *args: rankings.append(args) or real(*args))
+    for number in range(100, 112):
+        keep(tier, number, cost_ms=1000.0)
+    assert len(rankings) == 3, "one for four chunks of sixty-four"
+    assert held(tier) == []
+    assert tier.stats().chunks == 64
+
+
+def test_a_chunk_that_finds_no_room_pushes_nothing_out_and_is_given_all_the_same():
+    tier = MemoryTier(2 * SIZE)
+    keep(tier, 0)
+    keep(tier, 1)
+    big = make_identity(30, tokens=9)
+    kv = tier.keep(big, make_kv(big), Usage(), epoch=tier.epoch)
+    assert same_bits(kv, make_kv(big))
+    assert held(tier) == [0, 1]
+    assert isinstance(tier.get(KEYS[0], CHUNKS[0]), ChunkKV)
+
+
+def test_a_slice_does_not_keep_the_batch_alive(handle):
+    store, wide = handle(), torch.zeros(2, 300, 64)
+    store.put(CHUNKS[0], ChunkKV((LayerKV(wide[:, :3], wide[:, 3:6]),)), text=None)
+    for tensor in store.get(CHUNKS[0]).layers[0].tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,0 +1,221 @@
+"""What fails below the store costs time, not correctness, and leaves nothing behind; a full disk is one such fault."""
+
+import errno
+import gc
+import json
+import logging
+import os
+
+import pytest
+import torch
+from stores import CHUNKS, KEYS, KVS, failing, files, fill, present, put
+
+from kvrag.errors import StoreError, StoreFormatError
+from kvrag.identity.fingerprint import FORMAT_VERSION
+from kvrag.store import FileBlobs, blobs, open_store
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+
+ME = CHUNKS[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("writev", errno.ENOSPC),
+        ("writev", errno.EDQUOT),
+        ("writev", errno.EIO),
+        ("link", errno.EIO),
+        ("fsync", errno.EIO),
+        ("fdatasync", errno.EIO),
+        ("open", errno.EMFILE),
+        ("open", errno.EROFS),
+        ("mkdir", errno.ENOSPC),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_write_that_fails_leaves_nothing(opened, root, monkeypatch, name, number, after):
+    store = fill(opened(durability="durable"), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs.os, name, failing(number, after)(getattr(os, name)))
+        fault = None
+        try:
+            put(store, 1)
+        except StoreError as error:
+            fault = str(error)
+    if fault is None:
+        assert after, "the first call must have failed"
+        return
+    assert os.strerror(number) in fault
+    assert (root / "tmp").is_dir() is False or os.listdir(root / "tmp") == []
+    assert store.get(ME) is None
+    assert (present(store), files(root)) == ([2], [2])
+    assert store.catalog.pending() == []
+    assert store.catalog.documents(NAMESPACE) == ["doc 2"]
+    assert put(store, 1) > 0
+    assert same_bits(store.get(CHUNKS[1]), KVS[1])
+
+
+def test_a_write_that_fails_takes_back_only_what_was_its_own(handle, monkeypatch):
+    """Another writer of the same chunk may have been quicker, and a document that holds on to its text stays."""
+    one, two = handle(), handle()
+
+    def fail(self, key, parts):
+        monkeypatch.undo()
+        two.put(ME, KVS[1], text=make_text("text 1"), doc_id="other")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileBlobs, "write", fail)
+    with pytest.raises(StoreError, match="No space left"):
+        put(one, 1)
+    assert same_bits(one.get(ME), KVS[1])
+    assert "other" in one.catalog.documents(NAMESPACE)
+    assert two.forget(NAMESPACE, "doc 1") + two.forget(NAMESPACE, "other") == 1
+
+
+@pytest.mark.parametrize("most", [1, 700, 5000])
+def test_short_writes_and_short_reads_are_continued(store, monkeypatch, most):
+    write, read = os.writev, os.preadv
+    monkeypatch.setattr(blobs.os, "writev", lambda fd, views: write(fd, [views[0][:most]]))
+    monkeypatch.setattr(blobs.os, "preadv", lambda fd, views, offset: read(fd, [views[0][:most]], offset))
+    fill(store, 1)
+    assert same_bits(store.get(ME), KVS[1])
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_file_systems_without_hard_links_or_locks_will_do(opened, root, monkeypatch, number):
+    monkeypatch.setattr(blobs.os, "link", failing(number)(None))
+    monkeypatch.setattr(blobs.fcntl, "flock", failing(errno.ENOLCK)(None))
+    store = fill(opened(ram_bytes=0), 1)
+    assert same_bits(store.get(ME), KVS[1])
+    assert os.listdir(root / "tmp") == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("name", ["preadv", "open"])
+def test_a_read_that_fails_is_a_miss_is_logged_once_and_keeps_the_chunk(store, root, monkeypatch, caplog, name, number):
+    fill(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs.os, name, failing(number)(None))
+        for _ in range(3):
+            assert store.get(ME) is None
+    said = [record for record in caplog.records if "can't be read" in record.message]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    assert (present(store), files(root)) == ([1], [1])
+    assert same_bits(store.get(ME), KVS[1])
+    assert store.stats()["disk"].rejected == 0
+
+
+@pytest.mark.parametrize("name", ["preadv", "open"])
+def test_what_could_not_be_read_for_a_while_is_erased_with_its_document(store, root, monkeypatch, name):
+    fill(store, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs.os, name, failing(errno.EMFILE)(None))
+        assert store.get(ME) is None
+    store.forget(NAMESPACE, "doc 1")
+    assert files(root) == [2]
+    assert not store.link(ME, text=make_text("text 1"), doc_id="doc 1")
+
+
+def test_a_closed_store_has_nothing_and_takes_nothing(store, root):
+    fill(store, 1)
+    store.close()
+    assert store.get(ME) is None
+    assert store.catalog.texts(NAMESPACE, 0) == ([], 0)
+    for change in (
+        lambda: put(store, 2),
+        lambda: store.delete([KEYS[1]]),
+        store.clear,
+        lambda: store.forget(NAMESPACE, "x"),
+    ):
+        with pytest.raises(StoreError, match="closed"):
+            change()
+    assert not store.link(ME, text=None, doc_id=None)
+    assert files(root) == [1]
+
+
+def test_leftovers_of_dead_writers_are_swept_and_a_live_ones_stay(opened, root, monkeypatch):
+    store = fill(opened(), 1)
+    for name in ("garbage", "1.otherhost.x"):
+        (root / "tmp" / name).write_text("x")
+    os.mkfifo(root / "tmp" / "fifo")
+    assert store.blobs.sweep() == 0, "they are young"
+    monkeypatch.setattr(blobs, "YOUNG_S", -1.0)
+    with store.blobs._draft() as (_, held, _):
+        assert store.blobs.sweep() == 3
+        assert os.listdir(root / "tmp") == [held]
+    store.close()
+    (root / "tmp" / "garbage").write_text("x")
+    opened()
+    assert os.listdir(root / "tmp") == []
+
+
+# -- opening -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_file_is_no_directory(opened, tmp_path, place):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="choose a directory"):
+        opened(tmp_path / place)
+
+
+def test_a_newer_format_is_refused_and_an_older_one_taken_over(opened, root):
+    fill(opened(), 1).close()
+    for version in (FORMAT_VERSION + 1, 99):
+        (root / "format.json").write_text(json.dumps({"format": "kvrag", "version": version}))
+        with pytest.raises(StoreFormatError, match="update kvrag"):
+            opened()
+    (root / "format.json").write_text(json.dumps({"format": "kvrag", "version": FORMAT_VERSION - 1}))
+    assert same_bits(opened().get(ME), KVS[1])
+    assert json.loads((root / "format.json").read_text())["version"] == FORMAT_VERSION
+
+
+@pytest.mark.parametrize("content", [b"\0\0", b"", b"[1]", b"[" * 100_000, b'{"format": "kvrag", "version": "1"}'])
+def test_a_damaged_format_file_is_written_again(opened, root, content):
+    fill(opened(), 1).close()
+    (root / "format.json").write_bytes(content)
+    assert same_bits(opened().get(ME), KVS[1])
+    assert json.loads((root / "format.json").read_text()) == {"format": "kvrag", "version": FORMAT_VERSION}
+
+
+# -- buffers -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_used_again_when_its_last_tensor_is_gone(store):
+    identity = make_identity(50, tokens=9000)
+    store.put(identity, make_kv(identity), text=None)
+    buffers = store.blobs._buffers
+    first = store.get(identity).layers[0].keys
+    second = store.get(identity)
+    assert first.untyped_storage().data_ptr() != second.layers[0].keys.untyped_storage().data_ptr()
+    place, view = first.untyped_storage().data_ptr(), first[:, 1:2]
+    del first
+    gc.collect()
+    assert not any(buffers._idle.values()), "a view of it is alive"
+    del view
+    gc.collect()
+    assert store.get(identity).layers[0].keys.untyped_storage().data_ptr() == place
+    assert same_bits(second, make_kv(identity))
+
+
+def test_buffers_keep_no_more_than_they_may(monkeypatch):
+    monkeypatch.setattr(blobs.Buffers, "IDLE_BYTES", 300_000)
+    buffers = blobs.Buffers()
+    taken = [buffers.take(100_000) for _ in range(6)]
+    assert all(len(view) == 100_000 and not view.readonly for view in taken)
+    del taken
+    gc.collect()
+    idle = sum(len(owners) * size for size, owners in buffers._idle.items())
+    assert 0 < idle <= 300_000
+    assert torch.frombuffer(buffers.take(10), dtype=torch.uint8).numel() == 10
+
+
+def test_a_store_without_a_directory_refuses_what_does_not_fit(tmp_path, opened):
+    store = opened(None, ram_bytes=2 * KVS[0].num_bytes)
+    fill(store, 1, 2, 3)
+    assert len(present(store)) == 2
+    assert 3 in present(store)
+    big = make_identity(50, tokens=20)
+    with pytest.raises(StoreError, match="ram_bytes without kv_dir"):
+        store.put(big, make_kv(big), text=None)
+    assert open_store(None, store.config).catalog.keys() == []

@@ -1,0 +1,81 @@
+"""Opening a store: budgets are the lesser of bytes and fractions, and impossible options are named."""
+
+import pytest
+from stores import CHUNKS, KVS, SIZE, config_of, fill
+
+from kvrag.config import StoreConfig
+from kvrag.errors import ConfigError, StoreError
+from kvrag.store import opening
+from kvrag.store.opening import budget_of, file_system, host_memory, lesser
+from kvrag.testing.chunks import same_bits
+
+
+def test_there_is_a_host_tier_above_the_disk_and_none_above_memory(opened):
+    assert list(opened(None).stats()) == ["host"]
+    assert list(opened().stats()) == ["host", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "fraction", "expected"),
+    [(None, 1, None), (50, 1, 50), (50, 0.2, 20), (10, 0.2, 10), (None, 0.5, 50), (50, 0, 0)],
+)
+def test_the_lesser_budget_wins(limit, fraction, expected):
+    assert lesser(limit, fraction, lambda: 100) == expected
+
+
+def test_a_total_that_nobody_knows_limits_nothing(monkeypatch):
+    def unknown(*args):
+        raise OSError("no such file system")
+
+    assert lesser(7, 0.5, unknown) == 7
+    monkeypatch.setattr("kvrag.store.opening.os.sysconf", lambda name: (_ for _ in ()).throw(ValueError("unknown")))
+    with pytest.raises(OSError, match="how much memory"):
+        host_memory()
+    assert budget_of(config_of(ram_bytes=100)) == 100
+
+
+def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
+    assert 2**20 < host_memory() < 2**50
+    limit = tmp_path / "memory.max"
+    limit.write_text("4096\n")
+    monkeypatch.setattr(opening, "CGROUP_LIMITS", (str(tmp_path / "absent"), str(limit)))
+    assert host_memory() == 4096
+    assert budget_of(config_of(ram_fraction=0.5)) == 2048
+    assert budget_of(config_of(ram_bytes=100)) == 100
+    limit.write_text("max\n")
+    assert host_memory() > 4096
+    assert file_system(root / "not" / "yet") == file_system(tmp_path)
+    monkeypatch.setattr(opening, "file_system", lambda path: int(2.5 * SIZE))
+    store = opened(disk_fraction=0.9, high_watermark=1.0, low_watermark=1.0)
+    fill(store, 0, 1, 2)
+    assert store.stats()["disk"].chunks == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpu_bytes": -1},
+        {"gpu_fraction": 1.1},
+        {"ram_fraction": -0.1},
+        {"disk_fraction": "half"},
+        {"prefetch": "eager"},
+    ],
+)
+def test_an_impossible_option_is_named(options):
+    with pytest.raises(ConfigError, match=f"StoreConfig.{next(iter(options))}"):
+        StoreConfig(**options)
+
+
+def test_a_store_without_a_directory_is_its_own(opened):
+    one, two = opened(None), opened(None)
+    fill(one, 1)
+    assert two.get(CHUNKS[1]) is None
+    assert same_bits(one.get(CHUNKS[1]), KVS[1])
+    one.close()
+    with pytest.raises(StoreError, match="closed"):
+        fill(one, 2)
+    assert two.stats()["host"].chunks == 0
+
+
+def test_a_directory_is_made_with_all_above_it(opened, tmp_path):
+    assert same_bits(fill(opened(tmp_path / "a" / "b"), 1).get(CHUNKS[1]), KVS[1])

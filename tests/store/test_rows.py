@@ -1,0 +1,278 @@
+"""The catalog's database may be damaged or written by anyone: it costs time, not correctness, and runs no code."""
+
+import os
+import pickle
+import shutil
+import sqlite3
+from contextlib import closing
+
+import diskcache
+import pytest
+from stores import CHUNKS, EVERY_KEY, KEYS, KVS, fill, present, put
+
+from kvrag.errors import StoreError
+from kvrag.store.rows import METADATA, SETTINGS, JsonDisk, examine, own_schema
+from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
+
+NUMBERS = range(5)
+
+
+@pytest.fixture
+def filled(store):
+    return fill(store, *NUMBERS)
+
+
+def database(root):
+    return root / "catalog" / "cache.db"
+
+
+def garbage(root):
+    database(root).write_bytes(os.urandom(20_000))
+
+
+def truncated(root):
+    os.truncate(database(root), database(root).stat().st_size // 2)
+
+
+def holes(root):
+    raw = bytearray(database(root).read_bytes())
+    raw[4096:] = os.urandom(len(raw) - 4096)
+    database(root).write_bytes(raw)
+
+
+def linked(root):
+    database(root).rename(root.parent / "elsewhere.db")
+    database(root).symlink_to(root.parent / "elsewhere.db")
+
+
+def folder(root):
+    database(root).unlink()
+    database(root).mkdir()
+
+
+def fifo(root):
+    database(root).unlink()
+    os.mkfifo(database(root))
+
+
+def execute(*statements):
+    def damage(root):
+        with closing(sqlite3.connect(database(root))) as connection, connection:
+            for statement in statements:
+                connection.execute(statement)
+
+    return damage
+
+
+DAMAGES = {
+    "link": linked,
+    "folder": folder,
+    "fifo": fifo,
+    "garbage": garbage,
+    "truncated": truncated,
+    "holes": holes,
+    "dropped table": execute("DROP TABLE Cache"),
+    "other columns": execute("DROP TABLE Cache", "CREATE TABLE Cache (key, raw, mode, filename, value)"),
+    "trigger": execute("CREATE TRIGGER t AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END"),
+    "trigger of a known name": execute(
+        "DROP TRIGGER Settings_count_insert",
+        "CREATE TRIGGER Settings_count_insert AFTER INSERT ON Cache FOR EACH ROW BEGIN DELETE FROM Cache; END",
+    ),
+    "index on an expression": execute(
+        "DROP INDEX Cache_expire_time", "CREATE INDEX Cache_expire_time ON Cache (abs(mode))"
+    ),
+    "view": execute("ALTER TABLE Cache RENAME TO C", "CREATE VIEW Cache AS SELECT * FROM C"),
+    "foreign setting": execute("INSERT INTO Settings VALUES ('close', 1)"),
+    "word in a setting": execute("UPDATE Settings SET value = '0; DROP TABLE Cache' WHERE key = 'sqlite_mmap_size'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_catalog_is_moved_aside_and_begun_anew(filled, opened, root, damage, no_pickle, caplog):
+    """Its chunks are dormant then: unknown, and adopted where they are stored again."""
+    filled.close()
+    damage(root)
+    store = opened(ram_bytes=0)
+    assert "moved aside and begun anew" in caplog.text
+    assert (root / "catalog.damaged").exists()
+    assert present(store) == []
+    assert store.dormant() == {KEYS[number] for number in NUMBERS}
+    for number in NUMBERS:
+        assert store.link(CHUNKS[number], text=make_text(f"text {number}"), doc_id=f"doc {number}")
+        assert same_bits(store.get(CHUNKS[number]), KVS[number])
+    assert store.catalog.totals() == (5, 5 * KVS[0].num_bytes)
+
+
+@pytest.mark.parametrize("damage", ["empty", "absent", "absent with journals"])
+def test_an_empty_or_lost_catalog_is_begun_anew(filled, opened, root, damage):
+    filled.close()
+    if damage == "empty":
+        database(root).write_bytes(b"")
+    else:
+        shutil.rmtree(root / "catalog")
+    if damage == "absent with journals":
+        (root / "catalog").mkdir()
+        (root / "catalog" / "cache.db-wal").write_bytes(b"x" * 40_000)
+    store = opened()
+    assert present(store) == []
+    assert put(store, 0) == 0, "adopted: nothing is written"
+    assert same_bits(store.get(CHUNKS[0]), KVS[0])
+
+
+def test_a_sound_catalog_is_kept(filled, opened, root):
+    filled.close()
+    assert present(opened()) == list(NUMBERS)
+    assert not (root / "catalog.damaged").exists()
+    assert examine(database(root)) is None
+
+
+def test_damage_under_an_open_store_costs_no_wrong_answer(filled, opened, root):
+    garbage(root)
+    for suffix in ("-wal", "-shm"):
+        database(root).with_name(f"cache.db{suffix}").write_bytes(b"x" * 40_000)
+    for number in NUMBERS:
+        kv = filled.get(CHUNKS[number])
+        assert kv is None or same_bits(kv, KVS[number])
+    filled.catalog.texts(NAMESPACE, 0)
+    filled.stats()
+    try:
+        put(filled, 9)
+    except StoreError:
+        assert filled.get(CHUNKS[9]) is None
+    filled.close()
+    store = opened()
+    for number in NUMBERS:
+        assert put(store, number) in (0, KVS[0].num_bytes)
+        assert same_bits(store.get(CHUNKS[number]), KVS[number])
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------------
+
+PLANTED = "INSERT INTO Cache (key, raw, store_time, size, mode, filename, value) VALUES (?, ?, 0, 0, ?, ?, ?)"
+PICKLE = pickle.dumps(print)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("value", 1, 4, None, PICKLE),
+        ("value", 1, 1, None, PICKLE),
+        ("value", 1, 3, "../../victim", None),
+        ("value", 1, 2, "/{victim}", None),
+        ("value", 1, 4, "../../victim", None),
+        (PICKLE, 0, 4, None, PICKLE),
+        (PICKLE, 0, 1, None, "1"),
+        (7, 1, 1, None, "1"),
+        ("value", 1, 1, None, "[" * 100_000),
+        ("value", 1, 1, None, "9" * 10_000),
+        ("value", 1, 1, None, "[[], 1, {}]"),
+        ("value", 1, 1, None, "[-1, 18446744073709551616]"),
+        ("value", 1, 1, None, '["a", "b", "c", "d", "e", 1, 1e400, [5], {}]'),
+        ("value", 1, 7, None, 5),
+    ],
+)
+@pytest.mark.parametrize("kinds", ["%", "c %", "t %", "s"])
+@pytest.mark.parametrize("key", EVERY_KEY)
+def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, kinds, key, no_pickle):
+    store = fill(opened(key=key, ram_bytes=0), *NUMBERS)
+    victim = tmp_path / "victim"
+    victim.write_bytes(PICKLE)
+    name, raw, mode, filename, value = row
+    [path] = root.glob("catalog*/cache.db")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        names = [name]
+        if name == "value":
+            names = [name for (name,) in connection.execute("SELECT key FROM Cache WHERE key LIKE ?", (kinds,))]
+            connection.execute("DELETE FROM Cache WHERE key LIKE ?", (kinds,))
+        filename = filename and filename.replace("/{victim}", str(victim))
+        connection.executemany(PLANTED, [(name, raw, mode, filename, value) for name in names])
+    store.catalog.texts(NAMESPACE, 0)
+    store.catalog.documents(NAMESPACE)
+    store.stats()
+    for number in NUMBERS:
+        kv = store.get(CHUNKS[number])
+        assert kv is None or same_bits(kv, KVS[number])
+        store.catalog.variants("x")
+        store.catalog.retention(KEYS[number])
+    assert put(store, 0) in (0, KVS[0].num_bytes)
+    assert same_bits(store.get(CHUNKS[0]), KVS[0])
+    store.forget(NAMESPACE, "doc 0")
+    store.clear()
+    assert store.blobs.keys() == set()
+    assert victim.read_bytes() == PICKLE
+
+
+def test_the_disk_of_the_cache_refuses_everything_but_strings(tmp_path, no_pickle):
+    with diskcache.Cache(str(tmp_path), disk=JsonDisk) as cache:
+        for name, value in (((1, 2), "x"), ("x", {"a": 1}), ("x", b"bytes"), ("x", 5), (b"x", "x")):
+            with pytest.raises(TypeError, match="string"):
+                cache.set(name, value)
+        with pytest.raises(TypeError, match="no file"):
+            cache.disk.filename()
+
+
+# -- what is assumed of diskcache ----------------------------------------------------------------------------------------
+
+
+def test_diskcache_has_the_schema_and_the_settings_that_are_examined():
+    """The names that it makes attributes and PRAGMAs of, and the tables that it believes."""
+    assert set(own_schema()) >= {"table Cache", "table Settings", "index Cache_key_raw"}
+    kinds = {name.partition(" ")[0] for name in own_schema()}
+    assert kinds == {"table", "index", "trigger"}
+    assert {"count", "size", "hits", "misses"} == set(METADATA)
+    assert set(SETTINGS) <= {
+        *diskcache.DEFAULT_SETTINGS,
+        "sqlite_trusted_schema",
+        "sqlite_cell_size_check",
+        "sqlite_secure_delete",
+    }
+
+
+def test_the_database_is_not_mapped_never_evicts_and_overwrites_what_is_erased(filled, root):
+    cache = filled.catalog._rows._cache
+    assert (cache.eviction_policy, cache.cull_limit, cache.statistics) == ("none", 0, 0)
+    assert cache._sql("PRAGMA mmap_size").fetchall() in ([], [(0,)])
+    assert cache._sql("PRAGMA secure_delete").fetchall() == [(1,)]
+    assert cache._sql("PRAGMA trusted_schema").fetchall() == [(0,)]
+
+
+def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, root, monkeypatch):
+    monkeypatch.setattr("kvrag.store.rows.BUSY_S", 0.05)
+    filled.catalog._rows._open()
+    with closing(sqlite3.connect(database(root), isolation_level=None)) as blocker:
+        blocker.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="locked"):
+            put(filled, 9)
+        with pytest.raises(StoreError, match="locked"):
+            filled.delete([KEYS[0]])
+        assert filled.get(CHUNKS[9]) is None
+        assert same_bits(filled.get(CHUNKS[1]), KVS[1])
+        blocker.execute("ROLLBACK")
+    assert put(filled, 9) > 0
+
+
+def test_a_change_that_fails_changes_nothing(filled, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filled.catalog, "_count", fail)
+        with pytest.raises(StoreError, match="No space left"):
+            put(filled, 9)
+    assert present(filled) == list(NUMBERS)
+    assert filled.catalog.documents(NAMESPACE) == [f"doc {number}" for number in NUMBERS]
+    assert put(filled, 9) > 0
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
+def test_names_come_by_their_beginning(opened, count):
+    """Those that are listed are first or last of all: few rows are looked at, and none is missed."""
+    store = opened()
+    rows = store.catalog._rows
+    with rows.change():
+        for kind in ("c", "i", "l", "p", "t", "z"):
+            for number in range(count):
+                rows.set(f"{kind} {number:04d}", number)
+    for kind in ("c", "p", "z"):
+        assert sorted(rows.names(f"{kind} ")) == [f"{number:04d}" for number in range(count)]
+    assert rows.names("q ") == []
