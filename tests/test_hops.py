@@ -19,11 +19,7 @@ BUDGETS = {
     "precompute, 4 chunks": {"modules": 26, "moves": 700},
     "delete one document": {"modules": 14},
 }
-KNOWN: dict[str, dict[str, int]] = {
-    "generate, from disk": {"modules": 39},
-    "generate, warm": {"modules": 36},
-    "precompute, 4 chunks": {"modules": 33, "moves": 792},
-}
+KNOWN: dict[str, dict[str, int]] = {}
 """Counts that are over budget so far. They may only fall; the table goes when it is empty."""
 
 

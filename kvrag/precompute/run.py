@@ -237,7 +237,8 @@ class Precompute:
                 self._done.append(chunk)
 
     def _put(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> None:
-        kv = pack(kv, self._config.kv_dtype)
+        if self._config.kv_dtype != "auto":
+            kv = pack(kv, self._config.kv_dtype)
         for doc_id in chunk.doc_ids:
             with self._guard.storing(chunk.entry):
                 self.stored_bytes += self._store.put(
