@@ -250,30 +250,33 @@ def _fill(fd: int, view: memoryview, offset: int) -> int:
 def _write_all(fd: int, parts: Iterable[Bytes]) -> int:
     """Write all parts with few calls; a late first one last."""
     if isinstance(parts, LateHead):
-        os.lseek(fd, parts.head_bytes, os.SEEK_SET)
-        total = _write_all(fd, parts.body())
-        os.lseek(fd, 0, os.SEEK_SET)
-        return total + _write_all(fd, [parts.head()])
-    total = size = 0
-    views = list[memoryview]()
+        end = _write_at(fd, parts.head_bytes, parts.body())
+        _write_at(fd, 0, [parts.head()])
+        return end
+    return _write_at(fd, 0, parts)
+
+
+def _write_at(fd: int, start: int, parts: Iterable[Bytes]) -> int:
+    """Write parts one after the other from an offset on, and return where they end."""
+    size, views = 0, list[memoryview]()
     for part in parts:
         views.append(memoryview(part).cast("B"))
         size += len(views[-1])
         if size >= GATHER_BYTES or len(views) == MAX_VIEWS:
-            _write(fd, views)
-            total, size, views = total + size, 0, []
-    _write(fd, views)
-    return total + size
+            start, size, views = _write(fd, start, views), 0, []
+    return _write(fd, start, views)
 
 
-def _write(fd: int, views: list[memoryview]) -> None:
-    """Write views; a call may write less than asked for."""
+def _write(fd: int, start: int, views: list[memoryview]) -> int:
+    """Write views from an offset on, and return where they end; a call may write less than asked for."""
     while views:
-        count = os.writev(fd, views)
+        count = os.pwritev(fd, views, start)
+        start += count
         while views and count >= len(views[0]):
             count -= len(views.pop(0))
         if count:
             views[0] = views[0][count:]
+    return start
 
 
 def _names(folder: Path) -> list[str]:

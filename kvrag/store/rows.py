@@ -309,7 +309,10 @@ class Rows:
             self._cache = None
         if self._source is not None:
             self._copy(self._source)
-        self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (
+            self._file is None or self._private is not None
+        ):  # a directory that is taken away is not made again: it may be a mount
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(self._folder.parent / "lock"):
             if self._folder.is_symlink():
                 raise OSError("its folder is a link")

@@ -274,7 +274,8 @@ class TieredStore:
                 self.blobs.delete([key])
                 self.events.removed(self.name, [key], "rejected")
             if self.catalog.known([key]):  # unless another process has stored it again meanwhile
-                self.catalog.remove([key], unless=lambda: self.blobs.read(key, 0, 0) is not None)
+                is_foreign = isinstance(fault, (Foreign, OtherVersion))
+                self.catalog.remove([key], unless=lambda: not is_foreign and self.blobs.read(key, 0, 0) is not None)
         for tier in self.tiers:
             tier.drop([key], "rejected")
 

@@ -169,13 +169,16 @@ def test_an_erasure_in_whose_midst_the_catalog_is_lost_erases(handle, root, monk
     assert not store.link(CHUNKS[1], text=None, doc_id=None)
 
 
-def test_a_directory_that_vanished_is_empty_and_is_made_again_by_a_put(handle, root):
+def test_a_directory_that_vanished_is_empty_refuses_puts_and_heals_when_it_is_there_again(handle, root):
     store = fill(handle(), 1)
     shutil.rmtree(root)
     assert store.get(CHUNKS[1]) is None
     assert present(store) == []
     assert store.stats()["disk"].chunks == 0
-    assert store.delete([KEYS[1]]) == 0
+    with pytest.raises(StoreError, match="make sure that the directory exists"):
+        put(store, 1)
+    assert not root.exists(), "it may be a mount that is gone"
+    root.mkdir()
     assert put(store, 1) > 0
     store.release()
     assert same_bits(store.get(CHUNKS[1]), KVS[1])
