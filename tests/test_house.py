@@ -66,12 +66,12 @@ LARGER_ROOMS: dict[str, int] = {}
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {
     "long files": {
-        "kvrag/store/blobs.py": 350,
+        "kvrag/store/blobs.py": 352,
         "kvrag/store/catalog.py": 522,
         "kvrag/store/format.py": 520,
         "kvrag/store/memory.py": 354,
-        "kvrag/store/opening.py": 314,
-        "kvrag/store/rows.py": 459,
+        "kvrag/store/opening.py": 315,
+        "kvrag/store/rows.py": 465,
         "kvrag/store/tiers.py": 583,
     },
     "long functions": {
