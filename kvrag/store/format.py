@@ -445,6 +445,8 @@ def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, _Cipher | None]:
 def _open(text: str, metadata: dict[str, Any], cipher: bytes) -> tuple[Header, _Cipher, bytes]:
     """Decrypt the header of an encrypted blob; raises one of :data:`FAULTS`."""
     sealed, salt = memoryview(base64.b64decode(metadata["sealed"], validate=True)), bytes.fromhex(metadata["salt"])
+    if base64.b64encode(sealed).decode() != metadata["sealed"]:  # the last character has bits that decoding ignores
+        raise ValueError("not what would be written")
     clear = {name: value for name, value in metadata.items() if name != "sealed"}
     plain = bytearray(len(sealed) - TAG_BYTES)
     key, bound = derive(cipher, f"blob {metadata['key']}", salt=salt), canonical({"clear": _dump(clear)})
