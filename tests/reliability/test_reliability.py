@@ -34,9 +34,9 @@ OPEN = {
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHORT]
 )
-def test_promises_are_kept(name: str) -> None:
-    if name in OPEN:
-        pytest.xfail(OPEN[name])
+def test_promises_are_kept(name: str, request: pytest.FixtureRequest) -> None:
+    if name in OPEN:  # it runs all the same, and shows when it holds
+        request.node.add_marker(pytest.mark.xfail(reason=OPEN[name]))
     result = run(name, SHORT[name])
     if "skipped" in result:
         pytest.skip(result["skipped"])
