@@ -59,8 +59,15 @@ ROOM_FILES = 12
 
 LONGER_FILES = {"kvrag/engine.py": 500, "kvrag/config.py": 340, "kvrag/types.py": 390, "kvrag/testing/store.py": 470}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
-LONGER_FUNCTIONS: dict[str, int] = {"kvrag/model/lm.py::CausalLM.forward": 60}
-"""Functions that may be longer than :data:`FUNCTION_LINES`; each says why in a comment."""
+LONGER_FUNCTIONS: dict[str, int] = {
+    "kvrag/engine.py::KVRagEngine.from_pretrained": 54,
+    "kvrag/engine.py::KVRagEngine.precompute": 45,
+    "kvrag/hooks.py::precompute_kv": 43,
+    "kvrag/model/lm.py::CausalLM.forward": 60,
+    "kvrag/verify.py::verify_prompts": 47,
+}
+"""Functions that may be longer than :data:`FUNCTION_LINES`: most of these lines are the signature and docstring of what users call, or
+every stage."""
 LARGER_ROOMS: dict[str, int] = {}
 """Rooms that may hold more files than :data:`ROOM_FILES`; none does."""
 
@@ -75,13 +82,8 @@ KNOWN: dict[str, dict[str, int] | set[str]] = {
         "kvrag/store/tiers.py": 583,
     },
     "long functions": {
-        "kvrag/blend/prefill.py::prefill": 52,
-        "kvrag/engine.py::KVRagEngine.from_pretrained": 54,
-        "kvrag/engine.py::KVRagEngine.precompute": 45,
-        "kvrag/hooks.py::precompute_kv": 43,
         "kvrag/store/check.py::copy": 42,
         "kvrag/store/opening.py::open_store": 50,
-        "kvrag/verify.py::verify_prompts": 47,
     },
     "totals": {"lines of kvrag": 16100, "lines of kvrag/store": 4370, "lines of tests, per 100 lines of code": 168},
     "undrawn rooms": {"testing"},

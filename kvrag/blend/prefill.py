@@ -119,25 +119,13 @@ def prefill(
 
     ``load_timeout_s`` is what planning has left of the time that the store has: chunks that are later are computed.
     """
-    ids = torch.tensor(plan.token_ids)
     if isinstance(model, PlainLM):
-        with clock.stage("prefill"):
-            logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
-            _wait_for(logits)
-        return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal)
-    layout, reason = decide_plan(plan, mode, config, num_layers=model.num_layers)
-    kvs: list[ChunkKV] = []
-    holes: dict[int, Hole] = {}
-    if layout.reused:  # nothing is read for a prompt that will be prefilled anyway
-        with clock.stage("load"):
-            kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=load_timeout_s)
-    if holes:
-        layout, also = decide(layout.without(holes), mode, config, num_layers=model.num_layers)
-        reason = because(because(in_words(list(holes.values())), also), reason)
-    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors]) if layout.reused else 0
+        return _without_reuse(model, plan, max_new_tokens, clock)
+    layout, reason, kvs, holes = _read(model, store, plan, mode, config, load_timeout_s, clock)
+    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
-    selected, logits = _blend(model, buffer, layout, kvs, ids, config, clock)
+    selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     # Where every row was computed, whatever was loaded, nothing rounded is left.
     has_cached = num_rows_of(layout.reused) > len(selected)
     kv_dtype: KVDtype = dtypes.pop() if dtypes and has_cached else "auto"
@@ -156,6 +144,30 @@ def prefill(
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
     )
+
+
+def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock) -> Prefilled:
+    """Prefill by a model whose KV can't be reused."""
+    ids = torch.tensor(plan.token_ids)
+    with clock.stage("prefill"):
+        logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
+        _wait_for(logits)
+    return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal)
+
+
+def _read(
+    model: CausalLM, store: TieredStore, plan: Plan, mode: Mode, config: RepairConfig, timeout_s: float, clock: Clock
+) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
+    """Decide what is reused, load it, and decide again where chunks could not be loaded."""
+    layout, reason = decide_plan(plan, mode, config, num_layers=model.num_layers)
+    if not layout.reused:  # nothing is read for a prompt that will be prefilled anyway
+        return layout, reason, [], {}
+    with clock.stage("load"):
+        kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=timeout_s)
+    if holes:
+        layout, also = decide(layout.without(holes), mode, config, num_layers=model.num_layers)
+        reason = because(because(in_words(list(holes.values())), also), reason)
+    return layout, reason, kvs if layout.reused else [], holes
 
 
 def _load(
