@@ -95,7 +95,7 @@ def _tensors(count: int) -> bytes:
 def _layers(count: int) -> bytes:
     """A file that is in order but for its last digest, with so many layers: the most that a reader can be made to work."""
     shape = (1, 3, 2)
-    head = Header(identity(1), torch.float32, ((shape, shape),) * count, ("0" * 32,) * count)
+    head = Header(identity(1), torch.float32, ((shape, shape),) * count, (bytes(16),) * count)
     return _padded(head.encode()) + bytes(head.num_bytes)
 
 
