@@ -21,7 +21,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 MAX_IDLE = 4  # threads of a pool that are kept for the next action
 EXIT_WAIT_S = 10.0  # how long the end of the process waits for actions under way

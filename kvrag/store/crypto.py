@@ -20,9 +20,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, require
 from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest, text_digest
 
-MIN_KEY_BYTES = 32
-"""Shorter keys are refused: they could be guessed."""
-
+MIN_KEY_BYTES = 32  # shorter keys are refused: they could be guessed
 TAG_BYTES, NONCE_BYTES = 16, 12
 PURPOSE = "encryption of the KV store"
 
@@ -39,13 +37,7 @@ def key_id(key: bytes) -> str:
 
 
 def read_key(source: Callable[[], bytes] | str) -> bytes:
-    """Return the key of a source: a function, or ``"env:NAME"``.
-
-    Raises
-    ------
-    ConfigError
-        If the source fails or what it gives is not a key. The message does not repeat it.
-    """
+    """Return the key of a function or ``"env:NAME"``; raises ``ConfigError``, which does not repeat what it gives, if it gives none."""
     where, remedy = "StoreConfig.encryption_key", f"give at least {MIN_KEY_BYTES} random bytes"
     if isinstance(source, str):
         name = source.removeprefix("env:")
@@ -56,10 +48,9 @@ def read_key(source: Callable[[], bytes] | str) -> bytes:
             key = source()
         except Exception as error:  # the user's own code; its message may hold anything
             raise ConfigError(f"the function of {where} raises {type(error).__name__}; {remedy}") from error
-    if not isinstance(key, bytes) or not key:
-        raise ConfigError(f"{where} gives no key; {remedy}")
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"{where} gives a key of {len(key)} bytes, which can be guessed; {remedy}")
+    if not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES:
+        what = f"a key of {len(key)} bytes, which can be guessed" if isinstance(key, bytes) and key else "no key"
+        raise ConfigError(f"{where} gives {what}; {remedy}")
     return key
 
 
@@ -77,12 +68,8 @@ def _decoded(text: str) -> bytes:
 class Keys:
     """The keys derived from a store's encryption key, or none; and the names of namespaces and texts that follow from them.
 
-    Parameters
-    ----------
-    address
-        Key of the namespaces' digests, and through them of all file names; ``None``: plain digests.
-    cipher
-        Key of blobs and rows; ``None``: they are plain.
+    ``address`` is the key of the namespaces' digests, and so of all file names (``None``: plain digests), ``cipher`` that of blobs and rows
+    (``None``: they are plain).
     """
 
     address: bytes | None = field(default=None, repr=False)
@@ -104,7 +91,7 @@ class Keys:
 
     @property
     def names(self) -> Keys:
-        """What names namespaces and texts."""
+        """What names namespaces and texts: the keys themselves."""
         return self
 
     def namespace(self, name: str) -> str:
@@ -122,7 +109,6 @@ class Keys:
 
 
 Naming = Keys
-"""The keys give the names."""
 
 
 def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[memoryview], bytes]:

@@ -4,11 +4,9 @@
 
     u64 length | header | layer 0 keys | layer 0 values | (scales of layer 0) | layer 1 keys | ...
 
-The header is JSON, padded with spaces so that the data starts at a multiple of 4096 bytes. It counts only if writing it again gives the
-same bytes, so nothing in it is left unchecked; each layer must have the xxh3-128 digest that the header gives.
-
-With a key, layers and this header are encrypted (AES-256-GCM), and the header stands in another one, in ``sealed``. Each blob has a key
-of its own, derived with a random salt, so nonces can be places: layer 0, layer 1, ..., header. The layers' tags take the place of digests.
+The header is JSON, padded with spaces. It counts only if writing it again gives the same bytes, so nothing in it is left unchecked; each
+layer must have the xxh3-128 digest that the header gives. With a key, layers and header are encrypted (AES-256-GCM), and the header stands
+in another one. Each blob has a key of its own, derived with a random salt, so nonces can be places, and layers' tags stand for digests.
 """
 
 from __future__ import annotations
@@ -18,10 +16,8 @@ import functools
 import json
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,20 +36,15 @@ HEAD_BYTES = 16 * 1024  # read first: most headers are not longer
 STEP_BYTES = 8 * 2**20  # read at once, while the step before is proven
 HELPED_BYTES = 4 * 2**20  # chunks from this size on are hashed by two threads
 MAX_HEADER_BYTES = 4 * 2**20  # longer ones are neither written nor read: enough for half a million token ids
-HEADER_NONCE = 2**32 - 1
-SALT_BYTES = 32
+HEADER_NONCE, SALT_BYTES = 2**32 - 1, 32
 KIND = {"format": "kvrag", "version": str(FORMAT_VERSION)}
-NAMED = ("model", "namespace", "prefix", "context")
+NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
 START = '{"__metadata__":'
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 NO_DIGEST = b"0" * 32
-ENCODER, DECODER = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder()
-
-FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)
-"""What parsing raises where a header is not one."""
-
-Read = Callable[[int, int], Bytes | None]
-"""Returns ``length`` bytes from ``offset`` on, fewer at the end; ``None`` if the blob is absent. Raises ``OSError``."""
+FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)  # of no header
+dump = json.JSONEncoder(separators=(",", ":")).encode
+Read = Callable[[int, int], Bytes | None]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
 
 
 class BlobRejected(Exception):
@@ -95,10 +86,9 @@ def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything in a blob but its tensors.
+    """Everything in a blob but its tensors; ``digests`` are the xxh3-128 of each layer's bytes, or the GCM tags of encrypted ones.
 
-    ``dtype`` and ``shapes``, per layer, are those of keys and values, or of what their codes stand for. ``digests`` are the xxh3-128 of
-    each layer's bytes; in an encrypted blob, the layers' GCM tags.
+    ``dtype`` and ``shapes`` are those of keys and values, or of what their codes stand for.
     """
 
     identity: ChunkIdentity
@@ -124,36 +114,31 @@ class Header:
             **KIND,
             **{name: getattr(self.identity, name) for name in NAMED},
             "token_ids": base64.b64encode(ids_bytes(self.identity.token_ids)).decode(),
-            "kv_dtype": self.identity.kv_dtype,
             "dtype": NAMES[self.dtype],
             "shapes": ";".join(sizes),
             "layer_digests": b"".join(self.digests).hex(),
         }
-        text = f"{START}{_dump(metadata)},{self.layout.json}}}".encode()
+        text = f"{START}{dump(metadata)},{self.layout.json}}}".encode()
         return text.replace(NO_DIGEST, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
 def record_of(identity: ChunkIdentity, num_bytes: int) -> Record:
     """Return what the catalog keeps of a chunk."""
-    names = (getattr(identity, name) for name in NAMED)
-    return Record(chunk_key(identity), content_key(identity), *names, len(identity.token_ids), num_bytes)
+    i, key, content = identity, chunk_key(identity), content_key(identity)
+    return Record(key, content, i.model, i.namespace, i.prefix, i.context, len(i.token_ids), num_bytes)
 
 
 def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> Encoded:
     """Turn a chunk into the bytes of its blob, encrypted with ``cipher``; raises ``StoreError`` if it can't be stored."""
     dtype, shapes = shapes_of(identity, kv)
-    header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
-    encoded = Encoded(header, own_kv(kv).layers, cipher)
+    encoded = Encoded(Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes)), own_kv(kv).layers, cipher)
     if encoded.head_bytes > MAX_HEADER_BYTES:
         raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
     return encoded
 
 
 class Encoded(LateHead):
-    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache.
-
-    Raises ``StoreError`` while it is gone through, if a value is not finite.
-    """
+    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache."""
 
     def __init__(self, header: Header, layers: Sequence[LayerKV], cipher: bytes | None) -> None:
         self.header, self._layers, self._cipher = header, layers, cipher
@@ -167,13 +152,14 @@ class Encoded(LateHead):
 
     def head(self) -> bytes:
         """Return the header; it is right when :meth:`body` was gone through."""
-        return _pad(self.header.encode() if self._cipher is None else _seal(self.header, self._cipher, self._salt))
+        return _head(self.header, self._cipher, self._salt)
 
     def body(self) -> Iterator[memoryview]:
-        """Yield the bytes of all layers; the next one is looked at meanwhile."""
+        """Yield the bytes of all layers, the next one is looked at meanwhile; raises ``StoreError`` if a value is not finite."""
         self._salt = secrets.token_bytes(SALT_BYTES)  # each time: no key may encrypt two headers
-        key = None if self._cipher is None else _blob_key(self._cipher, chunk_key(self.header.identity), self._salt)
-        layers, work, digests = list(enumerate(self._layers)), partial(_bytes_of, key), list[bytes]()
+        owner, cipher = chunk_key(self.header.identity), self._cipher
+        key = None if cipher is None else derive(cipher, f"blob {owner}", salt=self._salt)
+        layers, work, digests = list(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
         for pieces, digest in POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers):
             digests.append(digest)
             yield from pieces
@@ -199,12 +185,10 @@ class Blob:
     """
 
     def __init__(self, read: Read, identity: ChunkIdentity | None = None, cipher: bytes | None = None) -> None:
-        self._read, limit = read, MAX_HEADER_BYTES
-        if identity is not None:  # a hostile blob is refused before much of it is read
-            limit = min(limit, 2**19 + 16 * len(identity.token_ids))
+        self._read = read
         head = self._bytes(0, HEAD_BYTES)
         self._start = 8 + int.from_bytes(head[:8], "little")
-        if len(head) < 8 or self._start > limit:
+        if len(head) < 8 or self._start > MAX_HEADER_BYTES:
             raise BlobRejected("its header has an impossible length")
         if self._start > len(head):
             head = bytes(head) + bytes(self._bytes(len(head), self._start - len(head)))
@@ -219,7 +203,8 @@ class Blob:
     def layers(self) -> Iterator[LayerKV]:
         """Yield the layers in order, each proven; raises ``BlobRejected`` at the first that is damaged or can't be read."""
         layers, offsets, _ = self.header.layout
-        runs = steps_of(offsets)
+        count = max(1, STEP_BYTES * len(layers) // offsets[-1])
+        runs = [range(start, min(start + count, len(layers))) for start in range(0, len(layers), count)]
         for run, data in zip(runs, POOL.ahead(self._run, runs), strict=True):
             for index in run:
                 first, last = (offset - offsets[run.start] for offset in offsets[index : index + 2])
@@ -256,86 +241,60 @@ class Blob:
         return out
 
 
-def steps_of(offsets: Sequence[int]) -> list[range]:
-    """Cut layers into runs that are read at once."""
-    ends = [0]
-    for layer in range(1, len(offsets)):
-        if offsets[layer] - offsets[ends[-1]] >= STEP_BYTES or layer == len(offsets) - 1:
-            ends.append(layer)
-    return [range(start, end) for start, end in pairwise(ends)]
-
-
 def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
     """Prove a header; return it, and the key of its layers."""
     try:
-        metadata, key = _metadata(head[8:].decode("ascii")), None
-        if metadata["format"] != KIND["format"]:
-            raise ValueError("not kvrag's")
+        metadata, key, salt = _metadata(head[8:]), None, b""
         if metadata["version"] != KIND["version"] and metadata["version"].isdecimal():
             raise OtherVersion("it has another version of the format", "absent")
         if metadata.get("cipher_key") != (None if cipher is None else key_id(cipher)):
             raise Foreign("it is not protected by the key that the store was opened with", "absent")
-        if cipher is None:
-            header = _decode(metadata)
-            again = header.encode()
-        else:
+        if cipher is not None:
             salt, sealed = bytes.fromhex(metadata["salt"]), memoryview(base64.b64decode(metadata["sealed"]))
-            key, plain = _blob_key(cipher, metadata["key"], salt), bytearray(len(sealed) - TAG_BYTES)
+            key, plain = derive(cipher, f"blob {metadata['key']}", salt=salt), bytearray(len(sealed) - TAG_BYTES)
             is_right = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]), memoryview(plain))
             if not is_right or len(salt) != SALT_BYTES:  # zeros behind a salt would derive the same key
                 raise ValueError("forged")
-            header = _decode(_metadata(plain.decode()))
-            again = _seal(header, cipher, salt)
-        if _pad(again) != head:
+            metadata = _metadata(plain)
+        header = _decode(metadata)
+        if _head(header, cipher, salt) != head:
             raise ValueError("not what would be written")
         return header, key
     except FAULTS:
         raise BlobRejected("its header is damaged") from None
 
 
-def _metadata(text: str) -> dict[str, Any]:
-    """Return what a header says before the tensors: those follow from it, and are right if the header can be written again."""
-    metadata: dict[str, Any] = DECODER.raw_decode(text, len(START))[0]
-    return metadata
+def _metadata(text: bytes | bytearray) -> Any:
+    """Return what a header says before its tensors, which follow from that: they are right if it can be written again."""
+    return json.JSONDecoder().raw_decode(text.decode("ascii"), len(START))[0]
 
 
 def _decode(metadata: dict[str, Any]) -> Header:
     """Take a plain header from its metadata; raises one of :data:`FAULTS`."""
-    names = [metadata[name] for name in NAMED]
-    "".join(names).encode()  # as the key does
+    names = {name: metadata[name] for name in NAMED}
+    "".join(names.values()).encode()  # as the key does
     ids, raw = base64.b64decode(metadata["token_ids"]), bytes.fromhex(metadata["layer_digests"])
-    token_ids = struct.unpack(f"<{len(ids) // 4}I", ids)
+    count = len(ids) // 4
+    token_ids = struct.unpack(f"<{count}I", ids)
     digests = tuple(raw[place : place + TAG_BYTES] for place in range(0, len(raw), TAG_BYTES))
     sizes = [[int(size) for size in layer.split(",")] for layer in metadata["shapes"].split(";", MAX_LAYERS)]
-    if not token_ids or len(sizes) != len(digests) or len(sizes) > MAX_LAYERS:
+    is_sound = count and len(digests) == len(sizes) <= MAX_LAYERS
+    if not is_sound or not 0 < min(map(min, sizes)) <= max(map(max, sizes)) < 2**32:
         raise ValueError("not a chunk")
-    if not 0 < min(map(min, sizes)) <= max(map(max, sizes)) < 2**32:
-        raise ValueError("not shapes")
-    tokens = len(token_ids)
-    shapes = tuple(((heads, tokens, dim), (v_heads, tokens, v_dim)) for heads, dim, v_heads, v_dim in sizes)
-    identity = ChunkIdentity(*names[:3], token_ids, metadata["kv_dtype"], names[3])
+    shapes = tuple(((heads, count, dim), (v_heads, count, v_dim)) for heads, dim, v_heads, v_dim in sizes)
+    identity = ChunkIdentity(token_ids=token_ids, **names)
     return Header(identity, FLOATS[metadata["dtype"]], shapes, digests)
 
 
-def _seal(header: Header, cipher: bytes, salt: bytes) -> bytes:
-    """Return the JSON of an encrypted blob's header, with the plain one encrypted in it."""
-    owner, end = chunk_key(header.identity), header.num_bytes
-    sealed, tag = encrypt(_blob_key(cipher, owner, salt), HEADER_NONCE, [memoryview(header.encode())])
-    text = base64.b64encode(b"".join([*sealed, tag])).decode()
-    metadata = {**KIND, "cipher_key": key_id(cipher), "key": owner, "salt": salt.hex(), "sealed": text}
-    layers = {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}
-    return f'{START}{_dump(metadata)},"layers":{_dump(layers)}}}'.encode()
-
-
-def _blob_key(cipher: bytes, owner: str, salt: bytes) -> bytes:
-    return derive(cipher, f"blob {owner}", salt=salt)
-
-
-def _pad(text: bytes) -> bytes:
-    """Put the length before a header's JSON, and spaces after it."""
+def _head(header: Header, cipher: bytes | None, salt: bytes) -> bytes:
+    """Return a header with its length before it and spaces after it; with a key, it is encrypted in another one."""
+    text = header.encode()
+    if cipher is not None:
+        owner, end = chunk_key(header.identity), header.num_bytes
+        sealed, tag = encrypt(derive(cipher, f"blob {owner}", salt=salt), HEADER_NONCE, [memoryview(text)])
+        inner = base64.b64encode(b"".join([*sealed, tag])).decode()
+        metadata = {**KIND, "cipher_key": key_id(cipher), "key": owner, "salt": salt.hex(), "sealed": inner}
+        layers = {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}
+        text = f'{START}{dump(metadata)},"layers":{dump(layers)}}}'.encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
-
-
-def _dump(fields: Mapping[str, Any]) -> str:
-    return ENCODER.encode(fields)

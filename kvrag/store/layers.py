@@ -15,7 +15,6 @@ from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, LayerKV, Scales
 
 GROUP = 32
 """Tokens that share a scale of int4 keys, and the most channels that share one of int4 values."""
-
 FP8 = torch.float8_e4m3fn
 CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
 """Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower one first."""
@@ -25,15 +24,10 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
 
-MAX_LAYERS = 512
-"""More layers are neither written nor read."""
-
+MAX_LAYERS = 512  # more are neither written nor read
+SCAN_BYTES = 1280 * 1024  # looked at at once: it stays in the processor's cache, and holds whole values of any dtype
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 """Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones."""
-
-SCAN_BYTES = 1280 * 1024
-"""Scanned at once: short enough to stay in the processor's cache. Whole values of any dtype."""
-
 TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")
 """What error messages call the tensors of a layer."""
 
@@ -60,19 +54,7 @@ class Part:
 def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> tuple[Part, ...]:
     """Return the tensors that a layer is stored as, in the order of :attr:`~kvrag.types.LayerKV.tensors`.
 
-    Parameters
-    ----------
-    kv_dtype
-        How the layer is stored.
-    dtype
-        Of its keys and values.
-    keys, values
-        Their shapes, ``(H_kv, T, D)``.
-
-    Raises
-    ------
-    StoreError
-        If the type can't hold these shapes.
+    ``dtype`` and shapes are those of its keys and values. Raises ``StoreError`` if the type can't hold these shapes.
     """
     if kv_dtype == "auto":
         return Part("keys", dtype, keys), Part("values", dtype, values)
@@ -121,18 +103,12 @@ def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: memoryview) -> L
 
 
 def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes]:
-    """Return the dtype and the shapes of a chunk's keys and values, per layer.
-
-    Raises
-    ------
-    StoreError
-        If they are not those of one chunk.
-    """
+    """Return the dtype and the shapes of a chunk's keys and values; raises ``StoreError`` if they are not those of one chunk."""
     tokens, kv_dtype, shapes = len(identity.token_ids), identity.kv_dtype, list[tuple[Shape, Shape]]()
     if not tokens or not 0 < len(kv.layers) <= MAX_LAYERS:
         raise StoreError(
-            f"the chunk has {tokens} tokens and {len(kv.layers)} layers and can't be stored; "
-            f"a file holds at least one token, and 1 to at most {MAX_LAYERS} layers"
+            f"the chunk has {tokens} tokens and {len(kv.layers)} layers and can't be stored; a file holds at most {MAX_LAYERS} layers, "
+            "and nothing with no layers or no tokens"
         )
     if kv.kv_dtype != kv_dtype:
         raise StoreError(
@@ -148,20 +124,15 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
         if not is_right or found != [(part.dtype, part.shape) for part in parts(kv_dtype, dtype, *sizes)]:
             raise StoreError(
                 f"layer {index} of the chunk can't be stored as {kv_dtype!r}: its tensors are {found}; pass keys and values of shape "
-                f"(heads, {tokens}, head dim), all one of float32, float16 and bfloat16, or what kvrag.blend.quantise.pack makes of them"
+                f"(heads, {tokens}, head dim), one row per token, all one of float32, float16 and bfloat16, or what "
+                "kvrag.blend.quantise.pack makes of them"
             )
         shapes.append((sizes[0], sizes[1]))
     return dtype, tuple(shapes)
 
 
 def scanned(layer: LayerKV, index: int) -> Iterator[memoryview]:
-    """Yield the bytes of a layer in pieces, after a look at each of them.
-
-    Raises
-    ------
-    StoreError
-        If a value is NaN or infinite: it would spread to every later answer.
-    """
+    """Yield the bytes of a layer in pieces; raises ``StoreError`` if a value is not finite: it would spread to every later answer."""
     for name, tensor in zip(TENSORS, layer.tensors, strict=False):
         view = tensor.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(view), SCAN_BYTES):
@@ -187,7 +158,7 @@ def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:
         return True
     infinity = INFINITY.get(dtype)
     if infinity is None:
-        low, high = torch.aminmax(torch.from_numpy(np.frombuffer(view, np.float32)))
-        return math.isfinite(low.item()) and math.isfinite(high.item())
+        values = torch.from_numpy(np.frombuffer(view, np.float32))
+        return math.isfinite(values.sum().item()) or bool(values.isfinite().all())  # a sum hides no infinity and no NaN
     signed = np.frombuffer(view, np.int16)
     return bool(signed.max() < infinity and signed.view(np.uint16).max() < 0x8000 | infinity)

@@ -13,7 +13,7 @@ from stores import CHUNKS, KVS, blob_of, head_of, path_of
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.store import MemoryBlobs, format
-from kvrag.store.format import Blob, encode, steps_of
+from kvrag.store.format import Blob, encode
 from kvrag.store.layers import MAX_LAYERS, SCAN_BYTES
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
@@ -123,12 +123,6 @@ def test_layers_are_read_and_proven_one_by_one(monkeypatch):
     assert asked[1:] == [(start + i * layer, layer) for i in range(3)]
 
 
-def test_every_layer_is_in_one_step():
-    for count in (1, 2, 7, 40):
-        steps = steps_of(tuple(range(0, (count + 1) * 10, 10)))
-        assert [layer for step in steps for layer in step] == list(range(count))
-
-
 # -- values that are not finite ------------------------------------------------------------------------------------------
 
 
@@ -154,7 +148,7 @@ def test_every_half_precision_number_is_judged_rightly(dtype):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
 def test_one_bad_number_is_found_wherever_it_is(dtype, bad):
     values = torch.randn(1, 1, 1000).to(dtype)
-    values[..., 7], values[..., 8] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    values[..., 7:10], values[..., 10] = torch.finfo(dtype).max, torch.finfo(dtype).min
     for place in (0, 1, 499, 998, 999):
         planted = values.clone()
         if bad is not None:
