@@ -218,11 +218,11 @@ def _name(tmp: int, name: str, folder: int, final: str) -> bool:
 
 def _write(fd: int, parts: Iterable[Bytes]) -> int:
     """Write all parts, a late first one last, and return where they end."""
-    if isinstance(parts, LateHead):
-        end = _write_at(fd, parts.head_bytes, parts.body())
-        _write_at(fd, 0, [parts.head()])
-        return end
-    return _write_at(fd, 0, parts)
+    if not isinstance(parts, LateHead):
+        return _write_at(fd, 0, parts)
+    end = _write_at(fd, parts.head_bytes, parts.body())
+    _write_at(fd, 0, [parts.head()])
+    return end
 
 
 def _write_at(fd: int, start: int, parts: Iterable[Bytes]) -> int:

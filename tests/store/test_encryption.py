@@ -19,7 +19,6 @@ from stores import (
     blob_of,
     config_of,
     everything_in,
-    files,
     fill,
     forms_of,
     listing,
@@ -292,9 +291,3 @@ def test_a_store_in_memory_may_have_a_key(opened, key):
     assert same_bits(store.get(CHUNKS[1]), make_kv(CHUNKS[1]))
     assert store.forget(NAMESPACE, "doc 1") == 1
     assert store.blobs.keys() == set()
-
-
-def test_the_files_of_a_cleared_encrypted_store_are_gone(filled, root):
-    store, _ = filled("cipher")
-    assert store.clear() == 1
-    assert files(root) == []
