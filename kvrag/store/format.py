@@ -42,6 +42,7 @@ NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
 START = '{"__metadata__":'
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 NO_DIGEST = b"0" * 32
+Tensors = tuple[torch.Tensor, ...]
 FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)  # of no header
 dump = json.JSONEncoder(separators=(",", ":")).encode
 Read = Callable[[int, int], Bytes | None]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
@@ -131,7 +132,8 @@ def record_of(identity: ChunkIdentity, num_bytes: int) -> Record:
 def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> Encoded:
     """Turn a chunk into the bytes of its blob, encrypted with ``cipher``; raises ``StoreError`` if it can't be stored."""
     dtype, shapes = shapes_of(identity, kv)
-    encoded = Encoded(Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes)), own_kv(kv).layers, cipher)
+    header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
+    encoded = Encoded(header, [layer.tensors for layer in own_kv(kv).layers], cipher)
     if encoded.head_bytes > MAX_HEADER_BYTES:
         raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
     return encoded
@@ -140,7 +142,7 @@ def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) ->
 class Encoded(LateHead):
     """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache."""
 
-    def __init__(self, header: Header, layers: Sequence[LayerKV], cipher: bytes | None) -> None:
+    def __init__(self, header: Header, layers: Sequence[Tensors], cipher: bytes | None) -> None:
         self.header, self._layers, self._cipher = header, layers, cipher
         self._salt = secrets.token_bytes(SALT_BYTES)
         self.head_bytes = len(self.head())
@@ -166,16 +168,12 @@ class Encoded(LateHead):
         self.header = replace(self.header, digests=tuple(digests))
 
 
-def _bytes_of(key: bytes | None, layer: tuple[int, LayerKV]) -> tuple[list[memoryview], bytes]:
-    """Return a layer's bytes, encrypted if there is a key, and their digest."""
-    found = scanned(layer[1], layer[0])
+def _bytes_of(key: bytes | None, layer: tuple[int, Tensors]) -> tuple[list[memoryview], bytes]:
+    """Return the bytes of a layer, which comes with its number, encrypted if there is a key, and their digest."""
     if key is not None:
-        return encrypt(key, layer[0], found)
-    digest, pieces = xxhash.xxh3_128(), []
-    for piece in found:
-        digest.update(piece)
-        pieces.append(piece)
-    return pieces, digest.digest()
+        return encrypt(key, layer[0], scanned(*layer))
+    digest = xxhash.xxh3_128()
+    return scanned(*layer, digest.update), digest.digest()
 
 
 class Blob:
