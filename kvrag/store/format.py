@@ -275,11 +275,11 @@ def _decode(metadata: dict[str, Any]) -> Header:
     count = len(ids) // 4
     token_ids = struct.unpack(f"<{count}I", ids)
     digests = tuple(raw[place : place + TAG_BYTES] for place in range(0, len(raw), TAG_BYTES))
-    sizes = [[int(size) for size in layer.split(",")] for layer in metadata["shapes"].split(";", MAX_LAYERS)]
-    is_sound = count and len(digests) == len(sizes) <= MAX_LAYERS
-    if not is_sound or not 0 < min(map(min, sizes)) <= max(map(max, sizes)) < 2**32:
+    sizes = [*map(int, metadata["shapes"].replace(";", ",").split(",", 4 * MAX_LAYERS))]
+    if not count or len(sizes) != 4 * len(digests) or not 0 < min(sizes) <= max(sizes) < 2**32:
         raise ValueError("not a chunk")
-    shapes = tuple(((heads, count, dim), (v_heads, count, v_dim)) for heads, dim, v_heads, v_dim in sizes)
+    layers = zip(*(sizes[place::4] for place in range(4)), strict=True)
+    shapes = tuple(((heads, count, dim), (v_heads, count, v_dim)) for heads, dim, v_heads, v_dim in layers)
     identity = ChunkIdentity(token_ids=token_ids, **names)
     return Header(identity, FLOATS[metadata["dtype"]], shapes, digests)
 
