@@ -159,7 +159,7 @@ def hostile(folder: Path) -> Outcome:
             cpus.append(time.process_time() - cpu)
             walls.append(time.monotonic() - start)
             outcome.check(found == "missing", f"{name}: {found}")
-            if path.is_dir():  # an empty folder goes with the next erasure or put; one that holds something is refused
+            if path.is_dir():  # neither an erasure nor a put removes a folder
                 path.rmdir()
             store.delete([key(1)])
         slowest, slowest_cpu = max(slowest, min(walls)), max(slowest_cpu, min(cpus))
