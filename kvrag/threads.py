@@ -14,13 +14,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+R = TypeVar("R")
 
 MAX_IDLE = 4  # threads of a pool that are kept for the next action
 EXIT_WAIT_S = 10.0  # how long the end of the process waits for actions under way
@@ -121,6 +123,17 @@ class Pool:
                 self._num_idle += 1
             self._jobs.append(job)
         return job.future
+
+    def ahead(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+        """Do the work of each item while the result of the one before is used; in this thread where no other can be had."""
+        future: Future[R] | None = None
+        for number, item in enumerate(items, 1):
+            result = work(item) if future is None else future.result()
+            future = None
+            if number < len(items):
+                with suppress(RuntimeError):
+                    future = self.submit(partial(work, items[number]))
+            yield result
 
     def _work(self) -> None:
         thread = threading.current_thread()

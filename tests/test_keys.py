@@ -52,7 +52,7 @@ def test_each_purpose_and_each_key_gives_another_key():
 )
 def test_a_variable_holds_hex_or_base64(monkeypatch, text):
     monkeypatch.setenv("KVRAG_TEST_KEY", text)
-    assert read_key("env:KVRAG_TEST_KEY", "encryption_key") in (KEY, b"\xff" * 32)
+    assert read_key("env:KVRAG_TEST_KEY") in (KEY, b"\xff" * 32)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_a_variable_without_a_key_is_named_and_its_value_is_not(monkeypatch, tex
     if text is not None:
         monkeypatch.setenv("KVRAG_TEST_KEY", text)
     with pytest.raises(ConfigError, match=f"KVRAG_TEST_KEY.*encryption_key.*{fault}.*openssl rand -hex 32") as caught:
-        read_key("env:KVRAG_TEST_KEY", "encryption_key")
+        read_key("env:KVRAG_TEST_KEY")
     assert not text or text not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", [None, "x" * 32, b"", b"short"])
 def test_a_function_must_return_a_key(key):
     with pytest.raises(ConfigError, match="encryption_key gives"):
-        read_key(lambda: key, "encryption_key")
+        read_key(lambda: key)
 
 
 def test_a_function_that_raises_is_named_and_what_it_says_is_not():
@@ -104,14 +104,13 @@ def test_configs_with_keys_are_neither_shown_nor_pickled():
 
 def test_keys_are_neither_shown_nor_pickled():
     keys = Keys.of(StoreConfig(encryption_key=lambda: KEY))
-    shown = repr(keys) + repr(keys.names)
-    for key in (keys.cipher, keys.names.address):
+    shown = repr(keys)
+    for key in (keys.cipher, keys.address):
         assert key is not None
         assert repr(key) not in shown
         assert key != KEY
-    for value in (keys, keys.names):
-        with pytest.raises(ConfigError, match="can't be pickled"):
-            pickle.dumps(value)
+    with pytest.raises(ConfigError, match="can't be pickled"):
+        pickle.dumps(keys)
 
 
 def test_an_exception_of_the_function_shows_no_key():

@@ -62,6 +62,16 @@ def test_nobody_waits_behind_what_hangs(started: list[str], go_on: threading.Eve
     assert started == ["kvrag"] * 2
 
 
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_the_next_work_is_begun_while_a_result_is_used(has_threads: bool) -> None:
+    pool, begun = Pool("kvrag"), [threading.Event() for _ in range(3)]
+    if not has_threads:
+        pool.end()  # it takes no more jobs
+    for number in pool.ahead(lambda number: (begun[number].set(), number)[1], range(3)):
+        assert number == 2 or begun[number + 1].wait(WAIT_S if has_threads else 0) == has_threads
+    assert begun[2].is_set()
+
+
 def test_no_more_threads_stay_than_are_of_use(pool: Pool, started: list[str]) -> None:
     together = threading.Barrier(3 * MAX_IDLE)
     futures = [pool.submit(lambda: together.wait(WAIT_S)) for _ in range(3 * MAX_IDLE)]

@@ -27,10 +27,9 @@ class LateHead:
     """The parts of a blob, of which the first is known when the others have been gone through; files are written in that order."""
 
     head_bytes: int
-    """Length of the first part."""
 
     def head(self) -> bytes:
-        """Return the first part, after :meth:`body`."""
+        """Return the first part, ``head_bytes`` long, after :meth:`body`."""
         raise NotImplementedError
 
     def body(self) -> Iterator[Bytes]:
@@ -54,31 +53,19 @@ class Blobs(Protocol):
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return ``length`` bytes from ``start`` on (all that follow for ``None``), fewer at the end; ``None`` if the key is absent.
 
-        Raises
-        ------
-        OSError
-            If it can't be read now. The store takes that for a miss, and keeps what it knows of the chunk.
+        Raises ``OSError`` if it can't be read now: the store takes that for a miss, and keeps what it knows of the chunk.
         """
         ...
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Store the parts one after the other and return the bytes written; 0 if the key is there already.
 
-        Raises
-        ------
-        OSError
-            If they can't be written. Nothing is left of them then.
+        Raises ``OSError`` if they can't be written; nothing is left of them then.
         """
         ...
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Erase keys and return those that were there.
-
-        Raises
-        ------
-        OSError
-            If one is still there.
-        """
+        """Erase keys and return those that were there; raises ``OSError`` if one is still there."""
         ...
 
     def keys(self) -> set[ChunkKey]:

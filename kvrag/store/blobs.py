@@ -28,18 +28,14 @@ from kvrag.types import ChunkKey
 KEY = re.compile(r"[0-9a-f]{64}")
 SUFFIX = ".safetensors"
 OBJECTS, TMP = "objects", "tmp"
-
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 ABSENT = (FileNotFoundError, NotADirectoryError)
-NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-MAX_VIEWS, GATHER_BYTES = 512, 2**20
-YOUNG_S = 60.0
-"""Files in ``tmp/`` that are younger are left to their writers."""
+YOUNG_S = 60.0  # files in tmp/ that are younger are left to their writers
 
 
 class FileBlobs:
-    """Blobs as files of a directory, which processes may share.
+    """Blobs as files of a directory, which processes may share; the methods are those of :class:`kvrag.store.base.Blobs`.
 
     Parameters
     ----------
@@ -50,13 +46,12 @@ class FileBlobs:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
-        self.root, self._root, self._durable = Path(root), os.fspath(root), durable
-        self._buffers = Buffers()
+        self.root, self._durable, self._buffers = Path(root), durable, Buffers()
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return bytes of a file, none of what is no regular file; see :class:`kvrag.store.base.Blobs`."""
+        """Return bytes of a file, none of what is no regular file."""
         try:
-            with self._folder(key[:2]) as folder:
+            with self._folder(OBJECTS, key[:2]) as folder:
                 fd = os.open(key + SUFFIX, FILE, dir_fd=folder)
         except ABSENT:
             return None
@@ -67,44 +62,47 @@ class FileBlobs:
         try:
             status = os.fstat(fd)
             size = max(0, status.st_size - start) if stat.S_ISREG(status.st_mode) else 0
-            view = self._buffers.take(size if length is None else min(size, length))
-            return view[: _fill(fd, view, start)]
-        except (MemoryError, RuntimeError):
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
+            view, done = self._buffers.take(size if length is None else min(size, length)), 0
+            while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
+                done += count
+            return view[:done]
         finally:
             os.close(fd)
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Write a file and give it its name, unless that is taken; see :class:`kvrag.store.base.Blobs`."""
-        with self._folder(key[:2], make=True) as folder:
-            if _is_file(key + SUFFIX, folder):
+        """Write a file and give it its name, unless that is taken."""
+        with self._folder(OBJECTS, key[:2], make=True) as folder:
+            with suppress(FileNotFoundError):
+                os.stat(key + SUFFIX, dir_fd=folder, follow_symlinks=False)
                 return 0
             with self._draft() as (tmp, name, fd):
-                written = _write_all(fd, parts)
+                written = _write(fd, parts)
                 if self._durable:
                     os.fdatasync(fd)
                 if not _name(tmp, name, folder, key + SUFFIX):
                     return 0
-            if self._durable:
-                self._sync(folder, key)
+            try:
+                self._sync(folder)
+            except OSError:  # after a failed sync nobody knows what is on the disk
+                os.unlink(key + SUFFIX, dir_fd=folder)
+                raise
         return written
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Remove files; see :class:`kvrag.store.base.Blobs`."""
+        """Remove files."""
         gone = set()
         for key in keys:
-            with suppress(*ABSENT), self._folder(key[:2]) as folder:
+            with suppress(*ABSENT), self._folder(OBJECTS, key[:2]) as folder:
                 os.unlink(key + SUFFIX, dir_fd=folder)
                 gone.add(key)
-                if self._durable:
-                    os.fsync(folder)
+                self._sync(folder)
         return gone
 
     def keys(self) -> set[ChunkKey]:
         """Return the keys of all files that have the name of a blob, whatever they are."""
-        found: set[ChunkKey] = set()
-        for shard in _names(self.root / OBJECTS):
-            names = (name.removesuffix(SUFFIX) for name in _names(self.root / OBJECTS / shard) if name.endswith(SUFFIX))
+        found = set[ChunkKey]()
+        for shard in self._names(OBJECTS):
+            names = (name.removesuffix(SUFFIX) for name in self._names(OBJECTS, shard) if name.endswith(SUFFIX))
             found.update(ChunkKey(key) for key in names if KEY.fullmatch(key) and key[:2] == shard)
         return found
 
@@ -119,43 +117,45 @@ class FileBlobs:
     def sweep(self) -> int:
         """Remove what dead writers left in ``tmp/``, and return how many files that was. A writer holds the lock of its file."""
         swept = 0
-        with suppress(OSError), self._folder(TMP, below=()) as tmp:
+        with suppress(OSError), self._folder(TMP) as tmp:
             for name in os.listdir(tmp):
                 with suppress(OSError):
-                    swept += _sweep_one(tmp, name)
+                    swept += _sweep(tmp, name)
         return swept
 
     @contextmanager
-    def _folder(self, name: str, *, below: tuple[str, ...] = (OBJECTS,), make: bool = False) -> Iterator[int]:
+    def _folder(self, *names: str, make: bool = False) -> Iterator[int]:
         """Open a folder below the root, one component after the other; with ``make``, make what is absent, private."""
         if make:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._root, FOLDER)
+        fd = os.open(self.root, FOLDER)
         try:
-            for each in (*below, name):
-                inner = self._enter(fd, each, make=make)
+            for name in names:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(name, 0o700, dir_fd=fd)
+                        self._sync(fd)
+                inner = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
                 os.close(fd)
                 fd = inner
             yield fd
         finally:
             os.close(fd)
 
-    def _enter(self, parent: int, name: str, *, make: bool) -> int:
-        try:
-            return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
-        except FileNotFoundError:
-            if not make:
-                raise
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=parent)
+    def _names(self, *names: str) -> list[str]:
+        """Names in a folder; none if it can't be read."""
+        with suppress(OSError), self._folder(*names) as folder:
+            return os.listdir(folder)
+        return []
+
+    def _sync(self, folder: int) -> None:
         if self._durable:
-            os.fsync(parent)
-        return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            os.fsync(folder)
 
     @contextmanager
     def _draft(self) -> Iterator[tuple[int, str, int]]:
         """Make a locked file in ``tmp/``, and remove that name afterwards."""
-        with self._folder(TMP, below=(), make=True) as tmp:
+        with self._folder(TMP, make=True) as tmp:
             name = secrets.token_hex(16)
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=tmp)
             try:
@@ -167,16 +167,9 @@ class FileBlobs:
                     os.unlink(name, dir_fd=tmp)
                 os.close(fd)
 
-    def _sync(self, folder: int, key: ChunkKey) -> None:
-        try:
-            os.fsync(folder)
-        except OSError:  # after a failed sync nobody knows what is on the disk
-            os.unlink(key + SUFFIX, dir_fd=folder)
-            raise
-
 
 class MemoryBlobs:
-    """Blobs in the memory of this process."""
+    """Blobs in the memory of this process; the methods are those of :class:`kvrag.store.base.Blobs`."""
 
     def __init__(self) -> None:
         self._blobs: dict[ChunkKey, memoryview] = {}
@@ -188,14 +181,11 @@ class MemoryBlobs:
         return None if blob is None else blob[start : None if length is None else start + length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Keep a copy of the parts; see :class:`kvrag.store.base.Blobs`."""
+        """Keep a copy of the parts."""
         if key in self._blobs:
             return 0
-        try:
-            parts, end = list(parts), 0
-            blob = self._buffers.take(sum(map(len, parts)))
-        except (MemoryError, RuntimeError):
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
+        parts, end = list(parts), 0
+        blob = self._buffers.take(sum(map(len, parts)))
         for part in parts:
             blob[end : (end := end + len(part))] = part
         return len(blob) if self._blobs.setdefault(key, blob) is blob else 0
@@ -213,85 +203,40 @@ class MemoryBlobs:
         self._blobs.clear()
 
 
-def _is_file(name: str, folder: int) -> bool:
-    """Whether a name is taken by a regular file; what takes it otherwise is removed, but for a folder that is not empty."""
-    try:
-        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return False
-    if stat.S_ISDIR(mode):
-        os.rmdir(name, dir_fd=folder)
-    elif not stat.S_ISREG(mode):
-        os.unlink(name, dir_fd=folder)
-    return stat.S_ISREG(mode)
-
-
 def _name(tmp: int, name: str, folder: int, final: str) -> bool:
     """Give a file its name, without replacing another one; whether it has it."""
     try:
         os.link(name, final, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
     except FileExistsError:
         return False
-    except OSError as error:
-        if error.errno not in NO_LINKS:
+    except OSError as error:  # a file system without hard links
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         os.rename(name, final, src_dir_fd=tmp, dst_dir_fd=folder)
     return True
 
 
-def _fill(fd: int, view: memoryview, offset: int) -> int:
-    """Read until the view is full or the file ends; returns the bytes read."""
-    done = 0
-    while done < len(view) and (count := os.preadv(fd, [view[done:]], offset + done)):
-        done += count
-    return done
-
-
-def _write_all(fd: int, parts: Iterable[Bytes]) -> int:
-    """Write all parts with few calls; a late first one last."""
-    if isinstance(parts, LateHead):
-        end = _write_at(fd, parts.head_bytes, parts.body())
-        _write_at(fd, 0, [parts.head()])
-        return end
-    return _write_at(fd, 0, parts)
+def _write(fd: int, parts: Iterable[Bytes]) -> int:
+    """Write all parts, a late first one last, and return where they end."""
+    if not isinstance(parts, LateHead):
+        return _write_at(fd, 0, parts)
+    end = _write_at(fd, parts.head_bytes, parts.body())
+    _write_at(fd, 0, [parts.head()])
+    return end
 
 
 def _write_at(fd: int, start: int, parts: Iterable[Bytes]) -> int:
-    """Write parts one after the other from an offset on, and return where they end."""
-    size, views = 0, list[memoryview]()
+    """Write parts one after the other from an offset on, and return where they end; a call may write less than asked for."""
     for part in parts:
-        views.append(memoryview(part).cast("B"))
-        size += len(views[-1])
-        if size >= GATHER_BYTES or len(views) == MAX_VIEWS:
-            start, size, views = _write(fd, start, views), 0, []
-    return _write(fd, start, views)
-
-
-def _write(fd: int, start: int, views: list[memoryview]) -> int:
-    """Write views from an offset on, and return where they end; a call may write less than asked for."""
-    while views:
-        count = os.pwritev(fd, views, start)
-        start += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
+        view = memoryview(part)
+        while view:
+            count = os.pwrite(fd, view, start)
+            start, view = start + count, view[count:]
     return start
 
 
-def _names(folder: Path) -> list[str]:
-    """Names in a folder that is no link; none if it is absent or can't be read."""
-    try:
-        fd = os.open(folder, FOLDER | os.O_NOFOLLOW)
-    except OSError:
-        return []
-    try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)
-
-
-def _sweep_one(tmp: int, name: str) -> bool:
+def _sweep(tmp: int, name: str) -> bool:
+    """Remove a file of ``tmp/``, unless it may have a writer."""
     status = os.stat(name, dir_fd=tmp, follow_symlinks=False)
     if abs(time.time() - status.st_ctime) < YOUNG_S:
         return False
@@ -324,15 +269,16 @@ class Buffers:
         self._pinned = torch.cuda.is_available()
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return so many writable bytes, not initialised; raises ``MemoryError`` or ``RuntimeError``."""
-        if num_bytes < self.MIN_BYTES:
-            return np.empty(num_bytes, np.uint8).data
-        step = max(4096, 2 ** (num_bytes.bit_length() - 1) // 16)  # chunks of similar length share buffers
-        size = -(-num_bytes // step) * step
+        """Return so many writable bytes, not initialised; raises ``OSError``."""
         try:
-            owner = self._idle[size].pop()
-        except LookupError:
-            owner = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            if num_bytes < self.MIN_BYTES:
+                return np.empty(num_bytes, np.uint8).data
+            step = max(4096, 2 ** (num_bytes.bit_length() - 1) // 16)  # chunks of similar length share buffers
+            size = -(-num_bytes // step) * step
+            idle = self._idle.get(size)
+            owner = idle.pop() if idle else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        except (MemoryError, RuntimeError):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
         array = owner.numpy()
         end = weakref.ref(array, self._come_back)  # views of the array keep it alive
         self._lent[id(end)] = end, owner

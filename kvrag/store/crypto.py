@@ -7,44 +7,27 @@ Each purpose has a key of its own, derived from it: names of namespaces and file
 from __future__ import annotations
 
 import base64
-import binascii
-import functools
-import hashlib
 import hmac
 import os
-import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+import numpy as np
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, require
 from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest, text_digest
 
-MIN_KEY_BYTES = 32
-"""Shorter keys are refused: they could be guessed."""
-
-HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
-
-CIPHER = "AES-256-GCM"
+MIN_KEY_BYTES = 32  # shorter keys are refused: they could be guessed
 TAG_BYTES, NONCE_BYTES = 16, 12
-
 PURPOSE = "encryption of the KV store"
 
 
 def derive(key: bytes, purpose: str, *, salt: bytes = b"") -> bytes:
-    """Derive 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) with one block of output.
-
-    Parameters
-    ----------
-    key
-        Key material.
-    purpose
-        What the result is for; with the version of the format, the ``info`` of the RFC.
-    salt
-        May be public.
-    """
-    extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, "sha256")
+    """Derive 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) with one block of output; ``salt`` may be public."""
+    extracted = hmac.digest(salt or bytes(32), key, "sha256")
     return hmac.digest(extracted, f"kvrag/{FORMAT_VERSION}/{purpose}".encode() + b"\x01", "sha256")
 
 
@@ -53,16 +36,9 @@ def key_id(key: bytes) -> str:
     return derive(key, "key id")[:8].hex()
 
 
-def read_key(source: Callable[[], bytes] | str, option: str = "encryption_key") -> bytes:
-    """Return the key of a source: a function, or ``"env:NAME"``.
-
-    Raises
-    ------
-    ConfigError
-        If the source fails or what it gives is not a key. The message does not repeat it.
-    """
-    where = f"StoreConfig.{option}"
-    remedy = f"give at least {MIN_KEY_BYTES} random bytes"
+def read_key(source: Callable[[], bytes] | str) -> bytes:
+    """Return the key of a function or ``"env:NAME"``; raises ``ConfigError``, which does not repeat what it gives, if it gives none."""
+    where, remedy = "StoreConfig.encryption_key", f"give at least {MIN_KEY_BYTES} random bytes"
     if isinstance(source, str):
         name = source.removeprefix("env:")
         where, remedy = f"the environment variable {name} ({where})", "set it to the output of: openssl rand -hex 32"
@@ -72,36 +48,52 @@ def read_key(source: Callable[[], bytes] | str, option: str = "encryption_key") 
             key = source()
         except Exception as error:  # the user's own code; its message may hold anything
             raise ConfigError(f"the function of {where} raises {type(error).__name__}; {remedy}") from error
-    if not isinstance(key, bytes) or not key:
-        raise ConfigError(f"{where} gives no key; {remedy}")
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"{where} gives a key of {len(key)} bytes, which can be guessed; {remedy}")
+    if not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES:
+        what = f"a key of {len(key)} bytes, which can be guessed" if isinstance(key, bytes) and key else "no key"
+        raise ConfigError(f"{where} gives {what}; {remedy}")
     return key
 
 
-def _decoded(text: str) -> bytes | None:
+def _decoded(text: str) -> bytes:
+    """Decode hex, or base64 of either alphabet."""
     text = "".join(text.split())
-    if HEX.fullmatch(text):
+    with suppress(ValueError):
         return bytes.fromhex(text)
-    try:
-        return base64.b64decode(text.translate({ord("-"): "+", ord("_"): "/"}) + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        return None
+    with suppress(ValueError):
+        return base64.b64decode(text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4), validate=True)
+    return b""
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
-    """The names of namespaces and texts in a store.
+class Keys:
+    """The keys derived from a store's encryption key, or none; and the names of namespaces and texts that follow from them.
 
-    Parameters
-    ----------
-    address
-        Key of the namespaces' digests, and through them of all file names; ``None``: plain digests.
+    ``address`` is the key of the namespaces' digests, and so of all file names (``None``: plain digests), ``cipher`` that of blobs and rows
+    (``None``: they are plain).
     """
 
     address: bytes | None = field(default=None, repr=False)
+    cipher: bytes | None = field(default=None, repr=False)
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019 - names are few, and live as long as the process
+    @classmethod
+    def of(cls, config: StoreConfig) -> Keys:
+        """Read the key of a config; raises ``ConfigError`` if it can't be had, ``MissingDependencyError`` without ``cryptography``."""
+        if config.encryption_key is None:
+            return cls()
+        key = read_key(config.encryption_key)
+        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose=PURPOSE)
+        return cls(derive(key, "addresses"), derive(key, "cipher"))
+
+    @property
+    def id(self) -> str:
+        """Public name of the key; empty without one."""
+        return "" if self.cipher is None else key_id(self.cipher)
+
+    @property
+    def names(self) -> Keys:
+        """What names namespaces and texts: the keys themselves."""
+        return self
+
     def namespace(self, name: str) -> str:
         """Digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
         if self.address is None:
@@ -116,84 +108,24 @@ class Naming:
         raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys derived from a store's encryption key, or none.
-
-    Parameters
-    ----------
-    names
-        The names of namespaces and texts.
-    cipher
-        Key of blobs and rows; ``None``: they are plain.
-    """
-
-    names: Naming = field(default_factory=Naming)
-    cipher: bytes | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, config: StoreConfig) -> Keys:
-        """Read the key of a config.
-
-        Raises
-        ------
-        ConfigError
-            If it can't be had.
-        MissingDependencyError
-            If ``cryptography`` is not installed.
-        """
-        if config.encryption_key is None:
-            return cls()
-        key = read_key(config.encryption_key)
-        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose=PURPOSE)
-        return cls(Naming(derive(key, "addresses")), derive(key, "cipher"))
-
-    @property
-    def id(self) -> str:
-        """Public name of the key; empty without one."""
-        return "" if self.cipher is None else key_id(self.cipher)
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled."""
-        raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
+Naming = Keys
 
 
-def encrypt(key: bytes, nonce: int, views: Iterable[memoryview], bound: bytes) -> tuple[list[memoryview], bytes]:
-    """Encrypt some bytes as one message.
-
-    Parameters
-    ----------
-    key
-        32 bytes.
-    nonce
-        Must never come twice with one key.
-    views
-        The bytes.
-    bound
-        What else must be the same when they are decrypted.
-
-    Returns
-    -------
-    list of memoryview, bytes
-        As many bytes in as many parts, and the tag.
-    """
-    encryptor = _cipher(key, nonce).encryptor()
-    encryptor.authenticate_additional_data(bound)
-    parts = []
+def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[memoryview], bytes]:
+    """Encrypt some bytes as one message; return as many bytes in as many parts, and the tag. No nonce may come twice with one key."""
+    encryptor, parts = _cipher(key, nonce).encryptor(), []
     for view in views:
-        part = memoryview(bytearray(len(view)))
-        encryptor.update_into(view, part)
-        parts.append(part)
+        parts.append(np.empty(len(view), np.uint8).data)
+        encryptor.update_into(view, parts[-1])
     encryptor.finalize()
     return parts, encryptor.tag
 
 
-def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes, bound: bytes, out: memoryview) -> bool:
+def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes, out: memoryview) -> bool:
     """Decrypt to ``out``, and return whether the tag is right; otherwise ``out`` must not be used."""
     from cryptography.exceptions import InvalidTag
 
     decryptor = _cipher(key, nonce, tag).decryptor()
-    decryptor.authenticate_additional_data(bound)
     decryptor.update_into(data, out)
     try:
         decryptor.finalize()
@@ -205,8 +137,7 @@ def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes, bound: bytes, 
 def _cipher(key: bytes, nonce: int, tag: bytes | None = None) -> Any:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-    mode = modes.GCM(nonce.to_bytes(NONCE_BYTES, "big"), tag, min_tag_length=TAG_BYTES)
-    return Cipher(algorithms.AES(key), mode)
+    return Cipher(algorithms.AES(key), modes.GCM(nonce.to_bytes(NONCE_BYTES, "big"), tag, min_tag_length=TAG_BYTES))
 
 
 class Seal:

@@ -6,21 +6,19 @@ Shared by the property tests (hypothesis, always) and by `make fuzz-reader` (ath
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import xxhash
 from pydantic import ValidationError
-from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, needs_cryptography
+from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, in_order, needs_cryptography
 
 from kvrag.blend.quantise import pack
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.store import Keys
 from kvrag.store import catalog as rows
 from kvrag.store.crypto import Seal
-from kvrag.store.format import ALIGNMENT, Blob, BlobRejected, Foreign, OtherVersion, record_of
+from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion, record_of
 from kvrag.store.worth import Usage
 from kvrag.testing.chunks import same_bits
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, TextEntry
@@ -101,22 +99,15 @@ def encrypted_file(data: bytes) -> bool:
 
 def header_in_order(data: bytes) -> bool:
     """Parse a header as whoever can write it would: its digest is put in order first, so that all behind it is reached."""
-    text = data.decode("ascii", "replace")
     try:
-        fields = json.loads(text)
-        metadata = {name: value for name, value in fields.pop("__metadata__").items() if name != "header_digest"}
-    except (ValueError, KeyError, AttributeError, RecursionError):
+        raw = in_order(json.loads(data.decode("ascii", "replace")))
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
-    dump = json.JSONEncoder(separators=(",", ":")).encode
-    metadata["header_digest"] = xxhash.xxh3_128_hexdigest((dump(metadata) + dump(fields)).encode())
-    head = ('{"__metadata__":' + dump(metadata) + "," + dump(fields)[1:]).encode()
-    head += b" " * (-(8 + len(head)) % ALIGNMENT)
-    raw = struct.pack("<Q", len(head)) + head
     try:
         header = Blob(lambda offset, length: raw[offset : offset + length]).header
     except (BlobRejected, OtherVersion, Foreign):
         return False
-    assert header.encode() == head.rstrip()
+    assert header.encode() == raw[8:].rstrip()
     assert {shape[1] for layer in header.shapes for shape in layer} == {len(header.identity.token_ids)}
     assert record_of(header.identity, header.num_bytes).num_bytes > 0
     return True

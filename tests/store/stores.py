@@ -2,11 +2,13 @@
 
 import base64
 import importlib.util
+import json
 import os
 import struct
 import threading
 
 import pytest
+import xxhash
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key, ids_bytes
@@ -104,6 +106,15 @@ def flip(path, place, mask=1):
 def head_of(raw):
     """Length and header of a blob, of all its bytes."""
     return raw[: 8 + struct.unpack("<Q", raw[:8])[0]]
+
+
+def in_order(fields):
+    """Bytes of a header that says this, its digest and padding put in order; ``header_digest`` must come first."""
+    fields = {**fields, "__metadata__": {**fields["__metadata__"], "header_digest": "0" * 32}}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text = text.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(text).encode(), 1)
+    text += b" " * (-(8 + len(text)) % 4096)
+    return struct.pack("<Q", len(text)) + text
 
 
 def listing(root):

@@ -18,7 +18,6 @@ from stores import (
     config_of,
     fill,
     flip,
-    head_of,
     path_of,
     put,
 )
@@ -262,10 +261,6 @@ def test_a_file_that_is_planted_under_another_name_makes_way(filled, root, tmp_p
         assert put(filled, 1) > 0
         assert same_bits(filled.get(ME), KVS[1])
     assert (tmp_path / "planted").read_bytes() == b"no chunk"
-
-
-def test_the_head_of_a_blob_is_what_is_padded(raw):
-    assert len(head_of(raw)) % 4096 == 0
 
 
 @pytest.mark.parametrize("key", ["", "../../etc/passwd", "A" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n"])

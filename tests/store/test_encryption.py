@@ -19,7 +19,6 @@ from stores import (
     blob_of,
     config_of,
     everything_in,
-    files,
     fill,
     forms_of,
     listing,
@@ -91,11 +90,11 @@ def test_no_key_is_ever_on_the_disk_nor_in_a_log(filled, root, opened, caplog):
 def test_an_encrypted_blob_opens_as_a_plain_safetensors_file(filled, root):
     _, me = filled("cipher")
     with safe_open(path_of(root, me), framework="pt") as file:
-        assert sorted(file.keys()) == ["layer.000", "layer.001"]
-        layer, metadata = file.get_tensor("layer.001"), file.metadata()
-    assert (layer.dtype, len(layer)) == (torch.uint8, make_kv(me).layers[1].num_bytes)
+        assert sorted(file.keys()) == ["layers"]
+        layers, metadata = file.get_tensor("layers"), file.metadata()
+    assert (layers.dtype, len(layers)) == (torch.uint8, make_kv(me).num_bytes)
     assert metadata["key"] == chunk_key(me)
-    assert set(metadata) == {"format", "version", "key", "cipher", "cipher_key", "salt", "sealed"}
+    assert set(metadata) == {"format", "version", "cipher_key", "key", "salt", "sealed"}
 
 
 def test_no_nonce_comes_twice_under_one_key(opened, monkeypatch):
@@ -112,7 +111,7 @@ def test_no_nonce_comes_twice_under_one_key(opened, monkeypatch):
         fill(store, *range(12))
         store.clear()
     used = list(zip(keys, nonces, strict=True))
-    assert len(used) == 36 * 3, "two layers and a header each"
+    assert len(used) == 36 * 4, "a header to know its length, then two layers and the header"
     assert len(set(used)) == len(used), "a key and a nonce came twice"
 
 
@@ -252,7 +251,7 @@ def test_parts_of_other_writings_are_misses(opened, root):
         assert not store.link(me, text=None, doc_id=None) or store.get(me) is None
 
 
-@pytest.mark.parametrize("field", ["version", "key", "cipher", "cipher_key", "salt", "sealed", "format"])
+@pytest.mark.parametrize("field", ["version", "key", "cipher_key", "salt", "sealed", "format"])
 @pytest.mark.parametrize("change", ["another", "none", "empty"])
 def test_no_field_of_an_encrypted_header_can_be_changed_or_left_out(opened, root, field, change):
     store, me = opened(key="cipher", ram_bytes=0), CHUNKS[1]
@@ -292,9 +291,3 @@ def test_a_store_in_memory_may_have_a_key(opened, key):
     assert same_bits(store.get(CHUNKS[1]), make_kv(CHUNKS[1]))
     assert store.forget(NAMESPACE, "doc 1") == 1
     assert store.blobs.keys() == set()
-
-
-def test_the_files_of_a_cleared_encrypted_store_are_gone(filled, root):
-    store, _ = filled("cipher")
-    assert store.clear() == 1
-    assert files(root) == []

@@ -21,9 +21,9 @@ ME = CHUNKS[1]
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("writev", errno.ENOSPC),
-        ("writev", errno.EDQUOT),
-        ("writev", errno.EIO),
+        ("pwrite", errno.ENOSPC),
+        ("pwrite", errno.EDQUOT),
+        ("pwrite", errno.EIO),
         ("link", errno.EIO),
         ("fsync", errno.EIO),
         ("fdatasync", errno.EIO),
@@ -74,8 +74,8 @@ def test_a_write_that_fails_takes_back_only_what_was_its_own(handle, monkeypatch
 
 @pytest.mark.parametrize("most", [1, 700, 5000])
 def test_short_writes_and_short_reads_are_continued(store, monkeypatch, most):
-    write, read = os.writev, os.preadv
-    monkeypatch.setattr(blobs.os, "writev", lambda fd, views: write(fd, [views[0][:most]]))
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(blobs.os, "pwrite", lambda fd, view, offset: write(fd, view[:most], offset))
     monkeypatch.setattr(blobs.os, "preadv", lambda fd, views, offset: read(fd, [views[0][:most]], offset))
     fill(store, 1)
     assert same_bits(store.get(ME), KVS[1])
