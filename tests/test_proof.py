@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from texts import make_chunks
 
 import kvrag.model.load
@@ -305,9 +304,9 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch: pytest.MonkeyPa
     eager = tiny_model()
     eager.config._attn_implementation = "eager" if lm.model.config._attn_implementation != "eager" else "sdpa"
     names.append(proof_file(CausalLM(eager), "one"))
-    for target in (kvrag, torch, transformers, kvrag.model.load):
-        with monkeypatch.context() as patch:
-            patch.setattr(target, "PROOF_VERSION" if target is kvrag.model.load else "__version__", "another")
+    for version in ("kvrag.__version__", "torch.__version__", "transformers.__version__", "PROOF_VERSION"):
+        with monkeypatch.context() as patch:  # as load.py knows it: importing peft makes the module transformers anew
+            patch.setattr(f"kvrag.model.load.{version}", "another")
             names.append(proof_file(lm, "one"))
     assert len(set(names)) == len(names)
     assert proof_file(lm, "one") == names[0]
