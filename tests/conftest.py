@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -67,15 +68,25 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections() -> None:
+    """Leave out of garbage collections what was imported and collected: tests ask for many of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a tiny Llama and its tokenizer."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A directory with a tiny Llama and its tokenizer, which stays loaded: it is read and proven once."""
+    directory = save_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+    loaded = KVRagEngine.from_pretrained(directory).loaded
+    yield directory
+    del loaded
 
 
 @pytest.fixture
