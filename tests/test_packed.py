@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit import lm_of
 
 from kvrag.model import CausalLM
 from kvrag.model.attention import ragged_attention
@@ -32,7 +33,7 @@ def assert_same(found: list[ChunkKV], want: list[ChunkKV]) -> None:
 @pytest.mark.parametrize("with_prefix", [True, False])
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_packed_chunks_are_those_encoded_alone(name: str, with_prefix: bool) -> None:
-    model = CausalLM(tiny_model(name))
+    model = lm_of(name)
     prefix, _ = encode_prefix(model, PREFIX if with_prefix else [])
     before = [prefix.keys(layer).clone() for layer in range(model.num_layers)]
     alone = [encode_padded(model, prefix, [ids])[0] for ids in CHUNKS]
@@ -46,7 +47,7 @@ def test_packed_chunks_are_those_encoded_alone(name: str, with_prefix: bool) -> 
 
 
 def test_a_window_that_cuts_a_chunk_or_the_prefix_is_not_packed() -> None:
-    model = CausalLM(tiny_model("mistral"))
+    model = lm_of("mistral")
     window = model.traits[0].reach.window
     assert window is not None
     assert model.can_pack(window)
@@ -54,7 +55,7 @@ def test_a_window_that_cuts_a_chunk_or_the_prefix_is_not_packed() -> None:
 
 
 def test_a_chunk_does_not_see_its_neighbours() -> None:
-    model = CausalLM(tiny_model())
+    model = lm_of()
     prefix, _ = encode_prefix(model, PREFIX)
     first = encode_packed(model, prefix, CHUNKS)
     changed = encode_packed(model, prefix, [[7] * 19, CHUNKS[1], [9] * 24, CHUNKS[3]])

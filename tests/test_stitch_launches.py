@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import lm_of
 
 import kvrag.blend.stitch as module
 import kvrag_kernels
@@ -19,7 +20,7 @@ from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.encode import encode_padded, encode_prefix
-from kvrag.testing.models import TINY, tiny_model
+from kvrag.testing.models import TINY
 from kvrag.types import ChunkKV
 
 CHUNKS = [list(range(30, 42)), list(range(60, 69)), list(range(100, 117))]
@@ -83,7 +84,7 @@ def assert_same(model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
-    model = CausalLM(tiny_model(name))
+    model = lm_of(name)
     layout, kvs = layout_of(model)
     buffer = stitched(model, layout, kvs)
     assert bool(launches) == (name not in NOT_SAID)
@@ -93,7 +94,7 @@ def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox", "smollm3"])
 def test_rounded_kv_travels_as_codes(name: str, kv_dtype: Any, launches: Launches) -> None:
-    model = CausalLM(tiny_model(name))
+    model = lm_of(name)
     layout, kvs = layout_of(model)
     kvs = [pack(kv, kv_dtype) for kv in kvs]
     buffer = stitched(model, layout, kvs)
@@ -102,7 +103,7 @@ def test_rounded_kv_travels_as_codes(name: str, kv_dtype: Any, launches: Launche
 
 
 def test_long_chunks_of_int4_have_several_groups_of_tokens(launches: Launches) -> None:
-    model = CausalLM(tiny_model())
+    model = lm_of()
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [pack(kv, "int4") for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])]
     segments = [(3, "live", False, -1, False), (70, "chunk", False, 0, False), (40, "chunk", False, 1, False)]
@@ -114,7 +115,7 @@ def test_long_chunks_of_int4_have_several_groups_of_tokens(launches: Launches) -
 
 def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
     """Chunks of two kinds in one prompt, and groups of channels of which the last is shorter."""
-    model = CausalLM(tiny_model())
+    model = lm_of()
     layout, kvs = layout_of(model)
     mixed = [pack(kvs[0], "int8"), *kvs[1:]]
     buffer = stitched(model, layout, mixed)
@@ -131,7 +132,7 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
 
 def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 3)
-    model = CausalLM(tiny_model())
+    model = lm_of()
     layout, kvs = layout_of(model)
     buffer = stitched(model, layout, kvs)
     assert [(x["layers"], x["starts"]) for x in launches] == [(3, [3, 25, 37]), (1, [3, 25, 37])]
@@ -139,7 +140,7 @@ def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches
 
 
 def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None:
-    model = CausalLM(tiny_model())
+    model = lm_of()
     layout, kvs = layout_of(model)
     skipped = torch.tensor([3, 4, 30, 45])
     buffer = stitched(model, layout, kvs, skip=skipped)
@@ -153,7 +154,7 @@ def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None
 @pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
 def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: Launches) -> None:
     """What is added before the rotation, row by row; rows that are computed, other chunks and other layers stay as they are."""
-    model = CausalLM(tiny_model("llama-yarn"))
+    model = lm_of("llama-yarn")
     layout, kvs = layout_of(model)
     kvs = [pack(kv, kv_dtype) for kv in kvs]
     rotary = model.rotary(layout.num_tokens)
@@ -184,7 +185,7 @@ def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: La
 
 
 def test_without_room_nothing_is_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = CausalLM(tiny_model())
+    model = lm_of()
     layout, kvs = layout_of(model)
     monkeypatch.setattr(module, "_has_room", lambda *_: False)
     assert stitch(filled(model, layout), layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
@@ -201,7 +202,7 @@ def test_room_is_half_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_on_the_device_anyway_takes_no_room() -> None:
-    model = CausalLM(tiny_model())
+    model = lm_of()
     layout, kvs = layout_of(model)
     assert module._kept_bytes(layout, kvs, torch.device("cpu")) == 0
     assert module._kept_bytes(layout, kvs, torch.device("meta")) == sum(kv.num_bytes for kv in kvs)
@@ -236,7 +237,7 @@ def test_the_op_stitches_where_it_has_a_kernel(
     ("name", "is_neighbours"), [("llama", False), ("gptj", True), ("cohere", True), ("phi", False)]
 )
 def test_pairs_are_read_off_the_rotation(name: str, is_neighbours: bool) -> None:
-    pairs = CausalLM(tiny_model(name)).rotary(9)[0].pairs()
+    pairs = lm_of(name).rotary(9)[0].pairs()
     assert pairs is not None
     cos, sin, found = pairs
     assert found is is_neighbours
@@ -244,7 +245,7 @@ def test_pairs_are_read_off_the_rotation(name: str, is_neighbours: bool) -> None
 
 
 def test_a_rotation_of_another_kind_is_left_to_torch() -> None:
-    table = CausalLM(tiny_model()).rotary(9)[0]
+    table = lm_of().rotary(9)[0]
     odd, inner = copy(table), copy(table)
     odd.apply = lambda keys, cos, sin: keys * cos[:, None] + keys.flip(-1) * sin[:, None]
     inner.start, inner.width = 1, table.width - 2

@@ -31,12 +31,12 @@ from world import ALL_AT_ONCE, PROTECTED, ROUNDED, Outcome, warm_up
 Scenario = Callable[[Path], Outcome]
 
 SHORT: dict[str, Scenario] = {
-    "kills": partial(kills.run, kills=300),
-    "kills, with a key and rounded KV": partial(kills.run, kills=60, kind=PROTECTED),
+    "kills": partial(kills.run, kills=120),
+    "kills, with a key and rounded KV": partial(kills.run, kills=30, kind=PROTECTED),
     "kills, all at once": partial(kills.run, kills=60, kind=ALL_AT_ONCE),
-    "system calls": partial(faults.run, limit=300),
+    "system calls": partial(faults.run, limit=200),
     "truncations": damage.truncations,
-    "bit flips": partial(damage.flips, count=50_000),
+    "bit flips": partial(damage.flips, count=20_000),
     "truncations, with a key and rounded KV": partial(damage.truncations, kind=PROTECTED),
     "truncations, rounded KV": partial(damage.truncations, kind=ROUNDED),
     "bit flips, with a key and rounded KV": partial(damage.flips, count=2000, kind=PROTECTED, header_step=7),
