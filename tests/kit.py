@@ -19,11 +19,11 @@ def lm_of(name: str = "llama") -> CausalLM:
     return CausalLM(tiny_model(name))
 
 
-def raising(error: Exception) -> Callable[..., Any]:
-    """Return a function that takes anything and raises."""
+def raising(kind: type[Exception], *words: object) -> Callable[..., Any]:
+    """Return a function that takes anything and raises this error."""
 
     def fail(*_: Any, **__: Any) -> Any:
-        raise error
+        raise kind(*words)
 
     return fail
 

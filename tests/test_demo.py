@@ -227,7 +227,6 @@ def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
     (corpus / handbook.name).write_text(handbook.read_text("utf-8"), "utf-8")
     args = ["demo", "--corpus", corpus, "--kv-dir", tmp_path / "kv", "--top-k", "3", "--repeats", "1"]
     args += ["--question", "Who founded the Ellerby Quay library?"]
-    args += ["--question", "In which year was the Corvin chart made?"]
     first = CliRunner().invoke(app, [str(arg) for arg in args])
     assert first.exit_code == 0, first.output
     computed = re.search(r"0 chunks found on disk, (\d+) computed", first.output)
@@ -236,4 +235,4 @@ def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
     assert warm in first.output
     assert "repaired" in first.output
     # How much faster is for the benchmark to say: on a busy machine a single question's ratio means little.
-    assert len(re.findall(r"\d\.\d×", first.output)) == 3
+    assert len(re.findall(r"\d\.\d×", first.output)) == 2

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import raising
 from texts import make_chunks
 
 import kvrag.blend.prefill
@@ -260,10 +261,7 @@ def test_a_batch_is_written_while_the_next_one_is_computed(
     assert engine.precompute(CHUNKS[:4], batch_size=2).stored == 4
     assert waited == [True] * 4
 
-    def no_thread(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(kvrag.precompute.run.POOL, "submit", no_thread)
+    monkeypatch.setattr(kvrag.precompute.run.POOL, "submit", raising(RuntimeError, "can't start new thread"))
     assert engine.precompute(CHUNKS[4:]).stored == 1, "written in the same thread"
 
 
@@ -381,8 +379,7 @@ def hole(identity: ChunkIdentity) -> Hole:
 
 
 def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("the disk is gone")
+    fail = raising(OSError, "the disk is gone")
 
     if how == "get":
         monkeypatch.setattr(engine.store, "get_many", fail)
@@ -551,10 +548,9 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(
     assert engine.generate(ask(0, 1), mode="stitch", max_new_tokens=2).exactness == "full"
     assert modes == ["stitch", "full"]
 
-    def none(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(kvrag.generate.sequence, "prefill", none)
+    monkeypatch.setattr(
+        kvrag.generate.sequence, "prefill", raising(RuntimeError, "DefaultCPUAllocator: can't allocate memory")
+    )
     with pytest.raises(OutOfMemoryError, match="fewer chunks"):
         engine.generate(ask(0, 1))
 
@@ -571,11 +567,8 @@ def test_memory_of_a_failed_attempt_is_free_before_the_next(
         buffers.append(weakref.ref(made))
         return made
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
-
     monkeypatch.setattr(engine.loaded.lm, "buffer", buffer)
-    monkeypatch.setattr(kvrag.blend.prefill, "stitch", fail)
+    monkeypatch.setattr(kvrag.blend.prefill, "stitch", raising(torch.OutOfMemoryError, "no room"))
     result = engine.prefill(ask(0, 1), mode="stitch")
     assert (result.exactness, len(buffers)) == ("full", 2)
     assert "memory ran out" in str(result.fallback_reason)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import raising
 from transformers import GPTQConfig
 
 import kvrag.identity.fingerprint
@@ -266,10 +267,7 @@ def test_a_slow_tokenizer_counts_with_vocabulary_and_files() -> None:
 def test_what_has_no_files_and_no_order_is_described_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with_files = tokenizer_digest(SlowTokenizer())
 
-    def refuse(*_: object) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(SlowTokenizer, "save_vocabulary", refuse)
+    monkeypatch.setattr(SlowTokenizer, "save_vocabulary", raising(NotImplementedError))
     assert tokenizer_digest(SlowTokenizer()) != with_files
     config = tiny_model().config
     config.no_rope_layers = {"b", "a"}

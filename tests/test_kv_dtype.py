@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import raising
 from texts import make_chunks
 
 import kvrag.precompute.quantise_check
@@ -287,10 +288,9 @@ def test_a_model_that_changed_is_judged_anew(engine_of: MakeEngine) -> None:
 def test_a_head_dim_that_int4_can_not_hold_is_said_at_once(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def odd(*_: object) -> None:
-        raise kvrag.StoreError("the head dim 63 is odd; use int8")
-
-    monkeypatch.setattr(kvrag.precompute.quantise_check, "pack", odd)
+    monkeypatch.setattr(
+        kvrag.precompute.quantise_check, "pack", raising(kvrag.StoreError, "the head dim 63 is odd; use int8")
+    )
     with pytest.raises(ConfigError, match="can't be kept as int4: the head dim 63 is odd"):
         make(engine_of, "mistral", kv_dtype="int4", namespace="n").precompute(CHUNKS)
     plain = make(engine_of, "gpt2", kv_dtype="int4")

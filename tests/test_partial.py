@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit import raising
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
@@ -253,10 +254,7 @@ def test_a_store_that_fails_costs_reuse_only(engine_of: MakeEngine, monkeypatch:
     engine.precompute([LONG])
     assert parts(engine, ask(LONG[:150]))
 
-    def fail(*_: object) -> None:
-        raise OSError("gone")
-
-    monkeypatch.setattr(engine.store, "identities", fail)
+    monkeypatch.setattr(engine.store, "identities", raising(OSError, "gone"))
     assert parts(engine, ask(LONG[:150])) == []
     monkeypatch.undo()
 

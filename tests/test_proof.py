@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import raising
 from texts import make_chunks
 
 import kvrag.model.load
@@ -244,11 +245,8 @@ def test_kv_that_was_stored_before_is_not_used_by_a_refused_model(
 
 
 def test_a_proof_that_cannot_run_refuses_reuse(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, tmp_path: Path) -> None:
-    def broken(lm: CausalLM) -> Proof:
-        raise RuntimeError("no kernel for this")
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kvrag.model.load, "prove", broken)
+    monkeypatch.setattr(kvrag.model.load, "prove", raising(RuntimeError, "no kernel for this"))
     engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer)
     assert "its proof could not run (RuntimeError: no kernel for this)" in (
         engine.prefill("Who?").fallback_reason or ""
@@ -256,10 +254,7 @@ def test_a_proof_that_cannot_run_refuses_reuse(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_model_whose_probing_fails_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    def broken(model: Any) -> CausalLM:
-        raise AttributeError("no such layer")
-
-    monkeypatch.setattr(kvrag.model.load, "CausalLM", broken)
+    monkeypatch.setattr(kvrag.model.load, "CausalLM", raising(AttributeError, "no such layer"))
     lm = kvrag.model.load.accept(tiny_model())
     assert isinstance(lm, PlainLM)
     assert "could not be probed (AttributeError: no such layer)" in lm.refusal

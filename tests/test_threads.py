@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import pytest
+from kit import raising
 from texts import make_chunks
 
 from kvrag import KVRagEngine, threads
@@ -108,11 +109,8 @@ def test_a_thread_that_waits_holds_nothing_of_the_last_action(pool: Pool) -> Non
 def test_a_thread_that_cannot_be_started_is_an_error_and_nothing_waits(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", full)
+        patch.setattr(threading.Thread, "start", raising(RuntimeError, "can't start new thread"))
         with pytest.raises(RuntimeError, match="can't start"):
             pool.submit(lambda: pytest.fail("it ran"))
     assert pool.submit(lambda: 2).result(WAIT_S) == 2

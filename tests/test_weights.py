@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import raising
 
 from kvrag import KVRagEngine
 from kvrag.identity import weights
@@ -122,10 +123,7 @@ def test_without_a_place_for_the_cache_files_are_hashed_each_time(
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(weights.os, "replace", full)
+    monkeypatch.setattr(weights.os, "replace", raising(OSError, 28, "No space left on device"))
     assert files_digest([make_file(tmp_path / "model.safetensors")])
     assert list(cache.iterdir()) == []
 
@@ -139,12 +137,9 @@ def test_the_cache_follows_the_users_conventions(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_home_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(weights.Path, "home", homeless)
+    monkeypatch.setattr(weights.Path, "home", raising(RuntimeError, "Could not determine home directory."))
     engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model"))
     assert engine.generate("Who?", max_new_tokens=1).token_ids, "the proof was made, and kept for this process"
     assert cache_dir().stat().st_mode & 0o777 == 0o700

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit import raising
 from texts import make_chunks
 
 import kvrag.precompute.on_miss
@@ -221,14 +222,15 @@ def test_the_answer_does_not_wait_for_it(engine: KVRagEngine, monkeypatch: pytes
 def test_without_room_or_a_thread_chunks_are_dropped_and_counted(
     what: str, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_thread(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
         if what == "room":
             patch.setattr(kvrag.precompute.on_miss, "MAX_WAITING", 1)
         else:
-            patch.setattr(kvrag.precompute.on_miss, "POOL", SimpleNamespace(submit=no_thread))
+            patch.setattr(
+                kvrag.precompute.on_miss,
+                "POOL",
+                SimpleNamespace(submit=raising(RuntimeError, "can't start new thread")),
+            )
         answer(engine, given(engine, CHUNKS[0], CHUNKS[1]))
     assert engine.stats()["write_back"] == {"stored": 0, "skipped": 0, "failed": 0, "dropped": 2, "waiting": 0}
     answer(engine, given(engine, CHUNKS[0]))
@@ -238,11 +240,8 @@ def test_without_room_or_a_thread_chunks_are_dropped_and_counted(
 def test_faults_are_counted_and_logged_and_the_engine_goes_on(
     engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> int:
-        raise StoreError("the disk is full")
-
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr(engine.store, "put", refuse)
+        patch.setattr(engine.store, "put", raising(StoreError, "the disk is full"))
         answer(engine, given(engine, CHUNKS[0]))
     assert "the disk is full" in caplog.text
     assert engine.stats()["write_back"]["failed"] == 1
@@ -253,11 +252,8 @@ def test_faults_are_counted_and_logged_and_the_engine_goes_on(
     assert write_back is not None
     write_back._not_before = 0.0
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise ValueError("a bug")
-
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr(kvrag.precompute.run, "encode_chunks", fail)
+        patch.setattr(kvrag.precompute.run, "encode_chunks", raising(ValueError, "a bug"))
         answer(engine, given(engine, CHUNKS[1]))
     assert "a bug" in caplog.text
     assert engine.stats()["write_back"]["failed"] == 2

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from kit import raising
 from typer.testing import CliRunner
 
 from kvrag.cli.app import app
@@ -61,10 +62,7 @@ def test_build_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert done.exit_code == 2
     assert "--head-dim is 72; it must be one of 64, 96, 128, 256" in done.stderr
 
-    def refuse() -> None:
-        raise nvrtc.CompileError("no NVRTC at all")
-
-    monkeypatch.setattr(nvrtc, "find", refuse)
+    monkeypatch.setattr(nvrtc, "find", raising(nvrtc.CompileError, "no NVRTC at all"))
     done = CliRunner().invoke(app, ["kernels", "build", "--arch", "sm_80"])
     assert done.exit_code == 2
     assert "the kernels can't be built: no NVRTC at all" in done.stderr

@@ -11,6 +11,7 @@ import pytest
 import torch
 from emulated import Guarded, emulated_module, needs_compiler
 from kernel_cases import BASE, CASES, inputs_of
+from kit import raising
 
 import kvrag_kernels
 from kvrag_kernels import cubin_cache, driver, launch, nvrtc, reference, runtime, sources
@@ -53,12 +54,9 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation(monkeypatch: pytest.
 def test_a_user_without_a_home_compiles_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs under a number without a name."""
 
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     for name in ("KVRAG_CACHE", "KVRAG_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", raising(RuntimeError, "Could not determine home directory."))
     assert cubin_cache.folder() is None
     assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
     assert "KVRAG_CACHE" in kvrag_kernels.info()["cache"]
@@ -171,10 +169,7 @@ def test_plans_of_different_tiles_are_never_taken_for_each_other() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_kernel_that_cannot_be_had_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> nvrtc.Nvrtc:
-        raise nvrtc.CompileError("no compiler here")
-
-    monkeypatch.setattr(nvrtc, "find", refuse)
+    monkeypatch.setattr(nvrtc, "find", raising(nvrtc.CompileError, "no compiler here"))
     variant = runtime.variants("sm_90")[0]
     with pytest.warns(RuntimeWarning, match="torch computes instead: no compiler here"):
         assert runtime.modules.get(variant, 0) is None
@@ -242,13 +237,10 @@ def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torc
 
 @pytest.mark.usefixtures("cuda")
 def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_wrong(*_: object) -> None:
-        raise driver.DriverError("a small case came out wrong by 1")
-
     monkeypatch.setattr(nvrtc, "find", lambda: None)
     monkeypatch.setattr(runtime.Variant, "cubin", lambda *_: b"cubin")
     monkeypatch.setattr(runtime, "CudaModule", lambda *_: "module")
-    monkeypatch.setattr(runtime.selftest, "check", is_wrong)
+    monkeypatch.setattr(runtime.selftest, "check", raising(driver.DriverError, "a small case came out wrong by 1"))
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
     best, other = runtime.attention_variants(q, q, 0.0)
     with pytest.warns(RuntimeWarning, match=r"ragged_mma.cu computes instead: a small case came out wrong"):

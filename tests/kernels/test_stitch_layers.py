@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import needs_compiler
+from kit import raising
 from stitch_cases import CAPACITY, CASES, StitchCase, as_options, assert_stitched, stitching_of
 from test_stitch import run_emulated
 
@@ -193,11 +194,8 @@ def test_the_newest_kinds_are_remembered() -> None:
     assert remembered.get(Kind("layer", 4), lambda: -1) == 4
     assert remembered.get(Kind("layer", 0), lambda: -1) == -1
 
-    def failing() -> int:
-        raise ValueError("does not fit")
-
     with pytest.raises(ValueError, match="does not fit"):
-        remembered.get(Kind("other"), failing)
+        remembered.get(Kind("other"), raising(ValueError, "does not fit"))
     assert remembered.get(Kind("other"), lambda: 7) == 7
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from kit import raising
 from langchain_core.prompts import ChatPromptTemplate
 from settling import working_threads
 
@@ -97,10 +98,7 @@ async def test_exceptions_reach_the_caller(options: dict[str, Any], monkeypatch:
     with pytest.raises(ConfigError, match="'foo'"):
         await model.ainvoke("hi", foo=1)
 
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the device is on fire")
-
-    monkeypatch.setattr(type(model.engine.loaded.lm), "forward", broken)
+    monkeypatch.setattr(type(model.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire"))
     with pytest.raises(RuntimeError, match="on fire"):
         await asyncio.wait_for(model.ainvoke("hi"), 20)
     with pytest.raises(RuntimeError, match="on fire"):

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from kit import raising
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import FakeListLLM
@@ -63,10 +64,7 @@ def test_a_fault_is_logged_and_harms_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def hang_up(*args: Any, **kwargs: Any) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(chat.engine.store, "prefetch", hang_up)
+    monkeypatch.setattr(chat.engine.store, "prefetch", raising(OSError, "the disk is gone"))
     with caplog.at_level(logging.WARNING):
         assert len(retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})) == 3
         settle()

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+from kit import raising
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.messages import (
@@ -239,10 +240,7 @@ def test_errors_reach_the_caller(chat: ChatKVRag, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputError):
         list(chat.stream([]))
 
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the device is on fire")
-
-    monkeypatch.setattr(type(chat.engine.loaded.lm), "forward", broken)
+    monkeypatch.setattr(type(chat.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire"))
     with pytest.raises(RuntimeError, match="on fire"):
         chat.invoke("hi")
     with pytest.raises(RuntimeError, match="on fire"):

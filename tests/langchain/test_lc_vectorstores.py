@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit import raising
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
@@ -195,10 +196,7 @@ async def test_aindex_shares_the_kv_of_one_text_in_two_sources(
 def test_a_fault_of_kv_does_not_lose_documents(
     store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise StoreError("the disk is full")
-
-    monkeypatch.setattr(chat.engine, "precompute_items", full)
+    monkeypatch.setattr(chat.engine, "precompute_items", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add_texts(chunks[:2], ids=["a", "b"])
     assert len(store.get_by_ids(["a", "b"])) == 2

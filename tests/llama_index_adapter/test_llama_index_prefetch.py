@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from kit import raising
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms import MockLLM
@@ -54,10 +55,7 @@ async def test_it_works_in_an_event_loop(llm: KVRagLLM, index: VectorStoreIndex)
 def test_a_fault_is_logged_and_harms_nobody(
     llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def hang_up(*args: object, **kwargs: object) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(llm.engine.store, "prefetch", hang_up)
+    monkeypatch.setattr(llm.engine.store, "prefetch", raising(OSError, "the disk is gone"))
     assert len(index.as_retriever(similarity_top_k=TOP_K).retrieve("x")) == TOP_K
     settle()
     assert "could not be prefetched" in caplog.text

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import raising
 from llama_index.core import (
     Document,
     MockEmbedding,
@@ -294,12 +295,9 @@ def test_collections_are_kept_apart(llm: KVRagLLM):
 def test_a_text_of_a_collection_that_changed_leaves_no_old_kv_whatever_fails(
     llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise StoreError("the disk is full")
-
     store, texts = KVRagVectorStore(collection="manuals"), chunks(2)
     store.add([node(texts[0], id_="a")])
-    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add([node(texts[1], id_="a")])
     assert (kept(llm, texts), llm.engine.document_ids()) == ([False, False], [])
@@ -336,8 +334,7 @@ def test_an_engine_will_do_as_llm(engine: KVRagEngine):
 
 
 def test_faults_of_kv_are_warnings_unless_asked_for(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise StoreError("the disk is full")
+    fail = raising(StoreError, "the disk is full")
 
     monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
     monkeypatch.setattr(KVRagEngine, "delete", fail)
@@ -431,10 +428,7 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm: KVRagLLM):
 
 
 def test_an_ingestion_survives_a_fault_of_kv(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(RuntimeError, "no such kernel"))
     with pytest.warns(UserWarning, match=r"2 node\(s\) was not precomputed .* no such kernel"):
         nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=documents(2))
     assert len(nodes) == 2
