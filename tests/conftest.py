@@ -9,9 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +48,7 @@ SPREAD = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark all but a spread of the cases of :data:`SPREAD` as slow."""
     seen: Counter[str] = Counter()
     for item in items:
@@ -63,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_cache(tmp_path_factory):
     """Keep what kvrag remembers for this run, away from the user's."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
@@ -73,19 +70,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_collections() -> None:
+def quick_collections():
     """Leave out of garbage collections what was imported and collected: tests ask for many of them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Any:
+def tokenizer():
     return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def tiny_dir(tmp_path_factory):
     """A directory with a tiny Llama and its tokenizer, which stays loaded: it is read and proven once."""
     directory = save_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
     loaded = KVRagEngine.from_pretrained(directory).loaded
@@ -94,7 +91,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def engine(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagEngine]:
+def engine(tiny_dir, tmp_path):
     """A fresh engine on the tiny Llama with its own store."""
     engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv")
     yield engine
@@ -102,11 +99,11 @@ def engine(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagEngine]:
 
 
 @pytest.fixture
-def engine_of(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., KVRagEngine]]:
+def engine_of(tokenizer, tmp_path):
     """Make engines on tiny models by architecture name."""
     made: list[KVRagEngine] = []
 
-    def make(name: str = "llama", *, seed: int = 0, **options: Any) -> KVRagEngine:
+    def make(name="llama", *, seed=0, **options):
         options.setdefault("kv_dir", tmp_path / f"kv-{name}")
         made.append(KVRagEngine.from_pretrained(tiny_model(name, seed=seed), tokenizer=tokenizer, **options))
         return made[-1]

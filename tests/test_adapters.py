@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def fingerprint_of(model: Any, tokenizer: Any) -> str:
 
 
 @pytest.fixture
-def plain(tokenizer: Any) -> str:
+def plain(tokenizer):
     """Fingerprint of the model without any adapter."""
     return fingerprint_of(tiny_model(), tokenizer)
 
@@ -58,7 +57,7 @@ def plain(tokenizer: Any) -> str:
 # -- what an adapter is --------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_is_known_by_content_not_by_name(tokenizer: Any, plain: str) -> None:
+def test_an_adapter_is_known_by_content_not_by_name(tokenizer, plain):
     one = fingerprint_of(with_adapter(seed=1, name="a"), tokenizer)
     assert fingerprint_of(with_adapter(seed=1, name="b"), tokenizer) == one
     assert fingerprint_of(with_adapter(seed=2, name="a"), tokenizer) != one
@@ -68,11 +67,11 @@ def test_an_adapter_is_known_by_content_not_by_name(tokenizer: Any, plain: str) 
 @pytest.mark.parametrize(
     "options", [{"lora_alpha": 16}, {"use_rslora": True}, {"target_modules": ["q_proj"]}, {"use_dora": True}]
 )
-def test_scaling_and_kind_count(options: dict[str, Any], tokenizer: Any) -> None:
+def test_scaling_and_kind_count(options, tokenizer):
     assert fingerprint_of(with_adapter(**options), tokenizer) != fingerprint_of(with_adapter(), tokenizer)
 
 
-def test_what_adds_nothing_does_not_count(tokenizer: Any, plain: str) -> None:
+def test_what_adds_nothing_does_not_count(tokenizer, plain):
     model = with_adapter(seed=1)
     one = fingerprint_of(model, tokenizer)
     add(model, "idle", seed=2)
@@ -82,7 +81,7 @@ def test_what_adds_nothing_does_not_count(tokenizer: Any, plain: str) -> None:
         assert fingerprint_of(model, tokenizer) == plain
 
 
-def test_the_base_weights_are_the_same_with_and_without_an_adapter() -> None:
+def test_the_base_weights_are_the_same_with_and_without_an_adapter():
     assert weights_digest(unwrap(with_adapter())) == weights_digest(tiny_model())
 
 
@@ -111,12 +110,12 @@ def random_adapter(kind: str, seed: int) -> Any:
     return model
 
 
-def test_every_accepted_kind_is_tested() -> None:
+def test_every_accepted_kind_is_tested():
     assert sorted(KINDS) == sorted(PROVEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_its_own_fingerprint_and_stays_exact(kind: str, tokenizer: Any, plain: str) -> None:
+def test_every_kind_has_its_own_fingerprint_and_stays_exact(kind, tokenizer, plain):
     model = random_adapter(kind, seed=0)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     one = engine.loaded.fingerprint
@@ -140,7 +139,7 @@ def assert_promises_hold(engine: KVRagEngine) -> None:
         assert float((reused.logits - full.logits).abs().max()) < TOLERANCE
 
 
-def test_the_answer_is_that_of_the_peft_model(tokenizer: Any) -> None:
+def test_the_answer_is_that_of_the_peft_model(tokenizer):
     model = with_adapter()
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     result = engine.prefill(CHUNKS[0], mode="full")
@@ -167,7 +166,7 @@ def reuses(engine: KVRagEngine) -> bool:
     return reused.cached_tokens + reused.repaired_tokens > 0
 
 
-def test_a_switch_between_requests_is_followed(tokenizer: Any) -> None:
+def test_a_switch_between_requests_is_followed(tokenizer):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -184,7 +183,7 @@ def test_a_switch_between_requests_is_followed(tokenizer: Any) -> None:
     engine.close()
 
 
-def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer, monkeypatch):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -203,7 +202,7 @@ def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer: Any, monkeypat
     assert calls == ["adapters_digest"]
 
 
-def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer: Any, tmp_path: Path) -> None:
+def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer, tmp_path):
     for seed in (1, 2):
         with_adapter(seed=seed, name="default").save_pretrained(tmp_path / str(seed))
     model = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "1").eval()
@@ -222,7 +221,7 @@ def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer: Any, 
     engine.close()
 
 
-def test_merging_is_followed_there_and_back(tokenizer: Any) -> None:
+def test_merging_is_followed_there_and_back(tokenizer):
     model = with_adapter(seed=1)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     engine.precompute(CHUNKS)
@@ -237,7 +236,7 @@ def test_merging_is_followed_there_and_back(tokenizer: Any) -> None:
     engine.close()
 
 
-def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(tokenizer: Any) -> None:
+def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(tokenizer):
     """Merge and unmerge between two requests leave every flag as it was, and the weights a rounding apart."""
     model = with_adapter(seed=1)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -248,7 +247,7 @@ def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(tokenizer
     assert engine.loaded.fingerprint != before
 
 
-def test_a_layer_that_is_disabled_while_merged_is_neither(tokenizer: Any, plain: str) -> None:
+def test_a_layer_that_is_disabled_while_merged_is_neither(tokenizer, plain):
     """Its next forward takes the merged weights out: what it computes is not what its weights say now."""
     model = with_adapter(seed=1)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -262,7 +261,7 @@ def test_a_layer_that_is_disabled_while_merged_is_neither(tokenizer: Any, plain:
     engine.close()
 
 
-def test_a_merged_model_is_known_by_its_weights(tokenizer: Any) -> None:
+def test_a_merged_model_is_known_by_its_weights(tokenizer):
     model = with_adapter(seed=1)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     engine.precompute(CHUNKS)
@@ -292,7 +291,7 @@ def training(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [two_active, other_scaling, one_number, training])
-def test_a_change_of_the_adapters_is_followed(change: Callable[[Any], None], tokenizer: Any, plain: str) -> None:
+def test_a_change_of_the_adapters_is_followed(change, tokenizer, plain):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -307,7 +306,7 @@ def test_a_change_of_the_adapters_is_followed(change: Callable[[Any], None], tok
     assert engine.loaded.fingerprint == plain
 
 
-def test_modules_to_save_are_followed(tokenizer: Any) -> None:
+def test_modules_to_save_are_followed(tokenizer):
     model = with_adapter(modules_to_save=["embed_tokens"])
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     seen = [engine.loaded.fingerprint]
@@ -319,15 +318,13 @@ def test_modules_to_save_are_followed(tokenizer: Any) -> None:
     assert len(set(seen)) == 3
 
 
-def test_adapters_that_change_during_a_precompute_store_nothing_wrong(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_that_change_during_a_precompute_store_nothing_wrong(tokenizer, monkeypatch):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     real = kvrag.precompute.run.encode_chunks
 
-    def switching(*arguments: Any) -> Any:
+    def switching(*arguments):
         model.set_adapter("b")
         return real(*arguments)
 
@@ -343,7 +340,7 @@ def test_adapters_that_change_during_a_precompute_store_nothing_wrong(
 # -- transformers' own way with adapters, and directories ----------------------------------------------------------------------
 
 
-def test_transformers_own_integration_is_followed(tokenizer: Any, tmp_path: Path, plain: str) -> None:
+def test_transformers_own_integration_is_followed(tokenizer, tmp_path, plain):
     for seed in (1, 2):
         with_adapter(seed=seed).save_pretrained(tmp_path / str(seed), selected_adapters=["a"])
     model = tiny_model()
@@ -370,10 +367,10 @@ def test_transformers_own_integration_is_followed(tokenizer: Any, tmp_path: Path
 
 
 @pytest.fixture
-def adapter_dir(tmp_path: Path) -> Callable[..., Path]:
+def adapter_dir(tmp_path):
     """Save an adapter of a saved model, as users have them."""
 
-    def make(seed: int, *, base: str = "base", **options: Any) -> Path:
+    def make(seed, *, base="base", **options):
         if not (tmp_path / base).exists():
             save_tiny_model(tmp_path / base)
         model = with_adapter(seed=seed, name="default", **options)
@@ -384,7 +381,7 @@ def adapter_dir(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir: Any, tmp_path: Path) -> None:
+def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir, tmp_path):
     one, two, elsewhere = adapter_dir(1), adapter_dir(2), adapter_dir(1, base="other-place")
     engine = KVRagEngine.from_pretrained(one, kv_dir=tmp_path / "kv")
     base = load(ModelSource(tmp_path / "base")).fingerprint
@@ -403,7 +400,7 @@ def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir: Any, tmp_pat
         KVRagEngine.from_pretrained(two)
 
 
-def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path: Path) -> None:
+def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path):
     """Biases are no part of the adapter's layers: loading them overwrites the model's own."""
     prints = []
     for value in (0.5, 0.7):
@@ -434,13 +431,13 @@ def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path: Path) 
         (lambda: lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"), "activated LoRA"),
     ],
 )
-def test_adapters_that_look_beyond_a_row_are_refused(config: Any, message: str, tokenizer: Any) -> None:
+def test_adapters_that_look_beyond_a_row_are_refused(config, message, tokenizer):
     model = peft.get_peft_model(tiny_model(), config())
     with pytest.raises(UnsupportedModelError, match=message):
         KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
 
 
-def test_an_adapter_of_a_refused_kind_that_comes_later_is_refused_then(tokenizer: Any) -> None:
+def test_an_adapter_of_a_refused_kind_that_comes_later_is_refused_then(tokenizer):
     model = tiny_model()
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     assert engine.loaded.fingerprint

@@ -41,7 +41,7 @@ def prompt_of(order: tuple[int, ...]) -> tuple[Layout, torch.Tensor]:
         ids += CHUNKS[chunk] + glue
     question = ids_of(20 + len(order), 3 + len(order))
     pieces.append((len(question), "live", False, -1, False))
-    return place(pieces), torch.tensor(ids + question)  # type: ignore[arg-type]
+    return place(pieces), torch.tensor(ids + question)
 
 
 def blend(lm: CausalLM, kv: KVBuffer, order: tuple[int, ...], stored: list[ChunkKV]) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def decode_alone(lm: CausalLM, order: tuple[int, ...], stored: list[ChunkKV]) ->
 
 
 @pytest.mark.parametrize("name", sorted(set(TINY) - ALONE))
-def test_three_prompts_decode_together_as_alone(name: str) -> None:
+def test_three_prompts_decode_together_as_alone(name):
     lm = lm_of(name)
     assert lm.can_share_forwards
     prefix, kv = encode_prefix(lm, PREFIX)
@@ -86,7 +86,7 @@ def test_three_prompts_decode_together_as_alone(name: str) -> None:
     assert answers == [decode_alone(lm, order, stored) for order in ORDERS]
 
 
-def test_prompts_and_steps_share_a_forward() -> None:
+def test_prompts_and_steps_share_a_forward():
     lm = lm_of("gemma2")
     ids, arena = torch.tensor(ids_of(5, 60)), lm.arena(200)
     long, short = arena.view(0, 100), arena.view(100, 100)
@@ -99,7 +99,7 @@ def test_prompts_and_steps_share_a_forward() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALONE))
-def test_a_model_that_runs_one_request_at_a_time_says_so(name: str) -> None:
+def test_a_model_that_runs_one_request_at_a_time_says_so(name):
     lm = lm_of(name)
     assert not lm.can_share_forwards
     if name != "phi3-longrope":  # chunks of one length regime may still be packed

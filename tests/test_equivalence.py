@@ -58,7 +58,7 @@ def engines(tokenizer: Any, folders: pytest.TempPathFactory, chunks: list[str]) 
 
 
 @pytest.fixture(scope="module")
-def stored(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
+def stored(tokenizer, tmp_path_factory):
     with engines(tokenizer, tmp_path_factory, CHUNKS) as get:
         yield get
 
@@ -104,7 +104,7 @@ def plain_answer(engine: KVRagEngine, prompt_ids: list[int], count: int, *, use_
     options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
     with own_attention(engine) as model:
         plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    return plain[0, prompt.shape[1] :].tolist()  # type: ignore[no-any-return]
+    return plain[0, prompt.shape[1] :].tolist()
 
 
 def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefilled:
@@ -123,14 +123,14 @@ def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefil
 
 
 @pytest.mark.parametrize(("name", "batch_size"), every_kind_singly(ARCHITECTURES))
-def test_repairing_every_row_equals_full_prefill(name: str, batch_size: int, stored: MakeEngine) -> None:
+def test_repairing_every_row_equals_full_prefill(name, batch_size, stored):
     engine = stored(name, batch_size)
     for order in ORDERS:
         assert distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all")) < TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "none"])
-def test_ratio_one_equals_full_prefill_for_every_strategy(strategy: str, engine_of: MakeEngine) -> None:
+def test_ratio_one_equals_full_prefill_for_every_strategy(strategy, engine_of):
     engine = engine_of("llama")
     engine.precompute(CHUNKS)
     repair = RepairConfig(strategy=strategy, recompute_ratio=1.0)
@@ -140,7 +140,7 @@ def test_ratio_one_equals_full_prefill_for_every_strategy(strategy: str, engine_
 
 
 @pytest.mark.parametrize(("name", "batch_size"), every_kind_singly(ARCHITECTURES))
-def test_one_chunk_behind_its_own_prefix_equals_full_prefill(name: str, batch_size: int, stored: MakeEngine) -> None:
+def test_one_chunk_behind_its_own_prefix_equals_full_prefill(name, batch_size, stored):
     engine = stored(name, batch_size)
     for index in (0, 3):
         prompt = ask((index,))
@@ -168,12 +168,12 @@ def largest_change_before_the_difference(engine: KVRagEngine) -> float:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_repaired_rows_never_see_the_future(name: str, stored: MakeEngine) -> None:
+def test_repaired_rows_never_see_the_future(name, stored):
     assert largest_change_before_the_difference(stored(name)) < 1e-5
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_chunk_row_depends_on_the_question_but_by_selection(name: str, stored: MakeEngine) -> None:
+def test_no_chunk_row_depends_on_the_question_but_by_selection(name, stored):
     engine = stored(name)
     repair = RepairConfig(strategy="random", recompute_ratio=0.3, shift=0.5)
     one, two = (run_stages(engine, ask((2, 0, 3), question), repair) for question in ("Who?", "Why, and when?"))
@@ -183,10 +183,10 @@ def test_no_chunk_row_depends_on_the_question_but_by_selection(name: str, stored
         assert torch.allclose(first[:, :, :common], second[:, :, :common], atol=1e-5, rtol=0)
 
 
-def test_a_mask_aligned_bottom_right_would_see_the_future(stored: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_aligned_bottom_right_would_see_the_future(stored, monkeypatch):
     """The mask of CacheBlend's and LMCache's code, on the same inputs: the test above must be able to fail."""
 
-    def bottom_right(self: Limits) -> None:
+    def bottom_right(self):
         rows = len(self.hi)
         if 1 < rows < self.num_keys:
             self.hi = torch.arange(self.num_keys - rows, self.num_keys)
@@ -203,7 +203,7 @@ MODES = ("auto", "full", "prefix", "stitch")
 @pytest.mark.parametrize(
     ("name", "mode"), [*(("llama", mode) for mode in MODES), *zip(KINDS[1:], itertools.cycle(MODES), strict=False)]
 )
-def test_an_empty_store_answers_like_plain_transformers(name: str, mode: str, engine_of: MakeEngine) -> None:
+def test_an_empty_store_answers_like_plain_transformers(name, mode, engine_of):
     engine = engine_of(name)
     answer = engine.generate(ask((0, 1, 2, 3)), mode=mode, max_new_tokens=24)
     assert answer.token_ids == plain_answer(engine, answer.prompt_ids, 24)
@@ -211,7 +211,7 @@ def test_an_empty_store_answers_like_plain_transformers(name: str, mode: str, en
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_an_exact_answer_is_plain_transformers_answer(name: str, stored: MakeEngine) -> None:
+def test_an_exact_answer_is_plain_transformers_answer(name, stored):
     """Decoding goes on from stitched KV: every token after the first depends on it too."""
     engine = stored(name)
     answer = engine.generate(ask((2, 0, 1)), mode="stitch", repair=RepairConfig(strategy="all"), max_new_tokens=12)
@@ -220,7 +220,7 @@ def test_an_exact_answer_is_plain_transformers_answer(name: str, stored: MakeEng
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_more_repair_is_closer_to_full_prefill(name: str, stored: MakeEngine) -> None:
+def test_more_repair_is_closer_to_full_prefill(name, stored):
     engine = stored(name)
     totals = dict.fromkeys((0.0, 0.5, 1.0), 0.0)
     for prompt in map(ask, list(itertools.permutations(range(4), 3))[::2]):
@@ -235,7 +235,7 @@ def test_more_repair_is_closer_to_full_prefill(name: str, stored: MakeEngine) ->
 
 @pytest.mark.parametrize("shift", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_runs_with_and_without_shift(strategy: str, shift: float, engine_of: MakeEngine) -> None:
+def test_every_strategy_runs_with_and_without_shift(strategy, shift, engine_of):
     engine = engine_of("gemma2")
     engine.precompute(CHUNKS)
     repair = RepairConfig(strategy=strategy, recompute_ratio=0.2, shift=shift)
@@ -246,7 +246,7 @@ def test_every_strategy_runs_with_and_without_shift(strategy: str, shift: float,
     assert (result.repaired_tokens == 0) == (strategy == "none")
 
 
-def test_shift_changes_only_rows_that_are_left_alone(engine_of: MakeEngine) -> None:
+def test_shift_changes_only_rows_that_are_left_alone(engine_of):
     engine = engine_of("llama")
     engine.precompute(CHUNKS)
     plain = run_stages(engine, ask((3, 0, 2)), RepairConfig(strategy="random", recompute_ratio=0.2, shift=0.0))
@@ -263,7 +263,7 @@ def assert_shift_left_computed_rows_alone(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair(name: str, stored: MakeEngine) -> None:
+def test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair(name, stored):
     """Moved by more than any window or chunk of attention, too; in two orders, one of them with a repetition."""
     engine = stored(name)
     engine.precompute(FAR)
@@ -280,7 +280,7 @@ def test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair(n
         assert float((reused.logits - plain).abs().max()) < TOLERANCE
 
 
-def test_longrope_reuses_within_one_regime_and_computes_beyond_it(stored: MakeEngine) -> None:
+def test_longrope_reuses_within_one_regime_and_computes_beyond_it(stored):
     """Beyond its original context a longrope model rotates by other angles: stored KV would be wrong there even behind its own prefix."""
     engine = stored("phi3-longrope")
     limit = engine.loaded.lm.reuse_window
@@ -294,7 +294,7 @@ def test_longrope_reuses_within_one_regime_and_computes_beyond_it(stored: MakeEn
     assert "other angles" in str(result.fallback_reason)
 
 
-def test_an_answer_that_outgrows_longropes_regime_is_plain_transformers_answer(stored: MakeEngine) -> None:
+def test_an_answer_that_outgrows_longropes_regime_is_plain_transformers_answer(stored):
     """Everything is computed anew at the crossing. Compared without a cache: transformers 5.17 loses the prompt there."""
     engine = stored("phi3-longrope")
     limit = engine.loaded.lm.reuse_window
@@ -310,7 +310,7 @@ def test_an_answer_that_outgrows_longropes_regime_is_plain_transformers_answer(s
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KINDS)
-def test_cuda_equals_full_prefill(name: str, dtype: torch.dtype, engine_of: MakeEngine, tokenizer: Any) -> None:
+def test_cuda_equals_full_prefill(name, dtype, engine_of, tokenizer):
     engine = KVRagEngine.from_pretrained(tiny_model(name, dtype=dtype).cuda(), tokenizer=tokenizer)
     engine.precompute(CHUNKS)
     reference = engine_of(name).prefill(ask((3, 1, 0, 2)), mode="full").logits

@@ -71,7 +71,7 @@ class Summary:
 
 
 @pytest.fixture(scope="module")
-def summary() -> Iterator[Summary]:
+def summary():
     """Count over all cases; written as JSON where asked for."""
     made = Summary()
     yield made
@@ -179,7 +179,7 @@ def run_case(number: int, world: World, summary: Summary) -> None:
     again = f"KVRAG_FUZZ_SEED={SEED} KVRAG_FUZZ_ONLY={number} python -m pytest tests/test_fuzz.py"
     expected: torch.Tensor | None = None
     for mode, repair in (("stitch", every), ("prefix", None), ("stitch", some), ("auto", some)):
-        result = world.engine.prefill(prompt, mode=mode, repair=repair)  # type: ignore[arg-type]
+        result = world.engine.prefill(prompt, mode=mode, repair=repair)
         what = f"{world.name}, mode {mode}, {repair}, labelled {result.exactness}; run it again: {again}"
         if expected is None:
             expected = world.reference(result.prompt_ids)
@@ -206,7 +206,7 @@ MODELS = [int(ONLY) // CASES_PER_MODEL] if ONLY else range(-(-CASES // CASES_PER
 @pytest.mark.parametrize(
     "number", [*MODELS[:QUICK_MODELS], *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS[QUICK_MODELS:])]
 )
-def test_what_is_labelled_exact_is_what_transformers_computes(number: int, tokenizer: Any, summary: Summary) -> None:
+def test_what_is_labelled_exact_is_what_transformers_computes(number, tokenizer, summary):
     start = time.perf_counter()
     world = World(number, tokenizer)
     first = number * CASES_PER_MODEL
@@ -219,7 +219,7 @@ def test_what_is_labelled_exact_is_what_transformers_computes(number: int, token
     summary.seconds += time.perf_counter() - start
 
 
-def test_enough_was_compared(summary: Summary) -> None:
+def test_enough_was_compared(summary):
     """The prompts must be such that reuse happens: a comparison of two full prefills would prove nothing."""
     if ONLY is not None or summary.cases < max(CASES, 300):
         pytest.skip("this process ran a part of the cases")

@@ -32,7 +32,7 @@ def hops() -> dict[str, Any]:
         check=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("journey", BUDGETS)

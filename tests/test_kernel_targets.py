@@ -45,7 +45,7 @@ def made_up(speed: float) -> dict[str, Any]:
     }
 
 
-def test_every_target_has_a_verdict() -> None:
+def test_every_target_has_a_verdict():
     fast, slow = verdicts(made_up(5.0)), verdicts(made_up(0.2))
     assert {v["verdict"] for v in fast} == {"met"}
     assert {v["verdict"] for v in slow} == {"missed"}
@@ -67,14 +67,14 @@ def test_every_target_has_a_verdict() -> None:
         assert what in names
 
 
-def test_the_kernels_have_targets_of_their_own() -> None:
+def test_the_kernels_have_targets_of_their_own():
     between = {v["target"]: v["verdict"] for v in verdicts(made_up(0.5))}
     shape = "16/2 hd128 N=32768 15% uniform: share of the matmul's TFLOP/s"
     assert between[f"mma, {shape}"] == "met"
     assert between[f"sm90, {shape}"] == "missed"
 
 
-def test_the_stitch_is_judged_by_device_time_and_wall_time_stands_beside() -> None:
+def test_the_stitch_is_judged_by_device_time_and_wall_time_stands_beside():
     """The host's part makes the wall's share half as large: told, and no reason to call the target missed."""
     found = {v["target"]: v for v in verdicts(made_up(1.0))}
     for codec in STITCHED:
@@ -85,14 +85,14 @@ def test_the_stitch_is_judged_by_device_time_and_wall_time_stands_beside() -> No
 
 
 @pytest.mark.parametrize("absent", ["matmul_tflops", "copy_gb_s", "stitch", "precompute"])
-def test_what_was_not_measured_is_neither_met_nor_missed(absent: str) -> None:
+def test_what_was_not_measured_is_neither_met_nor_missed(absent):
     result = made_up(5.0)
     del result[absent]
     found = {v["verdict"] for v in verdicts(result)}
     assert found == {"met", "not measured"}
 
 
-def test_a_kernel_that_failed_is_not_measured_and_one_that_is_not_there_has_no_target() -> None:
+def test_a_kernel_that_failed_is_not_measured_and_one_that_is_not_there_has_no_target():
     result = made_up(5.0)
     for row in result["attention"]:
         row["ms"]["kvrag sm90"] = "given up: see failures"
@@ -112,7 +112,7 @@ def without_hoppers_kernel(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def test_on_hopper_the_kernel_that_did_not_load_keeps_its_targets() -> None:
+def test_on_hopper_the_kernel_that_did_not_load_keeps_its_targets():
     """Else a run in which it failed its own test would read as if nothing were wanted of it."""
     on_hopper = {v["target"]: v["verdict"] for v in verdicts(without_hoppers_kernel(made_up(5.0)))}
     hoppers = {verdict for target, verdict in on_hopper.items() if target.startswith("sm90")}
@@ -122,7 +122,7 @@ def test_on_hopper_the_kernel_that_did_not_load_keeps_its_targets() -> None:
     assert not [v for v in verdicts(elsewhere) if v["target"].startswith("sm90")]
 
 
-def test_rates_are_wanted_in_numbers_on_an_h100_and_as_shares_everywhere() -> None:
+def test_rates_are_wanted_in_numbers_on_an_h100_and_as_shares_everywhere():
     """A slow matmul in the same run does not lower what is wanted."""
     result = made_up(0.31)  # 248 TFLOP/s of the made-up 800
     result["matmul_tflops"] = 600.0
@@ -135,7 +135,7 @@ def test_rates_are_wanted_in_numbers_on_an_h100_and_as_shares_everywhere() -> No
     assert f"{shape}: share of the matmul's TFLOP/s" in other
 
 
-def test_floors_stand_beside_what_is_wanted() -> None:
+def test_floors_stand_beside_what_is_wanted():
     found = {v["target"]: v["verdict"] for v in verdicts(made_up(1.7))}
     name = "mma, 16/2 hd128 N=8192 15% uniform: × the best SDPA with a mask"
     assert (found[name], found[f"{name}, floor"]) == ("missed", "met")

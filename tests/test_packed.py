@@ -32,7 +32,7 @@ def assert_same(found: list[ChunkKV], want: list[ChunkKV]) -> None:
 
 @pytest.mark.parametrize("with_prefix", [True, False])
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_packed_chunks_are_those_encoded_alone(name: str, with_prefix: bool) -> None:
+def test_packed_chunks_are_those_encoded_alone(name, with_prefix):
     model = lm_of(name)
     prefix, _ = encode_prefix(model, PREFIX if with_prefix else [])
     before = [prefix.keys(layer).clone() for layer in range(model.num_layers)]
@@ -46,7 +46,7 @@ def test_packed_chunks_are_those_encoded_alone(name: str, with_prefix: bool) -> 
     assert all(torch.equal(prefix.keys(layer), keys) for layer, keys in enumerate(before))
 
 
-def test_a_window_that_cuts_a_chunk_or_the_prefix_is_not_packed() -> None:
+def test_a_window_that_cuts_a_chunk_or_the_prefix_is_not_packed():
     model = lm_of("mistral")
     window = model.traits[0].reach.window
     assert window is not None
@@ -54,7 +54,7 @@ def test_a_window_that_cuts_a_chunk_or_the_prefix_is_not_packed() -> None:
     assert not model.can_pack(window + 1)
 
 
-def test_a_chunk_does_not_see_its_neighbours() -> None:
+def test_a_chunk_does_not_see_its_neighbours():
     model = lm_of()
     prefix, _ = encode_prefix(model, PREFIX)
     first = encode_packed(model, prefix, CHUNKS)
@@ -65,9 +65,7 @@ def test_a_chunk_does_not_see_its_neighbours() -> None:
 @pytest.mark.parametrize(
     ("device", "path", "is_packed"), [("cpu", "torch", False), ("cuda", "mma", True), ("cuda", "torch", False)]
 )
-def test_the_device_and_its_kernel_say_which_way(
-    device: str, path: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_and_its_kernel_say_which_way(device, path, is_packed, monkeypatch):
     import kvrag.precompute.encode as module
 
     monkeypatch.setattr("kvrag_kernels.tier", lambda *_: path)
@@ -83,7 +81,7 @@ def test_the_device_and_its_kernel_say_which_way(
     assert used == ["encode_packed" if is_packed else "encode_padded", "encode_padded"]
 
 
-def test_rows_see_the_prefix_and_their_own_run() -> None:
+def test_rows_see_the_prefix_and_their_own_run():
     rows = Rows.packed(3, [2, 4], torch.device("cpu"))
     assert rows.first is not None
     assert rows.positions is not None

@@ -164,7 +164,7 @@ def test_threads_may_add_while_others_scan():
     failures: list[BaseException] = []
     done = threading.Event()
 
-    def scan() -> None:
+    def scan():
         try:
             while not done.is_set():
                 assert LOREM in found(index, f"{LOREM}\n{fresh[-1]}")

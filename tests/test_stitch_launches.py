@@ -32,7 +32,7 @@ def layout_of(model: CausalLM) -> tuple[Layout, list[ChunkKV]]:
     """Live text around three chunks, the last of which gives up its last row to be computed."""
     prefix, _ = encode_prefix(model, [1, 2, 3])
     segments = [(3, "live", -1), (17, "chunk", 2), (5, "live", -1), (12, "chunk", 0), (9, "chunk", 1)]
-    return place((n, kind, False, source, False) for n, kind, source in segments), encode_padded(model, prefix, CHUNKS)  # type: ignore[misc]
+    return place((n, kind, False, source, False) for n, kind, source in segments), encode_padded(model, prefix, CHUNKS)
 
 
 def filled(model: CausalLM, layout: Layout) -> KVBuffer:
@@ -52,12 +52,12 @@ Launches = list[dict[str, Any]]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch):
     """Let the op stitch, as on a CUDA device, and note what it is given; here its torch path computes."""
     noted: Launches = []
     real = kvrag_kernels.stitch
 
-    def noting(*given: Any, **options: Any) -> None:
+    def noting(*given, **options):
         noted.append({"keys": given[0], "layers": len(given[2]), "starts": given[4], **options})
         real(*given, **options)
 
@@ -83,7 +83,7 @@ def assert_same(model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
+def test_both_ways_write_the_same_rows(name, launches):
     model = lm_of(name)
     layout, kvs = layout_of(model)
     buffer = stitched(model, layout, kvs)
@@ -93,7 +93,7 @@ def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox", "smollm3"])
-def test_rounded_kv_travels_as_codes(name: str, kv_dtype: Any, launches: Launches) -> None:
+def test_rounded_kv_travels_as_codes(name, kv_dtype, launches):
     model = lm_of(name)
     layout, kvs = layout_of(model)
     kvs = [pack(kv, kv_dtype) for kv in kvs]
@@ -102,18 +102,18 @@ def test_rounded_kv_travels_as_codes(name: str, kv_dtype: Any, launches: Launche
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
-def test_long_chunks_of_int4_have_several_groups_of_tokens(launches: Launches) -> None:
+def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
     model = lm_of()
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [pack(kv, "int4") for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])]
     segments = [(3, "live", False, -1, False), (70, "chunk", False, 0, False), (40, "chunk", False, 1, False)]
-    layout = place([*segments, (2, "live", False, -1, False)])  # type: ignore[list-item]
+    layout = place([*segments, (2, "live", False, -1, False)])
     buffer = stitched(model, layout, kvs)
     assert [x.shape[1] for x in launches[0]["key_scales"][:2]] == [3, 2]
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
-def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
+def test_what_one_call_can_not_say_is_left_to_torch(launches):
     """Chunks of two kinds in one prompt, and groups of channels of which the last is shorter."""
     model = lm_of()
     layout, kvs = layout_of(model)
@@ -130,7 +130,7 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
     assert launches == []
 
 
-def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
+def test_a_launch_takes_several_layers(monkeypatch, launches):
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 3)
     model = lm_of()
     layout, kvs = layout_of(model)
@@ -139,7 +139,7 @@ def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
-def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None:
+def test_rows_that_will_be_computed_are_not_stitched(launches):
     model = lm_of()
     layout, kvs = layout_of(model)
     skipped = torch.tensor([3, 4, 30, 45])
@@ -152,7 +152,7 @@ def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
-def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: Launches) -> None:
+def test_kept_chunks_are_placed_again_with_residuals(kv_dtype, launches):
     """What is added before the rotation, row by row; rows that are computed, other chunks and other layers stay as they are."""
     model = lm_of("llama-yarn")
     layout, kvs = layout_of(model)
@@ -184,7 +184,7 @@ def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: La
     assert not stitcher.has_kept
 
 
-def test_without_room_nothing_is_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_nothing_is_kept(launches, monkeypatch):
     model = lm_of()
     layout, kvs = layout_of(model)
     monkeypatch.setattr(module, "_has_room", lambda *_: False)
@@ -192,7 +192,7 @@ def test_without_room_nothing_is_kept(launches: Launches, monkeypatch: pytest.Mo
     assert launches
 
 
-def test_room_is_half_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_half_of_what_the_device_has_left(monkeypatch):
     cuda = torch.device("cuda", 0)
     state = {"mem_get_info": (60, 1000), "memory_reserved": 140, "memory_allocated": 100}
     for name, value in state.items():
@@ -201,7 +201,7 @@ def test_room_is_half_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatc
     assert not module._has_room(51, cuda)
 
 
-def test_what_is_on_the_device_anyway_takes_no_room() -> None:
+def test_what_is_on_the_device_anyway_takes_no_room():
     model = lm_of()
     layout, kvs = layout_of(model)
     assert module._kept_bytes(layout, kvs, torch.device("cpu")) == 0
@@ -218,9 +218,7 @@ def test_what_is_on_the_device_anyway_takes_no_room() -> None:
         ("cpu", 64, 64, 32, False),
     ],
 )
-def test_the_op_stitches_where_it_has_a_kernel(
-    device: str, key_dim: int, value_dim: int, width: int, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_op_stitches_where_it_has_a_kernel(device, key_dim, value_dim, width, found, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     x, y = (
@@ -236,7 +234,7 @@ def test_the_op_stitches_where_it_has_a_kernel(
 @pytest.mark.parametrize(
     ("name", "is_neighbours"), [("llama", False), ("gptj", True), ("cohere", True), ("phi", False)]
 )
-def test_pairs_are_read_off_the_rotation(name: str, is_neighbours: bool) -> None:
+def test_pairs_are_read_off_the_rotation(name, is_neighbours):
     pairs = lm_of(name).rotary(9)[0].pairs()
     assert pairs is not None
     cos, sin, found = pairs
@@ -244,7 +242,7 @@ def test_pairs_are_read_off_the_rotation(name: str, is_neighbours: bool) -> None
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
 
 
-def test_a_rotation_of_another_kind_is_left_to_torch() -> None:
+def test_a_rotation_of_another_kind_is_left_to_torch():
     table = lm_of().rotary(9)[0]
     odd, inner = copy(table), copy(table)
     odd.apply = lambda keys, cos, sin: keys * cos[:, None] + keys.flip(-1) * sin[:, None]

@@ -1,9 +1,6 @@
 """``kvrag kernels`` on a machine without a GPU."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from kit import raising
@@ -14,12 +11,12 @@ from kvrag_kernels import ahead, nvrtc
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("KVRAG_CACHE", str(tmp_path))
     monkeypatch.delenv("KVRAG_KERNEL", raising=False)
 
 
-def test_info_names_the_path_and_the_reason() -> None:
+def test_info_names_the_path_and_the_reason():
     found = json.loads(CliRunner().invoke(app, ["kernels", "info", "--json"]).stdout)
     assert found["mode"] == "auto"
     assert found["attention_elsewhere"] == "torch"
@@ -28,14 +25,14 @@ def test_info_names_the_path_and_the_reason() -> None:
     assert "failures" in shown
 
 
-def test_a_wrong_mode_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_mode_is_one_sentence(monkeypatch):
     monkeypatch.setenv("KVRAG_KERNEL", "fastest")
     done = CliRunner().invoke(app, ["kernels", "info"])
     assert done.exit_code == 2
     assert "KVRAG_KERNEL is 'fastest'; it must be one of auto, torch, mma, sm90" in done.stderr
 
 
-def test_build_compiles_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_compiles_what_is_asked(monkeypatch):
     try:
         nvrtc.find()
     except nvrtc.CompileError as error:
@@ -48,13 +45,13 @@ def test_build_compiles_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(variant.cubin(nvrtc.find()) for variant in ahead.stitch_variants("sm_75", (96,)))
 
 
-def test_build_says_what_it_compiles() -> None:
+def test_build_says_what_it_compiles():
     shown = CliRunner().invoke(app, ["kernels", "build", "--help"], env={"COLUMNS": "200"}).stdout
     assert "attention, probe, stitch" in shown
     assert "--head-dim" in shown
 
 
-def test_build_refuses_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_refuses_what_it_cannot_do(monkeypatch):
     done = CliRunner().invoke(app, ["kernels", "build", "--arch", "sm_70"])
     assert done.exit_code == 2
     assert "--arch is 'sm_70'" in done.stderr

@@ -14,10 +14,10 @@ Play = Callable[..., None]
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+def play(monkeypatch):
     """Let there be a device, and a compiler that knows some architectures, or none."""
 
-    def choose(capability: tuple[int, int], *archs: int) -> None:
+    def choose(capability, *archs):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -48,24 +48,22 @@ def path() -> str:
         ((13, 0), "torch, because NVRTC 13.0 knows no architecture that sm_130 runs; install a newer one"),
     ],
 )
-def test_each_device_has_its_path(capability: tuple[int, int], expected: str, play: Play) -> None:
+def test_each_device_has_its_path(capability, expected, play):
     play(capability, 75, 80, 90, 120)
     assert path() == expected
 
 
-def test_without_the_compiler_torch_computes(play: Play) -> None:
+def test_without_the_compiler_torch_computes(play):
     play((9, 0))
     assert path().startswith("torch, because no NVRTC for CUDA 13.0 was found")
     assert kvrag_kernels.info()["nvrtc"] in path()
 
 
-def test_a_compiler_without_hoppers_own_instructions_leaves_the_other_kernel(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_without_hoppers_own_instructions_leaves_the_other_kernel(play, monkeypatch):
     play((9, 0), 80, 90)
     known = nvrtc.Nvrtc.nearest
 
-    def refuse(self: nvrtc.Nvrtc, arch: str) -> str:
+    def refuse(self, arch):
         if arch == "sm_90a":
             raise nvrtc.CompileError("no sm_90a here")
         return known(self, arch)
@@ -78,20 +76,20 @@ def test_a_compiler_without_hoppers_own_instructions_leaves_the_other_kernel(
     ("mode", "expected"),
     [("mma", "ragged_mma (bfloat16, float16)"), ("torch", "torch, because KVRAG_KERNEL is torch")],
 )
-def test_the_mode_counts(mode: str, expected: str, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_counts(mode, expected, play, monkeypatch):
     play((9, 0), 80, 90)
     monkeypatch.setenv("KVRAG_KERNEL", mode)
     assert path() == expected
 
 
-def test_what_is_named_is_what_the_runtime_tries_first(play: Play) -> None:
+def test_what_is_named_is_what_the_runtime_tries_first(play):
     for capability in ((9, 0), (8, 0), (10, 0)):
         play(capability, 80, 90, 100)
         first = {v.source for v in runtime.variants(runtime.arch_of(capability)) if v.source.startswith("ragged_")}
         assert path().split()[0] == max(first).removesuffix(".cu")
 
 
-def test_elsewhere_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_torch_computes(monkeypatch):
     monkeypatch.delenv("KVRAG_KERNEL", raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
     info = kvrag_kernels.info()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkKV
 from kvrag_kernels import stitch_op
-from kvrag_kernels.stitch import Stitching, stitch_in_torch
+from kvrag_kernels.stitch import stitch_in_torch
 
 CHUNKS = [list(range(30, 76)), list(range(60, 69)), list(range(100, 140))]
 
@@ -30,14 +29,14 @@ def prompt_of(model: CausalLM, kv_dtype: Any) -> tuple[Layout, list[ChunkKV]]:
     prefix, _ = encode_prefix(model, [1, 2, 3])
     segments = [(3, "live", -1), (39, "chunk", 0), (5, "live", -1), (9, "chunk", 1), (40, "chunk", 2), (2, "live", -1)]
     kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, CHUNKS)]
-    return place((n, kind, False, source, False) for n, kind, source in segments), kvs  # type: ignore[misc]
+    return place((n, kind, False, source, False) for n, kind, source in segments), kvs
 
 
 @pytest.fixture
-def computed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stitching], None]], None]:
+def computed_by(monkeypatch):
     """Let something compute what the engine gives to the op, as on a CUDA device."""
 
-    def choose(compute: Callable[[Stitching], None]) -> None:
+    def choose(compute):
         monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
         monkeypatch.setattr(stitch_op, "stitch_in_torch", compute)
 
@@ -47,7 +46,7 @@ def computed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stitchin
 @needs_compiler
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama-yarn", "cohere2"])
-def test_the_kernel_stitches_and_shifts_for_the_engine(name: str, kv_dtype: str, computed_by: Any) -> None:
+def test_the_kernel_stitches_and_shifts_for_the_engine(name, kv_dtype, computed_by):
     model = CausalLM(tiny_model(name))
     layout, kvs = prompt_of(model, kv_dtype)
     random = torch.Generator().manual_seed(0)

@@ -1,10 +1,5 @@
 """The engine's attention through the ops, as on a CUDA device; here the ops' torch paths compute."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from texts import make_chunks
@@ -15,12 +10,12 @@ from kvrag.model.rows import EVERYTHING, Limits, Reach
 
 
 @pytest.fixture
-def with_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def with_kernel(monkeypatch):
     """Let the ops compute, or not."""
     return lambda is_on: monkeypatch.setattr(attention, "_has_kernel", lambda *_: is_on)
 
 
-def test_layers_alike_share_their_limits(with_kernel: Callable[[bool], None]) -> None:
+def test_layers_alike_share_their_limits(with_kernel):
     with_kernel(True)
     limits = Limits(torch.arange(0, 50, 2), 50)
     q, k = torch.randn(1, 4, 25, 64), torch.randn(1, 2, 50, 64)
@@ -31,7 +26,7 @@ def test_layers_alike_share_their_limits(with_kernel: Callable[[bool], None]) ->
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
-def test_answers_are_the_same(name: str, engine_of: Callable[..., Any], with_kernel: Callable[[bool], None]) -> None:
+def test_answers_are_the_same(name, engine_of, with_kernel):
     engine = engine_of(name)
     chunks = make_chunks(3, words=30, seed=3)
     engine.precompute(chunks)

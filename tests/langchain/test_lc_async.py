@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -21,9 +21,7 @@ BOTH = pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
 
 @BOTH
 @pytest.mark.parametrize("call", ["ainvoke", "astream", "abatch"])
-async def test_the_event_loop_neither_loads_nor_computes(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: Any, call: str
-) -> None:
+async def test_the_event_loop_neither_loads_nor_computes(options, monkeypatch, kind, call):
     seen, model = working_threads(monkeypatch), kind(**options)
     value = ChatPromptTemplate.from_messages([("human", "{q}")]).invoke({"q": "Tell me."})
     if call == "astream":
@@ -34,7 +32,7 @@ async def test_the_event_loop_neither_loads_nor_computes(
     assert threading.get_ident() not in seen
 
 
-async def test_async_answers_equal_sync_ones(chat: ChatKVRag, chunks: list[str]) -> None:
+async def test_async_answers_equal_sync_ones(chat, chunks):
     await asyncio.to_thread(chat.precompute_kv, chunks)
     prompt = "\n\n".join(chunks) + "\n\nWho?"
     expected = chat.invoke(prompt)
@@ -49,7 +47,7 @@ async def test_async_answers_equal_sync_ones(chat: ChatKVRag, chunks: list[str])
 
 
 @BOTH
-def test_an_abandoned_stream_stops_decoding(options: dict[str, Any], forwards: Callable[[Any], int], kind: Any) -> None:
+def test_an_abandoned_stream_stops_decoding(options, forwards, kind):
     model = kind(**options)
     forwards(model)
     for _ in model.stream("Tell me everything.", max_tokens=3000):
@@ -58,9 +56,7 @@ def test_an_abandoned_stream_stops_decoding(options: dict[str, Any], forwards: C
 
 
 @BOTH
-async def test_leaving_a_stream_stops_decoding(
-    options: dict[str, Any], forwards: Callable[[Any], int], kind: Any
-) -> None:
+async def test_leaving_a_stream_stops_decoding(options, forwards, kind):
     model = kind(**options)
     forwards(model)
     stream = model.astream("Tell me everything.", max_tokens=3000)
@@ -72,13 +68,11 @@ async def test_leaving_a_stream_stops_decoding(
 
 @BOTH
 @pytest.mark.parametrize("call", ["ainvoke", "astream"])
-async def test_cancelling_stops_decoding(
-    options: dict[str, Any], forwards: Callable[[Any], int], kind: Any, call: str
-) -> None:
+async def test_cancelling_stops_decoding(options, forwards, kind, call):
     model = kind(**options)
     forwards(model)
 
-    async def read() -> None:
+    async def read():
         async for _ in model.astream("Tell me everything.", max_tokens=3000):
             pass
 
@@ -93,7 +87,7 @@ async def test_cancelling_stops_decoding(
 
 
 @BOTH
-async def test_exceptions_reach_the_caller(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+async def test_exceptions_reach_the_caller(options, monkeypatch, kind):
     model = kind(**options)
     with pytest.raises(ConfigError, match="'foo'"):
         await model.ainvoke("hi", foo=1)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 from kit import raising
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import FakeListLLM
-from langchain_core.vectorstores import VectorStoreRetriever
 from settling import settle
 
 from kvrag import ConfigError
@@ -22,9 +19,7 @@ def in_memory(chat: ChatKVRag) -> int:
 
 
 @pytest.fixture
-def retriever(
-    chat: ChatKVRag, options: dict[str, Any], embedding: Embeddings, chunks: list[str]
-) -> VectorStoreRetriever:
+def retriever(chat, options, embedding, chunks):
     """A retriever over chunks whose KV is on disk only, as after a restart."""
     store = KVRagVectorStore.from_texts(chunks, embedding, llm=chat)
     chat.engine.close()
@@ -32,7 +27,7 @@ def retriever(
     return store.as_retriever(search_kwargs={"k": 3})
 
 
-def test_retrieved_chunks_are_loaded(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+def test_retrieved_chunks_are_loaded(retriever, chat):
     documents = retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})
     settle()
     assert in_memory(chat) == 1 + len(documents)  # and the prefix
@@ -42,13 +37,13 @@ def test_retrieved_chunks_are_loaded(retriever: VectorStoreRetriever, chat: Chat
     assert chat.engine.stats()["store"]["disk"].hits == before
 
 
-async def test_it_works_in_an_event_loop(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+async def test_it_works_in_an_event_loop(retriever, chat):
     await retriever.ainvoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})
     settle()
     assert in_memory(chat) == 4
 
 
-def test_unknown_and_empty_texts_are_fine(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+def test_unknown_and_empty_texts_are_fine(retriever, chat):
     assert chat.engine.prefetch(["never seen " * 30]).found == 1  # the prefix
     assert chat.engine.prefetch(["never seen " * 30], namespace="other").found == 0
     handler = KVPrefetchHandler(chat)
@@ -58,12 +53,7 @@ def test_unknown_and_empty_texts_are_fine(retriever: VectorStoreRetriever, chat:
     assert in_memory(chat) == 1
 
 
-def test_a_fault_is_logged_and_harms_nobody(
-    retriever: VectorStoreRetriever,
-    chat: ChatKVRag,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_fault_is_logged_and_harms_nobody(retriever, chat, monkeypatch, caplog):
     monkeypatch.setattr(chat.engine.store, "prefetch", raising(OSError, "the disk is gone"))
     with caplog.at_level(logging.WARNING):
         assert len(retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})) == 3
@@ -71,6 +61,6 @@ def test_a_fault_is_logged_and_harms_nobody(
     assert "could not be prefetched" in caplog.text
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_refused():
     with pytest.raises(ConfigError, match="FakeListLLM"):
         KVPrefetchHandler(FakeListLLM(responses=["x"]))

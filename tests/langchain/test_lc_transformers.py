@@ -1,17 +1,15 @@
 """KVPrecompute: a step of a pipeline that changes no document."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListLLM
 from lc_kept import kept
 
 from kvrag import ConfigError, InputError, Retention
-from langchain_kvrag import ChatKVRag, KVPrecompute
+from langchain_kvrag import KVPrecompute
 
 
-async def test_the_transformer_precomputes_and_changes_nothing(chat: ChatKVRag, chunks: list[str]) -> None:
+async def test_the_transformer_precomputes_and_changes_nothing(chat, chunks):
     documents = [Document(page_content=chunk, id=str(i)) for i, chunk in enumerate(chunks[:2])]
     step = KVPrecompute(chat)
     assert step.transform_documents(documents) == documents
@@ -22,7 +20,7 @@ async def test_the_transformer_precomputes_and_changes_nothing(chat: ChatKVRag, 
         KVPrecompute(FakeListLLM(responses=["x"]))
 
 
-def test_the_transformer_warns_or_raises(chat: ChatKVRag) -> None:
+def test_the_transformer_warns_or_raises(chat):
     twice = [Document(page_content="one", id="a"), Document(page_content="two", id="a")]
     with pytest.warns(UserWarning, match="two different texts"):
         assert KVPrecompute(chat).transform_documents(twice) == twice
@@ -30,7 +28,7 @@ def test_the_transformer_warns_or_raises(chat: ChatKVRag) -> None:
         KVPrecompute(chat, on_error="raise").transform_documents(twice)
 
 
-def test_the_transformer_passes_collection_and_worth_on(chat: ChatKVRag, chunks: list[str]) -> None:
+def test_the_transformer_passes_collection_and_worth_on(chat, chunks):
     document = Document(page_content=chunks[0], id="a")
     KVPrecompute(chat, collection="manuals", retention=Retention(60)).transform_documents([document])
     engine = chat.engine
