@@ -1,14 +1,17 @@
-"""What tests share: models that are only looked at, functions that fail, calls that are noted, threads."""
+"""What tests share: models that are only looked at, functions that fail, calls that are noted, threads and who works in them."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
+import kvrag.engine
+from kvrag import threads
 from kvrag.model import CausalLM
 from kvrag.testing.models import tiny_model
 
@@ -43,8 +46,39 @@ def noted(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
 
 def at_once(*actions: Callable[[], object]) -> None:
     """Run actions in threads of their own until all are over."""
-    threads = [threading.Thread(target=action) for action in actions]
-    for thread in threads:
+    running = [threading.Thread(target=action) for action in actions]
+    for thread in running:
         thread.start()
-    for thread in threads:
+    for thread in running:
         thread.join()
+
+
+OWN = ("kvrag-generate", "kvrag-prefetch")
+
+
+def settle(timeout_s: float = 30.0) -> None:
+    """Wait until no thread of kvrag has work."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        pools = [each for each in list(threads._forkable) if isinstance(each, threads.Pool)]
+        is_busy = any(pool._jobs or any(pool._threads.values()) for pool in pools)
+        if not is_busy and not any(thread.name in OWN for thread in threading.enumerate()):
+            return
+        time.sleep(0.005)
+    raise AssertionError("kvrag's threads are still at work")
+
+
+def working_threads(monkeypatch: Any) -> set[int]:
+    """Return the threads that load a model, or compute with one, from now on."""
+    seen: set[int] = set()
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.add(threading.get_ident())
+            return original(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(kvrag.engine, "load", noting(kvrag.engine.load))
+    monkeypatch.setattr(CausalLM, "forward", noting(CausalLM.forward))
+    return seen

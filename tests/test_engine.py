@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import raising
+from kit import at_once, raising
 from texts import make_chunks
 
 import kvrag.blend.prefill
@@ -53,15 +53,6 @@ MakeEngine = Callable[..., KVRagEngine]
 
 def ask(*order: int, question: str = "Who?") -> list[dict[str, str]]:
     return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + f"\n\n{question}"}]
-
-
-def at_once(*actions: Callable[[], object]) -> None:
-    """Run actions in threads of their own until all are over."""
-    threads = [threading.Thread(target=action) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 # -- accounting and modes ------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from kvrag.identity.fingerprint import (
     ids_digest,
     namespace_digest,
 )
-from kvrag.identity.model import describe, weights_digest
+from kvrag.identity.model import describe
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource, resolve_dtype
 from kvrag.store import TieredStore, open_store
@@ -150,23 +150,6 @@ def test_weights_dtype_architecture_and_tokenizer_tell_models_apart(tokenizer):
     found = [*(fingerprint_of(model, tokenizer) for model in models), fingerprint_of(tiny_model(), more_words)]
     assert len(set(found)) == 5
     assert fingerprint_of(tiny_model(), tiny_tokenizer()) == found[0], "the same model twice"
-
-
-def one_weight(model: Any) -> None:
-    model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-3
-
-
-def one_buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq[3] *= 2  # no checkpoint holds it
-
-
-@pytest.mark.parametrize("change", [one_weight, one_buffer])
-def test_one_changed_value_is_noticed(change):
-    model = tiny_model()
-    before = weights_digest(model)
-    with torch.no_grad():
-        change(model)
-    assert weights_digest(model) != before
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import noted
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvrag_kernels
@@ -78,10 +79,7 @@ def test_generate_writes_the_same_text(name, cache):
 def test_the_kernels_package_computes_it(monkeypatch):
     model = tiny_model("mistral").eval()
     install_flash_attention(model)
-    calls, plans = [], []
-    real, plan = kvrag_kernels.ragged_attention, kvrag_kernels.ragged_plan
-    monkeypatch.setattr(kvrag_kernels, "ragged_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
-    monkeypatch.setattr(kvrag_kernels, "ragged_plan", lambda *a: plans.append(1) or plan(*a))
+    calls, plans = (noted(monkeypatch, kvrag_kernels, name) for name in ("ragged_attention", "ragged_plan"))
     logits_of(model, {"input_ids": ids_of(1)})
     assert len(calls) == model.config.num_hidden_layers
     assert len(plans) == 1, "layers alike share their limits"

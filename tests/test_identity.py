@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import noted
 from texts import make_chunks
 
 import kvrag.identity.model
@@ -21,15 +22,7 @@ from kvrag.testing.models import tiny_model
 @pytest.fixture
 def digests(monkeypatch):
     """Every time the weights are hashed in memory."""
-    seen: list[str] = []
-    real = kvrag.identity.model.weights_digest
-
-    def counting(model):
-        seen.append(real(model))
-        return seen[-1]
-
-    monkeypatch.setattr(kvrag.identity.model, "weights_digest", counting)
-    return seen
+    return noted(monkeypatch, kvrag.identity.model, "weights_digest")
 
 
 def watched(model: Any, tokenizer: Any) -> LiveIdentity:
@@ -226,9 +219,7 @@ def test_tensor_bytes_are_those_of_the_values():
 def test_shared_tensors_are_read_once_and_count_under_every_name(monkeypatch):
     import kvrag.identity.weights
 
-    one, calls = torch.ones(3), []
-    real = kvrag.identity.weights.tensor_bytes
-    monkeypatch.setattr(kvrag.identity.weights, "tensor_bytes", lambda tensor: (calls.append(1), real(tensor))[1])
+    one, calls = torch.ones(3), noted(monkeypatch, kvrag.identity.weights, "tensor_bytes")
     shared = content_digest({"a": one, "b": one})
     assert len(calls) == 1
     assert shared == content_digest({"b": one.clone(), "a": one.clone()})

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import at_once
 
 from kvrag.errors import InputError
 from kvrag.identity.fingerprint import text_digest
@@ -171,14 +172,12 @@ def test_threads_may_add_while_others_scan():
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=scan) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for text in fresh:
-        index.add([text_entry(text)])
-    done.set()
-    for thread in threads:
-        thread.join()
+    def add():
+        for text in fresh:
+            index.add([text_entry(text)])
+        done.set()
+
+    at_once(scan, scan, add)
     assert failures == []
     assert found(index, f"{LOREM}\n{fresh[-1]}") == [LOREM, fresh[-1]]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import at_once
 
 from kvrag_kernels import driver, launch, selftest
 from kvrag_kernels.geometry import hopper_geometry
@@ -58,13 +59,7 @@ def played(monkeypatch):
 def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played):
     module = driver.CudaModule(b"cubin", 0)
     module.launch("kernel", 3, 128, 64 * 1024, b"arguments")
-    threads = [
-        threading.Thread(target=module.launch, args=("kernel", 5, 128, 64 * 1024, b"arguments")) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[lambda: module.launch("kernel", 5, 128, 64 * 1024, b"arguments")] * 2)
     assert played.launched == [(3, 1, 1, 128, 1, 1, 64 * 1024), *[(5, 1, 1, 128, 1, 1, 64 * 1024)] * 2]
     assert played.calls.count("cuFuncSetAttribute") == 1
     before = played.calls.count("cuCtxSetCurrent")

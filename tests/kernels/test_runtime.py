@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from emulated import Guarded, emulated_module, needs_compiler
 from kernel_cases import BASE, CASES, inputs_of
-from kit import raising
+from kit import at_once, raising
 
 import kvrag_kernels
 from kvrag_kernels import cubin_cache, driver, launch, nvrtc, reference, runtime, sources
@@ -184,11 +183,7 @@ def test_threads_compile_a_variant_once(monkeypatch):
     loads: list[int] = []
     monkeypatch.setattr(runtime.Modules, "_load", lambda *_: loads.append(1) or "module")
     variant = runtime.variants("sm_90")[0]
-    threads = [threading.Thread(target=runtime.modules.get, args=(variant, 0)) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(*[lambda: runtime.modules.get(variant, 0)] * 8)
     assert len(loads) == 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import needs_compiler
-from kit import raising
+from kit import noted, raising
 from stitch_cases import CAPACITY, CASES, StitchCase, as_options, assert_stitched, stitching_of
 from test_stitch import run_emulated
 
@@ -20,19 +20,6 @@ from kvrag_kernels.stitch import Parts, Stitching, Stored
 from kvrag_kernels.stitch_layers import Kind, Remembered, alike
 
 BY_NAME = {c.name: c for c in CASES}
-
-
-def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
-    """Count the calls of a function."""
-    counted: list[int] = []
-    real = getattr(module, name)
-
-    def counting(*given: Any) -> Any:
-        counted.append(1)
-        return real(*given)
-
-    monkeypatch.setattr(module, name, counting)
-    return counted
 
 
 @pytest.fixture
@@ -49,8 +36,8 @@ def stacked(case: StitchCase, count: int) -> Stitching:
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("name", ["half", "kept-int4-shift"])
 def test_one_layer_of_those_that_look_alike_is_checked_and_described(name, monkeypatch):
-    checked = calls_of(monkeypatch, checks, "_check_part")
-    sides = calls_of(monkeypatch, stitch_launch, "_side")
+    checked = noted(monkeypatch, checks, "_check_part")
+    sides = noted(monkeypatch, stitch_launch, "_side")
     case = BY_NAME[name]
     first = stacked(case, 5)
     parts = 2 * len(case.lengths)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kit import settle
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from settling import settle
 
 from kvrag import KVRagEngine
 from kvrag.testing.models import save_tiny_model

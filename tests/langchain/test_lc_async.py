@@ -9,9 +9,8 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from kit import raising
+from kit import raising, working_threads
 from langchain_core.prompts import ChatPromptTemplate
-from settling import working_threads
 
 from kvrag import ConfigError
 from langchain_kvrag import ChatKVRag, KVRagLLM

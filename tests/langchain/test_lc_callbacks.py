@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from kit import raising
+from kit import raising, settle
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListLLM
-from settling import settle
 
 from kvrag import ConfigError
 from langchain_kvrag import ChatKVRag, KVPrefetchHandler, KVRagVectorStore

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import raising
+from kit import noted, raising
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
@@ -87,9 +87,7 @@ def test_an_upsert_drops_the_kv_of_the_old_text(store, chat, chunks):
 
 def test_an_upsert_of_the_same_text_computes_nothing(store, chunks, monkeypatch):
     store.add_texts(chunks[:2], ids=["a", "b"])
-    writes: list[Any] = []
-    put = TieredStore.put
-    monkeypatch.setattr(TieredStore, "put", lambda *a, **k: (writes.append(a), put(*a, **k))[1])
+    writes = noted(monkeypatch, TieredStore, "put")
     store.add_texts(chunks[:2], ids=["a", "b"])
     assert writes == []
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import llama_index.core
+from kit import settle
 from llama_index.core import Document, MockEmbedding, Settings
-from settling import settle
 
 from kvrag import KVRagEngine
 from kvrag.model import CausalLM

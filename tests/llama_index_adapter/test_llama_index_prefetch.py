@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kit import raising
+from kit import raising, settle
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms import MockLLM
 from llama_index_kit import documents
-from settling import settle
 
 from kvrag import ConfigError, precompute_kv
 from llama_index.llms.kvrag import KVPrefetchHandler, KVRagLLM

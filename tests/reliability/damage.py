@@ -7,19 +7,14 @@ import pickle
 import random
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from world import PLAIN, Kind, Outcome, identity, key, path_of, put, state
 
-from kvrag.blend.quantise import pack
-from kvrag.errors import StoreError
-from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.format import Blob, BlobRejected, Header, encode
 from kvrag.store.layers import MAX_LAYERS
-from kvrag.testing.chunks import make_kv
-from kvrag.types import ChunkKey, ChunkKV, LayerKV
+from kvrag.types import ChunkKey
 
 TRIES = 5
 """The best one counts: others may use processor and disk meanwhile."""
@@ -191,26 +186,3 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     store.clear()
     store.close()
     outcome.check(victim.read_text() == "x", "a file outside was erased")
-
-
-def not_finite(folder: Path) -> Outcome:
-    """NaN and infinity, in every dtype, place and sign, are never stored."""
-    outcome, store, me = Outcome(), PLAIN.open(folder / "store"), identity(1)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
-            for layer in range(2):
-                for part in ("keys", "values"):
-                    kv = make_kv(me, dtype=dtype)
-                    layers = [LayerKV(each.keys.clone(), each.values.clone()) for each in kv.layers]
-                    getattr(layers[layer], part)[-1, -1, -1] = value
-                    for kv_dtype in ("auto", "int8", "int4", "fp8"):
-                        try:
-                            kv = pack(ChunkKV(tuple(layers)), kv_dtype)
-                            store.put(replace(me, kv_dtype=kv_dtype), kv, text=None)
-                            outcome.check(False, f"{kv_dtype} of {dtype} {value} in {part} of layer {layer} was stored")
-                        except StoreError:
-                            outcome.add("refused" if kv_dtype == "auto" else "rounded: refused")
-    outcome.check(not store.blobs.keys() and not list((folder / "store").glob("tmp/*")), "something was left behind")
-    outcome.check(not store.known([chunk_key(me)]) and not store.catalog.pending(), "it is there")
-    store.close()
-    return outcome

@@ -42,7 +42,6 @@ SHORT: dict[str, Scenario] = {
     "bit flips, with a key and rounded KV": partial(damage.flips, count=2000, kind=PROTECTED, header_step=7),
     "bit flips, rounded KV": partial(damage.flips, count=2000, kind=ROUNDED, header_step=7),
     "hostile files": damage.hostile,
-    "values that are not finite": damage.not_finite,
     "identities": identities.run,
     "full disk": space.full_disk,
     "read-only": space.read_only,

@@ -18,7 +18,7 @@ def warm() -> None:
     warm_up()
 
 
-QUICK = ("truncations", "truncations, rounded KV", "values that are not finite", "identities", "clocks")
+QUICK = ("truncations", "truncations, rounded KV", "identities", "clocks")
 """Those that take a second or two; the others run in `make test-all`."""
 
 
