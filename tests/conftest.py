@@ -1,7 +1,5 @@
 """Fixtures: tiny random models and a tokenizer made on the spot; nothing is fetched."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -6,8 +6,6 @@ Counts, no times: they are the same on every machine. tests/test_hops.py holds t
 no thread that another test left behind is counted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

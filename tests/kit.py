@@ -1,7 +1,5 @@
 """What tests share: models that are only looked at, functions that fail, calls that are noted, threads and who works in them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

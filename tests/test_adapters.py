@@ -1,7 +1,5 @@
 """KV of one adapter is never used for another: the fingerprint follows what is loaded, switched, disabled, merged and deleted."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

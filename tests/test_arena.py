@@ -1,7 +1,5 @@
 """Several requests in one arena: their prompts are stitched and repaired in views of it, and decoded together, one forward a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kit import lm_of

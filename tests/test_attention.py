@@ -1,7 +1,5 @@
 """The attention op: every path equals a float64 reference with an exact limit per row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

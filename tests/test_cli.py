@@ -1,7 +1,5 @@
 """The command line, on the tiny model: what it prints, its exit status, and how it refuses."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Collections: documents are stored as ``collection/id``, found by their own ids in it, and never mistaken for others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Configs check themselves, and no option is dropped: one that nobody has is refused by name, before anything is written."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Text that grows: whole characters only, stop strings never shown, sampling by transformers' own processors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

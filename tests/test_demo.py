@@ -1,7 +1,5 @@
 """The demo: its splitter, its pipelines on the tiny model, and, where its packages are, the real thing."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

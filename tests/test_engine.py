@@ -1,7 +1,5 @@
 """The facade: fields, modes, errors, streams. Exactness has its own file."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

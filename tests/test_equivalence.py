@@ -3,8 +3,6 @@
 Promises 1 to 4 are tested for every row of TINY; what doesn't depend on how a model rotates its keys, for one row of each kind.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Addresses: golden values, and every field participates."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """kvrag's attention under transformers' own ``generate``: what torch's attention gives, and a reason where it can't."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that was handed in stays its owner's: in threads that are not kvrag's, its own attention runs, and hooks leave it alone."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

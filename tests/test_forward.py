@@ -1,7 +1,5 @@
 """Forwards stop where nobody looks any more, and the probe asks the layers that it is told to, with the results of whole forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

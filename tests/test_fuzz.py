@@ -4,8 +4,6 @@
 made by its number alone, so a failing one is run again by the line that its message gives.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

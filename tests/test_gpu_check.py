@@ -1,7 +1,5 @@
 """``make gpu-check`` without a GPU: its steps, their limits, and the scripts that they run on tiny shapes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

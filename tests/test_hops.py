@@ -1,7 +1,5 @@
 """Budgets of the way that a prompt and a chunk go through the code: counts of ``tests/hops.py``, the same on every machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 A violation fails, unless :data:`KNOWN` names it; ``python tests/test_house.py`` prints all of them in that form.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import pprint

@@ -1,7 +1,5 @@
 """The fingerprint of a model in use follows what is done to its weights, and asks cheaply."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

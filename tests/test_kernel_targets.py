@@ -1,7 +1,5 @@
 """Verdicts of the kernels' benchmark: every target from made-up numbers, for it can be met nowhere here."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rounded KV in an engine: never labelled exact, never mixed up with what was computed, and refused where a model does not tolerate it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Many chunks behind one prefix in one packed forward: the KV of each is that of the chunk alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kit import lm_of

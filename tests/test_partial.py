@@ -1,7 +1,5 @@
 """The first part of a stored chunk: as exact as the whole, copied, and never a reason for a wrong answer."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

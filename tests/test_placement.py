@@ -1,7 +1,5 @@
 """Weights on one device are accepted however they came there; weights in several places are refused with a sentence."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

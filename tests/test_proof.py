@@ -1,7 +1,5 @@
 """The proof on a loaded model: it passes where reuse is exact, fails where something is wrong, and its result is kept."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

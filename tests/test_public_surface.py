@@ -1,7 +1,5 @@
 """What is public. Who may import whom is in test_house.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

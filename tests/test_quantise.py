@@ -1,7 +1,5 @@
 """Rounded keys and values: every element within the bound that docs/quantised.md states, whatever the values are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Quantised weights: what loads here is reused exactly and has a fingerprint of its own; the rest is told apart by its config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Behaviour on the real small model and the shipped corpus: promise 7, in the mean over a few prompts. Takes a minute or two."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

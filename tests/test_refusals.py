@@ -1,7 +1,5 @@
 """What can't be moved is refused, with the true reason: by the config where it shows, else by what one forward shows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The residual shift by one stitch launch a layer gives what the chain of torch ops gives, and every promise holds with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

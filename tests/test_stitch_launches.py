@@ -1,7 +1,5 @@
 """Stitching by the kernels' op gives what stitching with the model's own rotation gives, on every architecture that it can say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace

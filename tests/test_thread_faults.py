@@ -1,7 +1,5 @@
 """What threads and switches must survive: process exit, Ctrl-C, fork, and many requests at once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The threads of the package: kept, never waited behind, fresh after a fork; and budgets of time over what they do."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

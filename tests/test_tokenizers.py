@@ -1,7 +1,5 @@
 """Every kind of tokenizer keeps the rule: a chunk's ids are its own, and a prompt's are those of its segments joined."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

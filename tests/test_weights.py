@@ -1,7 +1,5 @@
 """Where weights come from: hashed by content, remembered by path, size, times and inode, and hashed again when in doubt."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

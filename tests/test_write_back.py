@@ -1,7 +1,5 @@
 """Write-back of misses: index-time KV of retrieved chunks, after the answer; never live text, never what was erased."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

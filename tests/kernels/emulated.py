@@ -1,7 +1,5 @@
 """Run a case of the attention op through the kernels' source in the emulator, with poisoned and guarded memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Iterable

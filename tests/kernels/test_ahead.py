@@ -1,7 +1,5 @@
 """What an image build compiles is what the engine asks for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Some 1,000 compilations, less than half a second each: seven core minutes (``mak
 the attention's variants are compiled for every second architecture each.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The driver's side of a launch, with ``libcuda`` played: contexts, registers, and what tensors the kernels may be given."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The real ``ragged_mma.cu`` and ``ragged_sm90.cu`` in the emulator, against float64: no race, conflict or stray access on the way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

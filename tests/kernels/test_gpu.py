@@ -1,7 +1,5 @@
 """The kernels on a CUDA device, against the same float64 reference; graphs, and the fallback. ``make gpu-check`` runs them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

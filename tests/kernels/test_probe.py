@@ -1,7 +1,5 @@
 """The probe op: torch path and the real ``probe.cu`` in the emulator, against the float64 probabilities."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

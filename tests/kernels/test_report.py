@@ -1,7 +1,5 @@
 """``kvrag kernels info`` names what computes: devices and compilers are played."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Compilation, cache, choice of path and fallback, without a GPU: the driver is played by the emulator or refuses."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

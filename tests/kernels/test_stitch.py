@@ -1,7 +1,5 @@
 """The stitch op: torch path and the real ``stitch.cu`` in the emulator, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What layers of a stitch share is worked out once, and for no call that differs in anything it follows from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the engine hands to the stitch op has a form in the kernel, and comes out right: the engine's own calls, in the emulator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

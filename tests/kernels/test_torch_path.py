@@ -1,7 +1,5 @@
 """The attention op on the CPU: the contract against float64, fullgraph compilation, memory, and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

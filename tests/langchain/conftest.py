@@ -1,7 +1,5 @@
 """Fixtures for the LangChain adapter: models on tiny directories, embeddings without a network."""
 
-from __future__ import annotations
-
 import pytest
 from kit import settle
 from langchain_core.embeddings import DeterministicFakeEmbedding

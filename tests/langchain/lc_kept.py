@@ -1,7 +1,5 @@
 """What the tests of the LangChain adapter ask of a store of KV."""
 
-from __future__ import annotations
-
 from langchain_kvrag import ChatKVRag
 
 

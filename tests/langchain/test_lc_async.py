@@ -1,7 +1,5 @@
 """Async twins: the event loop lives, leaving early stops decoding, exceptions arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

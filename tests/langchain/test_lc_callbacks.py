@@ -1,7 +1,5 @@
 """KVPrefetchHandler: what was retrieved is in memory before it is asked for."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

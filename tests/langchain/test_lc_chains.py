@@ -1,7 +1,5 @@
 """Which chains let chunks through to the model verbatim, so that their KV is reused, and which do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ChatKVRag beside LangChain's own contract: options, accounting, streams, prompts, errors."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

@@ -1,7 +1,5 @@
 """KVRagLLM: raw strings, chat prompts through the chat template, accounting, streams."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

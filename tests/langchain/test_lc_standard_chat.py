@@ -1,7 +1,5 @@
 """LangChain's own contract for chat models."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage

@@ -1,7 +1,5 @@
 """KVRagVectorStore: LangChain's contract, and KV in step with documents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

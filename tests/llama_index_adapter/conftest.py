@@ -1,7 +1,5 @@
 """Fixtures of the LlamaIndex tests: LLMs on the tiny model, with a store of their own."""
 
-from __future__ import annotations
-
 import pytest
 from llama_index_kit import make_llm, settings
 

@@ -1,7 +1,5 @@
 """What the LlamaIndex tests share. Not a conftest: two modules of that name hide each other."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

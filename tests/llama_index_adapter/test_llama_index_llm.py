@@ -1,7 +1,5 @@
 """The contract of an LLM in LlamaIndex: there is no published suite for it, so this is ours."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

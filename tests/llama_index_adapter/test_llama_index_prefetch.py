@@ -1,7 +1,5 @@
 """What a LlamaIndex retriever returned is in memory before it is asked for."""
 
-from __future__ import annotations
-
 import pytest
 from kit import raising, settle
 from llama_index.core import Settings, VectorStoreIndex

@@ -1,7 +1,5 @@
 """What stands before the first chunk: out of the box, and with templates of the user."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

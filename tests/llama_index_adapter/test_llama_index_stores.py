@@ -1,7 +1,5 @@
 """KV comes and goes with the documents: through the vector store, and through ingestion pipelines."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Damage of stored bytes, hostile files, and values that must not be stored: all misses, nothing run, nothing slow."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

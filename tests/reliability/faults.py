@@ -1,7 +1,5 @@
 """Each system call of each operation fails in turn: strace injects an error, a lie about its result, or a kill."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

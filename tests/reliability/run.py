@@ -6,8 +6,6 @@
 Exit status 1 if a promise was broken; figures go to tests/benchmarks/results/reliability.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

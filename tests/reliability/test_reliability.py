@@ -1,7 +1,5 @@
 """The short form of `make reliability`: every scenario, with fewer and shorter rounds."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
