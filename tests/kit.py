@@ -80,3 +80,8 @@ def working_threads(monkeypatch: Any) -> set[int]:
     monkeypatch.setattr(kvrag.engine, "load", noting(kvrag.engine.load))
     monkeypatch.setattr(CausalLM, "forward", noting(CausalLM.forward))
     return seen
+
+
+def kept(llm: Any, chunks: list[str]) -> list[int]:
+    """Which of the chunks have KV."""
+    return [i for i, chunk in enumerate(chunks) if llm.explain(f"{chunk}\n\n?").hits]

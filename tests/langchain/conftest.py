@@ -3,6 +3,7 @@
 import pytest
 from kit import settle
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from texts import make_chunks
 
 from kvrag import KVRagEngine
 from kvrag.testing.models import save_tiny_model
@@ -70,8 +71,4 @@ def embedding():
 @pytest.fixture(scope="session")
 def chunks():
     """Distinct chunk texts of well over the smallest size that is stored."""
-    nouns = ["river", "stone", "letter", "harbour", "winter", "lamp", "ledger", "garden", "copper", "signal", "thread"]
-    return [
-        f"Note {i}: " + " ".join(f"the {nouns[(i * 5 + j) % len(nouns)]} of day {i + j}" for j in range(14)) + "."
-        for i in range(6)
-    ]
+    return make_chunks(6, words=42)

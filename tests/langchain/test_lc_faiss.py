@@ -5,10 +5,10 @@ import sys
 
 import numpy as np
 import pytest
+from kit import kept
 from langchain_core.documents import Document
 from langchain_core.embeddings import FakeEmbeddings
 from langchain_core.vectorstores import InMemoryVectorStore
-from lc_kept import kept
 
 from kvrag import ConfigError, InputError, MissingDependencyError, StoreError
 from langchain_kvrag import KVRagVectorStore

@@ -4,14 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import noted, raising
+from kit import kept, noted, raising
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.language_models import FakeListLLM
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
-from lc_kept import kept
 
 from kvrag import ConfigError, InputError, Retention, StoreError
 from kvrag.store import TieredStore

@@ -1,6 +1,5 @@
 """What the LlamaIndex tests share. Not a conftest: two modules of that name hide each other."""
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,31 +9,11 @@ from typing import Any
 import llama_index.core
 from kit import settle
 from llama_index.core import Document, MockEmbedding, Settings
+from texts import make_chunks as chunks
 
 from kvrag import KVRagEngine
 from kvrag.model import CausalLM
 from llama_index.llms.kvrag import KVRagLLM
-
-WORDS = [
-    "archive",
-    "reader",
-    "keeper",
-    "table",
-    "window",
-    "box",
-    "answer",
-    "river",
-    "stone",
-    "letter",
-    "lamp",
-    "ledger",
-]
-
-
-def chunks(count: int, *, words: int = 40, seed: int = 0) -> list[str]:
-    """Distinct texts of about ``3 × words`` tiny tokens."""
-    pick = random.Random(seed)
-    return [f"Note {seed}-{i}: " + " ".join(pick.choices(WORDS, k=words)) + "." for i in range(count)]
 
 
 def documents(count: int, *, has_metadata: bool = False, seed: int = 0) -> list[Document]:
