@@ -410,14 +410,12 @@ def move_aside(folder: Path) -> None:
 def examine(path: Path) -> str | None:
     """Say what is wrong with a database, before diskcache believes anything in it; ``None`` if nothing is.
 
-    It is asked twice: SQLite may report a page that could not be read, once, as damage.
-
     Raises
     ------
     sqlite3.Error
         If it can't be read now, which says nothing about its content.
     """
-    return _fault_at(path) and _fault_at(path)
+    return _fault_at(path) and _fault_at(path)  # SQLite may take a page that could not be read, once, for damage
 
 
 def _fault_at(path: Path) -> str | None:
