@@ -98,12 +98,14 @@ def engine(tiny_dir, tmp_path):
 
 @pytest.fixture
 def engine_of(tokenizer, tmp_path):
-    """Make engines on tiny models by architecture name."""
+    """Make engines on tiny models by architecture name, or on a model."""
     made: list[KVRagEngine] = []
 
-    def make(name="llama", *, seed=0, **options):
-        options.setdefault("kv_dir", tmp_path / f"kv-{name}")
-        made.append(KVRagEngine.from_pretrained(tiny_model(name, seed=seed), tokenizer=tokenizer, **options))
+    def make(model="llama", *, seed=0, **options):
+        if isinstance(model, str):
+            options.setdefault("kv_dir", tmp_path / f"kv-{model}")
+            model = tiny_model(model, seed=seed)
+        made.append(KVRagEngine.from_pretrained(model, **{"tokenizer": tokenizer, **options}))
         return made[-1]
 
     yield make

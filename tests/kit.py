@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+from texts import make_chunks
 
 import kvrag.engine
-from kvrag import threads
+from kvrag import Chunk, KVRagEngine, RepairConfig, threads
 from kvrag.model import CausalLM
 from kvrag.testing.models import tiny_model
 
@@ -85,3 +86,17 @@ def working_threads(monkeypatch: Any) -> set[int]:
 def kept(llm: Any, chunks: list[str]) -> list[int]:
     """Which of the chunks have KV."""
     return [i for i, chunk in enumerate(chunks) if llm.explain(f"{chunk}\n\n?").hits]
+
+
+def assert_reuse_is_exact(engine: KVRagEngine, tolerance: float = 1e-3) -> None:
+    """Promises 1 and 2: all rows repaired, or one chunk behind its prefix, is a full prefill; and requests change no fingerprint."""
+    chunks, before = make_chunks(3, words=30), engine.loaded.fingerprint
+    engine.precompute(chunks)
+    moved = [engine.prefix_text, Chunk(chunks[2]), "\n\n", Chunk(chunks[0]), "\n\nWho keeps the ledger?"]
+    alone = [engine.prefix_text, Chunk(chunks[1]), "\n\nWho keeps the ledger?"]
+    for prompt, strategy in ((moved, "all"), (alone, "none")):
+        reused = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy))
+        assert reused.exactness == "exact"
+        assert reused.cached_tokens + reused.repaired_tokens > 30
+        assert float((reused.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < tolerance
+    assert engine.loaded.fingerprint == before

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit import assert_reuse_is_exact
 from texts import make_chunks
 
 import kvrag.identity.model
 import kvrag.precompute.run
-from kvrag import Chunk, KVRagEngine, ModelError, RepairConfig, UnsupportedModelError
+from kvrag import KVRagEngine, ModelError, RepairConfig, UnsupportedModelError
 from kvrag.identity.adapters import PROVEN, unwrap
 from kvrag.identity.model import weights_digest
 from kvrag.model.load import load
@@ -113,33 +114,18 @@ def test_every_accepted_kind_is_tested():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_its_own_fingerprint_and_stays_exact(kind, tokenizer, plain):
+def test_every_kind_has_its_own_fingerprint_and_stays_exact(kind, tokenizer, engine_of, plain):
     model = random_adapter(kind, seed=0)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     one = engine.loaded.fingerprint
     assert len({one, plain, fingerprint_of(random_adapter(kind, seed=1), tokenizer)}) == 3
     assert fingerprint_of(random_adapter(kind, seed=0), tokenizer) == one
-    assert_promises_hold(engine)
-    assert engine.loaded.fingerprint == one, "a request must not change what the model is"
-    engine.close()
+    assert_reuse_is_exact(engine)
 
 
-def assert_promises_hold(engine: KVRagEngine) -> None:
-    """Promises 1 and 2: all rows repaired, or one chunk behind its prefix, is a full prefill."""
-    engine.precompute(CHUNKS)
-    moved = [engine.prefix_text, Chunk(CHUNKS[2]), "\n\n", Chunk(CHUNKS[0]), "\n\nWho keeps the ledger?"]
-    alone = [engine.prefix_text, Chunk(CHUNKS[1]), "\n\nWho keeps the ledger?"]
-    for prompt, strategy in ((moved, "all"), (alone, "none")):
-        reused = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy))
-        full = engine.prefill(prompt, mode="full")
-        assert reused.exactness == "exact"
-        assert reused.cached_tokens + reused.repaired_tokens > 30
-        assert float((reused.logits - full.logits).abs().max()) < TOLERANCE
-
-
-def test_the_answer_is_that_of_the_peft_model(tokenizer):
+def test_the_answer_is_that_of_the_peft_model(engine_of):
     model = with_adapter()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     result = engine.prefill(CHUNKS[0], mode="full")
     with torch.no_grad():
         expected = model(torch.tensor([result.prompt_ids])).logits[0, -1]
@@ -164,10 +150,10 @@ def reuses(engine: KVRagEngine) -> bool:
     return reused.cached_tokens + reused.repaired_tokens > 0
 
 
-def test_a_switch_between_requests_is_followed(tokenizer):
+def test_a_switch_between_requests_is_followed(engine_of):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     assert reuses(engine)
     model.set_adapter("b")
@@ -178,13 +164,12 @@ def test_a_switch_between_requests_is_followed(tokenizer):
         assert not reuses(engine)
     model.set_adapter("a")
     assert reuses(engine)
-    engine.close()
 
 
-def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer, monkeypatch):
+def test_switching_to_and_fro_hashes_each_adapter_once(engine_of, monkeypatch):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     first, calls = engine.loaded.fingerprint, []
     for name in ("adapters_digest", "weights_digest"):
         real = getattr(kvrag.identity.model, name)
@@ -200,11 +185,11 @@ def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer, monkeypatch):
     assert calls == ["adapters_digest"]
 
 
-def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer, tmp_path):
+def test_an_adapter_loaded_later_under_the_same_name_is_another(engine_of, tmp_path):
     for seed in (1, 2):
         with_adapter(seed=seed, name="default").save_pretrained(tmp_path / str(seed))
     model = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "1").eval()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     assert reuses(engine)
     add(model, "spare", seed=3)
@@ -216,12 +201,11 @@ def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer, tmp_p
         model.set_adapter("default")
         assert reuses(engine) is is_first
         model.set_adapter("spare")
-    engine.close()
 
 
-def test_merging_is_followed_there_and_back(tokenizer):
+def test_merging_is_followed_there_and_back(engine_of):
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     apart = engine.loaded.fingerprint
     model.merge_adapter()
@@ -231,13 +215,12 @@ def test_merging_is_followed_there_and_back(tokenizer):
     model.unmerge_adapter()
     assert engine.loaded.fingerprint != merged
     reuses(engine)  # the weights went through two roundings: the same model or not, the answer is right
-    engine.close()
 
 
-def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(tokenizer):
+def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(engine_of):
     """Merge and unmerge between two requests leave every flag as it was, and the weights a rounding apart."""
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     before, content = engine.loaded.fingerprint, weights_digest(engine.loaded.lm.model)
     model.merge_adapter()
     model.unmerge_adapter()
@@ -245,10 +228,10 @@ def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(tokenizer
     assert engine.loaded.fingerprint != before
 
 
-def test_a_layer_that_is_disabled_while_merged_is_neither(tokenizer, plain):
+def test_a_layer_that_is_disabled_while_merged_is_neither(engine_of, plain):
     """Its next forward takes the merged weights out: what it computes is not what its weights say now."""
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     model.merge_adapter()
     merged = engine.loaded.fingerprint
     model.base_model.disable_adapter_layers()
@@ -256,18 +239,16 @@ def test_a_layer_that_is_disabled_while_merged_is_neither(tokenizer, plain):
     assert engine.precompute(CHUNKS).stored == 0, "the weights changed in the forward: nothing may be stored for them"
     assert engine.precompute(CHUNKS).stored == len(CHUNKS)
     assert reuses(engine)
-    engine.close()
 
 
-def test_a_merged_model_is_known_by_its_weights(tokenizer):
+def test_a_merged_model_is_known_by_its_weights(tokenizer, engine_of):
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     merged = model.merge_and_unload()
     assert not reuses(engine)
     assert engine.loaded.fingerprint == fingerprint_of(merged, tokenizer)
     assert engine.loaded.fingerprint == fingerprint_of(with_adapter(seed=1, name="z").merge_and_unload(), tokenizer)
-    engine.close()
 
 
 def two_active(model: Any) -> None:
@@ -289,10 +270,10 @@ def training(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [two_active, other_scaling, one_number, training])
-def test_a_change_of_the_adapters_is_followed(change, tokenizer, plain):
+def test_a_change_of_the_adapters_is_followed(change, engine_of, plain):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     seen = [plain, engine.loaded.fingerprint]
     with torch.no_grad():
         change(model)
@@ -304,9 +285,9 @@ def test_a_change_of_the_adapters_is_followed(change, tokenizer, plain):
     assert engine.loaded.fingerprint == plain
 
 
-def test_modules_to_save_are_followed(tokenizer):
+def test_modules_to_save_are_followed(engine_of):
     model = with_adapter(modules_to_save=["embed_tokens"])
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     seen = [engine.loaded.fingerprint]
     with torch.no_grad():
         engine.loaded.lm.model.get_input_embeddings().modules_to_save["a"].weight.mul_(1.1)
@@ -316,10 +297,10 @@ def test_modules_to_save_are_followed(tokenizer):
     assert len(set(seen)) == 3
 
 
-def test_adapters_that_change_during_a_precompute_store_nothing_wrong(tokenizer, monkeypatch):
+def test_adapters_that_change_during_a_precompute_store_nothing_wrong(engine_of, monkeypatch):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     real = kvrag.precompute.run.encode_chunks
 
     def switching(*arguments):
@@ -332,17 +313,16 @@ def test_adapters_that_change_during_a_precompute_store_nothing_wrong(tokenizer,
     assert {reason.split(" while ")[0] for _, reason in report.failed} == {"the model's adapters or weights changed"}
     model.set_adapter("a")
     assert not reuses(engine)
-    engine.close()
 
 
 # -- transformers' own way with adapters, and directories ----------------------------------------------------------------------
 
 
-def test_transformers_own_integration_is_followed(tokenizer, tmp_path, plain):
+def test_transformers_own_integration_is_followed(tokenizer, engine_of, tmp_path, plain):
     for seed in (1, 2):
         with_adapter(seed=seed).save_pretrained(tmp_path / str(seed), selected_adapters=["a"])
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     assert reuses(engine)
     model.load_adapter(tmp_path / "1" / "a", adapter_name="x")
@@ -361,7 +341,6 @@ def test_transformers_own_integration_is_followed(tokenizer, tmp_path, plain):
     assert engine.loaded.fingerprint == first
     model.delete_adapter(["x", "y"])
     assert engine.loaded.fingerprint == plain
-    engine.close()
 
 
 @pytest.fixture
@@ -389,7 +368,7 @@ def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir, tmp_path):
     engine.loaded.lm.model.disable_adapters()
     assert engine.loaded.fingerprint == base
     engine.loaded.lm.model.enable_adapters()
-    assert_promises_hold(engine)
+    assert_reuse_is_exact(engine)
     assert engine.loaded.fingerprint == first
     engine.close()
     settings = two / "adapter_config.json"
@@ -429,15 +408,15 @@ def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path):
         (lambda: lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"), "activated LoRA"),
     ],
 )
-def test_adapters_that_look_beyond_a_row_are_refused(config, message, tokenizer):
+def test_adapters_that_look_beyond_a_row_are_refused(config, message, engine_of):
     model = peft.get_peft_model(tiny_model(), config())
     with pytest.raises(UnsupportedModelError, match=message):
-        KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+        engine_of(model)
 
 
-def test_an_adapter_of_a_refused_kind_that_comes_later_is_refused_then(tokenizer):
+def test_an_adapter_of_a_refused_kind_that_comes_later_is_refused_then(engine_of):
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     assert engine.loaded.fingerprint
     model.add_adapter(peft.C3AConfig(target_modules=["q_proj"], block_size=16), "late")
     with pytest.raises(UnsupportedModelError, match="C3A"):

@@ -11,7 +11,6 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import kvrag_kernels
 from kvrag import (
     InputError,
-    KVRagEngine,
     UnsupportedModelError,
     flash_attention_tier,
     install_flash_attention,
@@ -94,13 +93,12 @@ def test_installing_twice_is_installing_once():
     assert all(m not in flash._reaches for m in model.modules())
 
 
-def test_an_engine_and_the_installed_attention_get_along(tokenizer):
+def test_an_engine_and_the_installed_attention_get_along(engine_of):
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     want = engine.generate("What is said?", max_new_tokens=4).text
     install_flash_attention(model)
     assert engine.generate("What is said?", max_new_tokens=4).text == want
-    engine.close()
     assert model.config._attn_implementation == flash.NAME
 
 

@@ -135,16 +135,15 @@ def test_memory_that_is_used_again_is_not_mistaken(tokenizer):
     assert len(seen) >= 3, "the origin, and two contents of the same weight"
 
 
-def test_forwards_change_nothing(tokenizer, digests):
+def test_forwards_change_nothing(engine_of, digests):
     for name in ("llama", "gemma2", "llama-yarn"):
-        engine = KVRagEngine.from_pretrained(tiny_model(name), tokenizer=tokenizer)
+        engine = engine_of(tiny_model(name))
         before = engine.loaded.fingerprint
         digests.clear()
         engine.precompute(["The archive opens at nine, and closes at five. " * 8])
         engine.generate("The archive opens at nine, and closes at five. " * 8, max_new_tokens=4)
         assert engine.loaded.fingerprint == before
         assert digests == []
-        engine.close()
 
 
 def test_angles_that_a_forward_moves_are_not_the_models(tokenizer, digests):

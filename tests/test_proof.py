@@ -317,13 +317,3 @@ def test_both_frameworks_pass_it_on(tiny_dir):
     for make in (type(chat), type(index)):
         with pytest.raises(ConfigError, match="prove is 'never'"):
             make(model=tiny_dir, prove="never")
-
-
-def test_what_is_explained_of_a_prompt_beyond_the_regime_of_its_angles(tokenizer):
-    engine = KVRagEngine.from_pretrained(tiny_model("phi3-longrope"), tokenizer=tokenizer)
-    engine.precompute(CHUNKS)
-    assert engine.explain(PROMPT, mode="stitch").hits == 2
-    explanation = engine.explain(["x " * 1500, *PROMPT], mode="stitch")
-    assert explanation.prompt_tokens > engine.loaded.reusable.reuse_window
-    assert (explanation.mode, explanation.hits) == ("full", 0)
-    assert "other angles" in str(explanation)

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit import assert_reuse_is_exact
 from texts import make_chunks
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
-from kvrag import Chunk, KVRagEngine, RepairConfig, UnsupportedModelError
+from kvrag import Chunk, KVRagEngine, UnsupportedModelError
 from kvrag.identity.model import describe, weights_digest
 from kvrag.identity.weights import is_packed, leaves
 from kvrag.model.load import load
@@ -106,29 +107,9 @@ def test_configs_that_look_alike_are_not_one_loaded_model(base_dir):
     assert len(keys) == 2
 
 
-def change(engine: KVRagEngine, prompt: Any, strategy: str) -> float:
-    """Largest difference of first-token logits from a full prefill of the same ids."""
-    reused = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy))
-    full = engine.prefill(prompt, mode="full")
-    assert reused.exactness == "exact"
-    assert reused.cached_tokens + reused.repaired_tokens > 30
-    return float((reused.logits - full.logits).abs().max())
-
-
-def assert_exact(engine: KVRagEngine, tolerance: float) -> None:
-    """Promises 1 and 2 through quantised projections: what is hooked is their output, whatever they keep inside."""
-    engine.precompute(CHUNKS)
-    before = engine.loaded.fingerprint
-    moved = [engine.prefix_text, Chunk(CHUNKS[2]), "\n\n", Chunk(CHUNKS[0]), QUESTION]
-    alone = [engine.prefix_text, Chunk(CHUNKS[1]), QUESTION]
-    assert change(engine, moved, "all") < tolerance
-    assert change(engine, alone, "none") < tolerance
-    assert engine.loaded.fingerprint == before, "forwards must not change what the model is"
-
-
 @pytest.mark.parametrize(("method", "bits"), EXACT_HERE)
 def test_reuse_is_exact(method, bits, engine_for):
-    assert_exact(engine_for(method, bits), TOLERANCE)
+    assert_reuse_is_exact(engine_for(method, bits))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -146,7 +127,7 @@ def test_reuse_is_exact_up_to_the_rounding_of_activations(bits, engine_for):
         model.set_attn_implementation("sdpa")
     noise = float(torch.stack([pieces - whole, eager - whole]).abs().max())
     assert noise > TOLERANCE, "if it is exact, it belongs to the test above"
-    assert_exact(engine, 5 * noise)
+    assert_reuse_is_exact(engine, 5 * noise)
 
 
 def test_a_method_that_does_not_run_here_is_refused_with_a_sentence(engine_for):
@@ -169,12 +150,12 @@ def test_quantised_weights_are_known_by_content(method, base_dir, tokenizer):
     assert one == same != other
 
 
-def test_weights_quantised_in_place_are_other_weights(tokenizer):
+def test_weights_quantised_in_place_are_other_weights(engine_of):
     pytest.importorskip("torchao", reason="the package torchao is not installed")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     before, digest = engine.loaded.fingerprint, weights_digest(model)
     quantize_(model, Int8WeightOnlyConfig())
@@ -189,22 +170,19 @@ def test_weights_quantised_in_place_are_other_weights(tokenizer):
     with torch.no_grad():
         inside[0, 0] += 1
     assert engine.loaded.fingerprint != changed
-    engine.close()
 
 
-def test_an_adapter_over_quantised_weights_is_exact(base_dir, tokenizer):
+def test_an_adapter_over_quantised_weights_is_exact(base_dir, engine_of):
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
     model = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32, quantization_config=torchao(8))
     torch.manual_seed(0)
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     ).eval()
-    engine = KVRagEngine.from_pretrained(adapted, tokenizer=tokenizer)
-    engine.precompute(CHUNKS)
+    engine = engine_of(adapted)
+    assert_reuse_is_exact(engine)
     alone = [engine.prefix_text, Chunk(CHUNKS[1]), QUESTION]
-    assert change(engine, alone, "none") < TOLERANCE
     before = engine.loaded.fingerprint
     with adapted.disable_adapter():
         assert engine.loaded.fingerprint != before
         assert engine.explain(alone).hits == 0
-    engine.close()

@@ -44,12 +44,12 @@ def sections(document: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def prompts(engine):
-    """Four prompts of five sections each, taken from different documents, with a question each."""
+    """Three prompts of four sections each, taken from different documents, with a question each."""
     documents = [sections(path) for path in sorted(CORPUS.glob("*.md"))]
     questions = [row["question"] for row in json.loads((CORPUS / "questions.json").read_text())]
     out, chunks = [], []
-    for index in range(4):
-        picked = [documents[(index + 2 * j) % len(documents)][index % 4] for j in range(5)]
+    for index in range(3):
+        picked = [documents[(index + 2 * j) % len(documents)][index % 4] for j in range(4)]
         chunks += picked
         out.append([{"role": "user", "content": "\n\n".join(picked) + f"\n\nQuestion: {questions[index]}"}])
     assert engine.precompute(chunks).failed == []

@@ -26,11 +26,13 @@ NOT_SAID = {"bloom", "mpt"}
 """Keys that no layer turns."""
 
 
-def layout_of(model: CausalLM) -> tuple[Layout, list[ChunkKV]]:
+def prompt_on(name: str = "llama") -> tuple[CausalLM, Layout, list[ChunkKV]]:
     """Live text around three chunks, the last of which gives up its last row to be computed."""
+    model = lm_of(name)
     prefix, _ = encode_prefix(model, [1, 2, 3])
     segments = [(3, "live", -1), (17, "chunk", 2), (5, "live", -1), (12, "chunk", 0), (9, "chunk", 1)]
-    return place((n, kind, False, source, False) for n, kind, source in segments), encode_padded(model, prefix, CHUNKS)
+    layout = place((n, kind, False, source, False) for n, kind, source in segments)
+    return model, layout, encode_padded(model, prefix, CHUNKS)
 
 
 def filled(model: CausalLM, layout: Layout) -> KVBuffer:
@@ -82,8 +84,7 @@ def assert_same(model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_both_ways_write_the_same_rows(name, launches):
-    model = lm_of(name)
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on(name)
     buffer = stitched(model, layout, kvs)
     assert bool(launches) == (name not in NOT_SAID)
     assert_same(model, buffer, by_torch(model, layout, kvs))
@@ -92,8 +93,7 @@ def test_both_ways_write_the_same_rows(name, launches):
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox", "smollm3"])
 def test_rounded_kv_travels_as_codes(name, kv_dtype, launches):
-    model = lm_of(name)
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on(name)
     kvs = [pack(kv, kv_dtype) for kv in kvs]
     buffer = stitched(model, layout, kvs)
     assert {x.dtype for launch in launches for x in launch["keys"]} == {kvs[0].layers[0].keys.dtype}
@@ -113,8 +113,7 @@ def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
 
 def test_what_one_call_can_not_say_is_left_to_torch(launches):
     """Chunks of two kinds in one prompt, and groups of channels of which the last is shorter."""
-    model = lm_of()
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on()
     mixed = [pack(kvs[0], "int8"), *kvs[1:]]
     buffer = stitched(model, layout, mixed)
     assert_same(model, buffer, by_torch(model, layout, mixed))
@@ -130,16 +129,14 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches):
 
 def test_a_launch_takes_several_layers(monkeypatch, launches):
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 3)
-    model = lm_of()
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on()
     buffer = stitched(model, layout, kvs)
     assert [(x["layers"], x["starts"]) for x in launches] == [(3, [3, 25, 37]), (1, [3, 25, 37])]
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
 def test_rows_that_will_be_computed_are_not_stitched(launches):
-    model = lm_of()
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on()
     skipped = torch.tensor([3, 4, 30, 45])
     buffer = stitched(model, layout, kvs, skip=skipped)
     others = [i for i in range(layout.num_tokens) if i not in skipped.tolist()]
@@ -152,8 +149,7 @@ def test_rows_that_will_be_computed_are_not_stitched(launches):
 @pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
 def test_kept_chunks_are_placed_again_with_residuals(kv_dtype, launches):
     """What is added before the rotation, row by row; rows that are computed, other chunks and other layers stay as they are."""
-    model = lm_of("llama-yarn")
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on("llama-yarn")
     kvs = [pack(kv, kv_dtype) for kv in kvs]
     rotary = model.rotary(layout.num_tokens)
     buffer, expected = filled(model, layout), by_torch(model, layout, kvs)
@@ -183,8 +179,7 @@ def test_kept_chunks_are_placed_again_with_residuals(kv_dtype, launches):
 
 
 def test_without_room_nothing_is_kept(launches, monkeypatch):
-    model = lm_of()
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on()
     monkeypatch.setattr(module, "_has_room", lambda *_: False)
     assert stitch(filled(model, layout), layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
     assert launches
@@ -200,8 +195,7 @@ def test_room_is_half_of_what_the_device_has_left(monkeypatch):
 
 
 def test_what_is_on_the_device_anyway_takes_no_room():
-    model = lm_of()
-    layout, kvs = layout_of(model)
+    _, layout, kvs = prompt_on()
     assert module._kept_bytes(layout, kvs, torch.device("cpu")) == 0
     assert module._kept_bytes(layout, kvs, torch.device("meta")) == sum(kv.num_bytes for kv in kvs)
 

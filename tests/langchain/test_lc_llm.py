@@ -86,16 +86,6 @@ def test_generation_info_and_llm_output(llm, chunks):
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_a_template_as_prefix_makes_the_first_chunk_exact(options, chunks):
-    for prompt in (TEXT, CHAT):
-        llm = KVRagLLM(**options, prefix=prompt)
-        llm.precompute_kv(chunks[:1])
-        recorder = Recorder()
-        (prompt | llm).invoke({"context": chunks[0], "question": "Who?"}, config={"callbacks": [recorder]})
-        assert recorder.results[0].generations[0][0].generation_info["kvrag"]["exactness"] == "exact"
-        assert llm.explain(prompt.invoke({"context": chunks[0], "question": "?"})).hits == 1
-
-
 def test_streaming_equals_invoke_and_tells_callbacks(llm):
     recorder = Recorder()
     pieces = list(llm.stream("Tell me.", max_tokens=20, config={"callbacks": [recorder]}))

@@ -306,18 +306,6 @@ def test_bos_stands_exactly_once(tokenizer, llm):
     assert llm.engine.prefill("Hello there").prompt_ids.count(1) == 1
 
 
-def test_a_chat_template_that_writes_bos_does_not_double_it(tiny_dir, make):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
-    llm = make(tokenizer=tokenizer)
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
-    )
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert ids.count(1) == 1
-    assert llm.complete(PROMPT).raw["usage"]["prompt_tokens"] == len(ids)
-
-
 def test_the_system_prompt_is_said_once(make, monkeypatch):
     seen = record_prompts(monkeypatch)
     llm = make(system_prompt="You are a keeper.")

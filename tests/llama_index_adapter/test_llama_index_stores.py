@@ -308,17 +308,6 @@ def test_the_transformation_passes_collection_and_worth_on(llm):
     )
 
 
-def test_kv_in_memory_is_deleted_too(tiny_dir):
-    llm = make_llm(tiny_dir, None)
-    store = KVRagVectorStore(llm=llm)
-    text = chunks(1)[0]
-    store.add([node(text, id_="a", document="d")])
-    assert kept(llm, [text]) == [True]
-    store.delete("d")
-    assert kept(llm, [text]) == [False]
-    llm.engine.close()
-
-
 def test_an_engine_will_do_as_llm(engine):
     store = KVRagVectorStore(llm=engine)
     store.add([node(chunks(1)[0], id_="a", document="d")])
