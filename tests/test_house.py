@@ -255,7 +255,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_the_house_keeps_its_cut(name: str) -> None:
+def test_the_house_keeps_its_cut(name):
     found, known = CHECKS[name](), KNOWN.get(name, {})
     if isinstance(found, set):
         assert found <= set(known)
@@ -264,14 +264,14 @@ def test_the_house_keeps_its_cut(name: str) -> None:
         assert {what: figure for what, figure in found.items() if figure > known.get(what, 0)} == {}
 
 
-def test_exceptions_are_needed() -> None:
+def test_exceptions_are_needed():
     """What is small again loses its exception."""
     assert all(lines(ROOT / name) > FILE_LINES for name in LONGER_FILES)
     assert all(functions().get(name, 0) > FUNCTION_LINES for name in LONGER_FUNCTIONS)
     assert all(len(list((ROOT / "kvrag" / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS)
 
 
-def test_tests_that_run_in_part_exist() -> None:
+def test_tests_that_run_in_part_exist():
     spec = importlib.util.spec_from_file_location("spread", ROOT / "tests" / "conftest.py")
     assert spec is not None
     assert spec.loader is not None
@@ -282,11 +282,11 @@ def test_tests_that_run_in_part_exist() -> None:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
 
 
-def test_every_module_has_a_rank() -> None:
+def test_every_module_has_a_rank():
     assert {room for path in files() if rank_of(room := room_of(path)) is None} - ANYONE <= set(KNOWN.get("rooms", ()))
 
 
-def test_every_room_says_how_it_flows() -> None:
+def test_every_room_says_how_it_flows():
     """A room's docstring draws its flow with arrows, and names what the room may import."""
     for room in sorted(
         {room_of(path) for path in files()} & {path.name for path in (ROOT / "kvrag").iterdir() if path.is_dir()}

@@ -20,36 +20,19 @@ TRIES = 5
 TOKENS = 40
 
 
-def _blob(kind: Kind, *, tokens: int) -> bytearray:
-    me = kind.identity(1, tokens=tokens)
+def _blob(kind: Kind) -> bytearray:
+    me = kind.identity(1, tokens=TOKENS)
     encoded = encode(me, kind.kv(me), kind.cipher)
     return bytearray(b"".join(encoded.parts))
 
 
-def _is_miss(raw: bytearray | bytes, kind: Kind, *, tokens: int) -> bool:
+def _is_miss(raw: bytearray, kind: Kind) -> bool:
     view = memoryview(raw)
     try:
-        Blob(lambda start, length: view[start : start + length], kind.identity(1, tokens=tokens), kind.cipher).load()
+        Blob(lambda start, length: view[start : start + length], kind.identity(1, tokens=TOKENS), kind.cipher).load()
     except BlobRejected:
         return True
     return False
-
-
-def truncations(folder: Path, *, kind: Kind = PLAIN) -> Outcome:
-    """Cut a blob at every byte of its header, and at every 4 KiB; fill the tail with zeros too."""
-    outcome = Outcome(skipped=kind.needs)
-    if outcome.skipped:
-        return outcome
-    raw = _blob(kind, tokens=600)
-    start = 8 + int.from_bytes(raw[:8], "little")
-    for length in sorted({*range(start), *range(start, len(raw), 4096), len(raw) - 1}):
-        for tail in (b"", bytes(len(raw) - length)):
-            cut = raw[:length] + tail
-            if cut != raw:
-                is_miss = _is_miss(cut, kind, tokens=600)
-                outcome.check(is_miss, f"cut at {length}, {len(tail)} zeros after it: read")
-                outcome.add("truncations")
-    return outcome
 
 
 def flips(folder: Path, *, count: int, seed: int = 0, kind: Kind = PLAIN, header_step: int = 1) -> Outcome:
@@ -57,14 +40,14 @@ def flips(folder: Path, *, count: int, seed: int = 0, kind: Kind = PLAIN, header
     outcome, rng = Outcome(skipped=kind.needs), random.Random(seed)
     if outcome.skipped:
         return outcome
-    raw = _blob(kind, tokens=TOKENS)
-    outcome.check(not _is_miss(raw, kind, tokens=TOKENS), "the undamaged blob is a miss")
+    raw = _blob(kind)
+    outcome.check(not _is_miss(raw, kind), "the undamaged blob is a miss")
     header = range(0, 8 * (8 + int.from_bytes(raw[:8], "little")), header_step)
     for bit in (*header, *(rng.randrange(8 * len(raw)) for _ in range(count))):
         raw[bit // 8] ^= 1 << bit % 8
-        outcome.check(_is_miss(raw, kind, tokens=TOKENS), f"bit {bit} flipped: read")
+        outcome.check(_is_miss(raw, kind), f"bit {bit} flipped: read")
         raw[bit // 8] ^= 1 << bit % 8
-    outcome.check(not _is_miss(raw, kind, tokens=TOKENS), "the mended blob is a miss")
+    outcome.check(not _is_miss(raw, kind), "the mended blob is a miss")
     outcome.counts |= {"random_flips": count, "header_flips": len(header)}
     return outcome
 
