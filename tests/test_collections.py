@@ -24,6 +24,9 @@ def test_documents_of_a_collection_are_known_by_their_ids_in_it(engine):
     assert engine.delete(["b"], collection="manuals/cars") == 1
     assert engine.delete(["a", "gone"]) == 1
     assert engine.document_ids() == ["letters/a"]
+    assert engine.delete([], collection="letters") == 0, "no document is not the whole collection"
+    assert engine.delete(collection="letters/") == 1
+    assert engine.document_ids() == []
 
 
 def test_a_text_that_changes_is_replaced_in_its_collection_alone(engine):

@@ -35,10 +35,7 @@ def count_words(text: str) -> int:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    text=st.text(alphabet="ab .!?\n#\t ", max_size=400),
-    size=st.integers(1, 40),
-)
+@given(text=st.text(alphabet="ab .!?\n#\t ", max_size=400), size=st.integers(1, 40))
 def test_chunks_are_verbatim_in_order_and_lose_nothing(text, size):
     chunks = split_text(text, count_words, chunk_tokens=size)
     at = 0

@@ -131,8 +131,7 @@ def test_a_compiler_without_hoppers_own_instructions_leaves_the_other_kernel(pla
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("mma", "ragged_mma (bfloat16, float16)"), ("torch", "torch, because KVRAG_KERNEL is torch")],
+    ("mode", "expected"), [("mma", "ragged_mma (bfloat16, float16)"), ("torch", "torch, because KVRAG_KERNEL is torch")]
 )
 def test_the_mode_counts(mode, expected, play, monkeypatch):
     play((9, 0), 80, 90)
