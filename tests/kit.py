@@ -100,3 +100,26 @@ def assert_reuse_is_exact(engine: KVRagEngine, tolerance: float = 1e-3) -> None:
         assert reused.cached_tokens + reused.repaired_tokens > 30
         assert float((reused.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < tolerance
     assert engine.loaded.fingerprint == before
+
+
+class Forwards:
+    """Counts forwards of the model, and may slow them down or let them fail."""
+
+    def __init__(self, monkeypatch: Any, *, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.count = 0
+        lock, original = threading.Lock(), CausalLM.forward
+
+        def forward(model: CausalLM, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                self.count += 1
+            time.sleep(seconds)
+            if error is not None:
+                raise error
+            return original(model, *args, **kwargs)
+
+        monkeypatch.setattr(CausalLM, "forward", forward)
+
+    def settled(self) -> int:
+        """Wait until nothing decodes, and return the number of forwards."""
+        settle()
+        return self.count

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import at_once, raising
+from kit import Forwards, at_once, raising
 from texts import make_chunks
 
 import kvrag.blend.prefill
@@ -722,13 +722,7 @@ async def test_errors_reach_the_caller(engine):
 
 @pytest.mark.parametrize("leave", ["close", "cancel", "drop"])
 def test_leaving_a_stream_stops_decoding(leave, engine, monkeypatch):
-    forwards, real = [], engine.loaded.lm.forward
-
-    def slow(*args, **kwargs):
-        forwards.append(time.sleep(0.002))
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(engine.loaded.lm, "forward", slow)
+    forwards = Forwards(monkeypatch, seconds=0.002)
     stream = engine.stream(ask(0, 1), max_new_tokens=2000)
     next(stream)
     if leave == "cancel":
@@ -739,10 +733,7 @@ def test_leaving_a_stream_stops_decoding(leave, engine, monkeypatch):
         stream.close()
     del stream
     gc.collect()
-    time.sleep(0.2)
-    seen = len(forwards)
-    time.sleep(0.3)
-    assert len(forwards) == seen < 1000
+    assert forwards.settled() < 1000
 
 
 async def test_cancelling_a_task_stops_decoding(engine, monkeypatch):

@@ -1,7 +1,6 @@
 """Fixtures for the LangChain adapter: models on tiny directories, embeddings without a network."""
 
 import pytest
-from kit import settle
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from texts import make_chunks
 
@@ -39,28 +38,6 @@ def chat(options):
 @pytest.fixture
 def llm(options):
     return KVRagLLM(**options)
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    """Call with a model: waits until nothing decodes, and returns the forwards that it has run since the first call."""
-    counted: list[None] = []
-
-    def count(model):
-        kind = type(model.engine.loaded.lm)
-        if not hasattr(kind.forward, "counts"):
-            original = kind.forward
-
-            def forward(*args, **kwargs):
-                counted.append(None)
-                return original(*args, **kwargs)
-
-            forward.counts = True
-            monkeypatch.setattr(kind, "forward", forward)
-        settle()
-        return len(counted)
-
-    return count
 
 
 @pytest.fixture

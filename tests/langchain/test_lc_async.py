@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from kit import raising, working_threads
+from kit import Forwards, raising, working_threads
 from langchain_core.prompts import ChatPromptTemplate
 
 from kvrag import ConfigError
@@ -44,30 +44,27 @@ async def test_async_answers_equal_sync_ones(chat, chunks):
 
 
 @BOTH
-def test_an_abandoned_stream_stops_decoding(options, forwards, kind):
-    model = kind(**options)
-    forwards(model)
+def test_an_abandoned_stream_stops_decoding(options, monkeypatch, kind):
+    model, forwards = kind(**options), Forwards(monkeypatch)
     for _ in model.stream("Tell me everything.", max_tokens=3000):
         break
-    assert forwards(model) < 300
+    assert forwards.settled() < 300
 
 
 @BOTH
-async def test_leaving_a_stream_stops_decoding(options, forwards, kind):
-    model = kind(**options)
-    forwards(model)
+async def test_leaving_a_stream_stops_decoding(options, monkeypatch, kind):
+    model, forwards = kind(**options), Forwards(monkeypatch)
     stream = model.astream("Tell me everything.", max_tokens=3000)
     async for _ in stream:
         break
     await stream.aclose()
-    assert await asyncio.to_thread(forwards, model) < 300
+    assert await asyncio.to_thread(forwards.settled) < 300
 
 
 @BOTH
 @pytest.mark.parametrize("call", ["ainvoke", "astream"])
-async def test_cancelling_stops_decoding(options, forwards, kind, call):
-    model = kind(**options)
-    forwards(model)
+async def test_cancelling_stops_decoding(options, monkeypatch, kind, call):
+    model, forwards = kind(**options), Forwards(monkeypatch)
 
     async def read():
         async for _ in model.astream("Tell me everything.", max_tokens=3000):
@@ -80,7 +77,7 @@ async def test_cancelling_stops_decoding(options, forwards, kind, call):
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert task.cancelled()
-    assert await asyncio.to_thread(forwards, model) < 1500
+    assert await asyncio.to_thread(forwards.settled) < 1500
 
 
 @BOTH

@@ -8,12 +8,12 @@ import threading
 from typing import Any
 
 import pytest
-from kit import working_threads
+from kit import Forwards, working_threads
 from llama_index.core import PromptTemplate, Settings
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
-from llama_index_kit import Forwards, record_prompts, settings
+from llama_index_kit import record_prompts, settings
 from transformers import AutoTokenizer
 
 import kvrag.engine
