@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 from texts import make_chunks
 
-from kvrag import InputError, KVRagEngine, Retention, delete_kv, precompute_kv, sync_kv
+from kvrag import InputError, Retention, delete_kv, precompute_kv, sync_kv
 
 CHUNKS = make_chunks(4, words=30, seed=61)
-MakeEngine = Callable[..., KVRagEngine]
 
 
 def test_documents_of_a_collection_are_known_by_their_ids_in_it(engine):

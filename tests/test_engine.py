@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,6 @@ from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, Hole
 
 CHUNKS = make_chunks(5, words=30, seed=3)
-MakeEngine = Callable[..., KVRagEngine]
 
 
 def ask(*order: int, question: str = "Who?") -> list[dict[str, str]]:
@@ -736,7 +734,7 @@ def test_leaving_a_stream_stops_decoding(leave, engine, monkeypatch):
     assert forwards.settled() < 1000
 
 
-async def test_cancelling_a_task_stops_decoding(engine, monkeypatch):
+async def test_cancelling_a_task_stops_decoding(engine):
     task = asyncio.create_task(engine.agenerate(ask(0, 1), max_new_tokens=3000))
     await asyncio.sleep(0.3)
     task.cancel()

@@ -166,7 +166,7 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(kind):
     torch.testing.assert_close(torch.cat(parts, dim=1), want, atol=2e-4, rtol=1e-4)
 
 
-def test_a_wrong_window_is_noticed(monkeypatch):
+def test_a_wrong_window_is_noticed():
     model = tiny_model("mistral").eval()
     install_flash_attention(model)
     for wrong in (Reach(window=20), EVERYTHING):

@@ -129,7 +129,7 @@ def test_the_stand_ins_have_all_that_is_asked_of_them(package):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_sanitizers_have_cases(capsys):
+def test_the_sanitizers_have_cases():
     """In both modes: on Hopper each brings another kernel."""
     steps = [step for step in gpu_check.steps(False, None) if step.is_optional]
     for chosen in {step.command[step.command.index("-m") :] for step in steps}:

@@ -95,7 +95,7 @@ def test_mode_prefix_takes_exact_kv_only(engine_of, kv_dtype):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3", "gptj", "bloom"])
-def test_rounded_reuse_is_close_to_reuse(engine_of, name, tmp_path):
+def test_rounded_reuse_is_close_to_reuse(engine_of, name):
     """Each architecture's own way of turning keys comes after the codes are read."""
     exact = make(engine_of, name)
     exact.precompute(CHUNKS)

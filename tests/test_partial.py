@@ -1,7 +1,6 @@
 """The first part of a stored chunk: as exact as the whole, copied, and never a reason for a wrong answer."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from kvrag.testing.chunks import same_bits
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
 
-MakeEngine = Callable[..., KVRagEngine]
 CHUNKS = make_chunks(4, words=40, seed=21)
 LONG = CHUNKS[0]
 TOLERANCE = 1e-3

@@ -242,7 +242,7 @@ def test_a_proof_that_cannot_run_refuses_reuse(monkeypatch, tokenizer, tmp_path)
     )
 
 
-def test_a_model_whose_probing_fails_is_refused(monkeypatch, tokenizer):
+def test_a_model_whose_probing_fails_is_refused(monkeypatch):
     monkeypatch.setattr(kvrag.model.load, "CausalLM", raising(AttributeError, "no such layer"))
     lm = kvrag.model.load.accept(tiny_model())
     assert isinstance(lm, PlainLM)

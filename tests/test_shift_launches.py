@@ -1,7 +1,5 @@
 """The residual shift by one stitch launch a layer gives what the chain of torch ops gives, and every promise holds with it."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from test_equivalence import (
@@ -33,7 +31,6 @@ NAMES = [
 
 PROMPT = ask((3, 0, 2))
 Launches = list[tuple[int, bool, int]]
-MakeEngine = Callable[..., KVRagEngine]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from kvrag.identity.fingerprint import chunk_key, text_digest
 from kvrag.precompute.on_miss import Erasures, Stopped, erasures_of
 from kvrag.testing.chunks import same_bits
 
-MakeEngine = Callable[..., KVRagEngine]
 CHUNKS = make_chunks(4, words=30, seed=31)
 STORE = StoreConfig(on_miss="store")
 PATIENT_S = 60.0

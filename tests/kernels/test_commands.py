@@ -1,7 +1,6 @@
 """``kvrag kernels`` on a machine without a GPU, and what it says of devices and compilers that are played."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -66,9 +65,6 @@ def test_build_refuses_what_it_cannot_do(monkeypatch):
     done = CliRunner().invoke(app, ["kernels", "build", "--arch", "sm_80"])
     assert done.exit_code == 2
     assert "the kernels can't be built: no NVRTC at all" in done.stderr
-
-
-Play = Callable[..., None]
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played):
     assert played.calls.count("cuCtxSetCurrent") == before, "the context was current already"
 
 
-def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(played, monkeypatch):
+def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(played):
     played._registers = 160
     geometry = hopper_geometry(64)
     with pytest.raises(driver.DriverError, match="has 160 registers a thread and needs 168"):

@@ -250,7 +250,7 @@ def test_a_tensor_map_says_sizes_and_strides():
 
 
 @needs_compiler
-def test_the_host_side_of_a_launch_is_the_one_that_the_device_gets(monkeypatch):
+def test_the_host_side_of_a_launch_is_the_one_that_the_device_gets():
     """The runtime's own way from tensors to launches, with the emulator where the driver's module would be; limits of every dtype."""
     case = CASES[0]
     inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)

@@ -299,7 +299,7 @@ def test_a_formatted_prompt_stays_as_it_is(llm, monkeypatch):
     assert seen == [PROMPT]
 
 
-def test_bos_stands_exactly_once(tokenizer, llm):
+def test_bos_stands_exactly_once(llm):
     plain = llm.complete("Hello there", formatted=True).raw["usage"]["prompt_tokens"]
     assert llm.complete("<s>Hello there", formatted=True).raw["usage"]["prompt_tokens"] == plain
     assert llm.engine.prefill("<s>Hello there").prompt_ids.count(1) == 1
