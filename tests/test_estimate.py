@@ -44,9 +44,6 @@ def test_float32_doubles_and_the_checkpoints_dtype_is_the_default():
 )
 def test_a_preset_is_found_by_the_names_people_use(name):
     assert preset(name) == ModelShape(32, 8, 128)
-
-
-def test_an_unknown_name_is_no_preset():
     assert preset("no-such-model-9b") is None
 
 

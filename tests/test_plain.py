@@ -90,12 +90,6 @@ def test_explain_gives_the_reason(gpt2):
     assert explanation.prompt_tokens == gpt2.prefill(PROMPT).prompt_tokens
 
 
-def test_verify_does_not_pass_where_nothing_is_reused(gpt2):
-    report = gpt2.verify([PROMPT])
-    assert not report.passed
-    assert report.mean_kl == 0
-
-
 def test_training_mode_and_attention_are_left_as_they_were(tokenizer):
     model = tiny_model("gpt2").train()
     before = model.config._attn_implementation

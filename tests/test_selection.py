@@ -68,13 +68,8 @@ def test_none_selects_nothing_and_all_everything():
     assert len(select_rows(LAYOUT, RepairConfig(strategy="none"))) == 0
     assert torch.equal(select_rows(LAYOUT, RepairConfig(strategy="all")), rows_of(LAYOUT.stale))
     nothing_stale = place([(5, "live", False, -1, False)])
-    assert len(select_rows(nothing_stale, RepairConfig(strategy="all"))) == 0
-
-
-@pytest.mark.parametrize("strategy", ["first_k", "boundary"])
-def test_without_stale_chunks_nothing_is_selected(strategy):
-    layout = place([(5, "prefix", True, 0, False), (5, "live", False, -1, False)])
-    assert len(select_rows(layout, RepairConfig(strategy=strategy))) == 0
+    for strategy in ("all", "first_k", "boundary"):
+        assert len(select_rows(nothing_stale, RepairConfig(strategy=strategy))) == 0
 
 
 def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation():

@@ -174,12 +174,6 @@ def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(engine, l
     assert sum(len(span.text) for span in engine.explain(given(engine, text)).spans if span.hit) > 100
 
 
-def test_namespaces_stay_apart(engine):
-    answer(engine, given(engine, CHUNKS[0]), namespace="mine")
-    assert answer(engine, given(engine, CHUNKS[0]), namespace="other").cached_tokens == 0
-    assert answer(engine, given(engine, CHUNKS[0]), namespace="mine").exactness == "exact"
-
-
 # -- when it is stored -----------------------------------------------------------------------------------------------------
 
 

@@ -89,13 +89,6 @@ def test_the_first_chunk_behind_the_prefix_is_exact(options, chunks, prefix):
     llm.engine.close()
 
 
-def test_the_default_prefix_suits_plain_prompts(chat, chunks):
-    chat.precompute_kv(chunks[:1])
-    message = chat.invoke(f"{chunks[0]}\n\nWho?")
-    assert message.response_metadata["kvrag"]["exactness"] == "exact"
-    assert chat.explain(f"{chunks[0]}\n\nWho?").hits == 1
-
-
 def test_a_string_template_is_shown_as_a_human_message(options, chunks):
     prompt = PromptTemplate.from_template("Read this.\n{context}\n{question}")
     for prefix in (prompt, TemplatePrefix(prompt, "context")):

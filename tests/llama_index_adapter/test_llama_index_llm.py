@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from kit import Forwards, working_threads
 from llama_index.core import PromptTemplate, Settings
-from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index_kit import record_prompts, settings
@@ -46,11 +45,6 @@ def text_of(response: Any) -> str:
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
-
-
-def test_it_is_an_llm_of_llama_index():
-    assert BaseLLM in KVRagLLM.__mro__
-    assert KVRagLLM.class_name() == "KVRagLLM"
 
 
 def test_constructing_and_describing_load_nothing(make, monkeypatch):
