@@ -24,6 +24,7 @@ from kvrag.store.blobs import OBJECTS, TMP, FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier, Reads
+from kvrag.store.rows import sync
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import Budget
 from kvrag.types import ChunkKV, KVDtype
@@ -205,7 +206,7 @@ def prepare(root: Path, config: StoreConfig) -> bool:
     if config.read_only:
         return True
     try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(root)
         _close_to_others(root)
         if version != FORMAT_VERSION:
             draft = root / f".{FORMAT_FILE}.{os.getpid()}"
@@ -223,6 +224,13 @@ def prepare(root: Path, config: StoreConfig) -> bool:
         log.warning("the KV store %s can't be written to (%s); it is opened for reading only", root, error)
         return True
     return False
+
+
+def _make(root: Path) -> None:
+    """Make a directory, private, whose name survives a power cut."""
+    absent = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sync(*(path.parent for path in absent))
 
 
 def _version(path: Path) -> int | None:
