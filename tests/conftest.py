@@ -1,16 +1,12 @@
 """Fixtures: tiny random models and a tokenizer made on the spot; nothing is fetched."""
 
-from __future__ import annotations
-
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,18 +31,22 @@ SPREAD = {
     "kernels/test_stitch.py::test_the_kernel_reads_codes_to_the_bit": 3,
     "kernels/test_stitch.py::test_planted_bugs_are_caught": 4,
     "kernels/test_stitch_wiring.py::test_the_kernel_stitches_and_shifts_for_the_engine": 5,
+    "kernels/test_commands.py::test_build_compiles_what_is_asked": 0,
     "llama_index_adapter/test_llama_index_chains.py::test_a_full_context_is_packed_and_still_fits": 0,
     "test_equivalence.py::test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair": 4,
     "test_equivalence.py::test_more_repair_is_closer_to_full_prefill": 4,
+    "test_gpu_check.py::test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured": 0,
+    "test_gpu_check.py::test_a_dry_run_of_the_kernels_benchmark_has_every_part": 0,
     "test_gpu_check.py::test_a_machine_without_kvrags_own_packages_can_run_all_of_it": 0,
     "test_gpu_check.py::test_the_sanitizers_have_cases": 0,
     "test_tokenizers.py::test_a_line_break_between_chunks_changes_no_seam_of_real_prompts": 0,
+    "test_write_back.py::test_a_process_that_ends_right_after_its_answer_ends_in_order": 0,
 }
 """Tests of which `make test` runs every so many-th case, or none: the others are slow, and run in `make test-all`."""
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark all but a spread of the cases of :data:`SPREAD` as slow."""
     seen: Counter[str] = Counter()
     for item in items:
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_cache(tmp_path_factory):
     """Keep what kvrag remembers for this run, away from the user's."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
@@ -67,19 +67,29 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections():
+    """Leave out of garbage collections what was imported and collected: tests ask for many of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
-def tokenizer() -> Any:
+def tokenizer():
     return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a tiny Llama and its tokenizer."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+def tiny_dir(tmp_path_factory):
+    """A directory with a tiny Llama and its tokenizer, which stays loaded: it is read and proven once."""
+    directory = save_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+    loaded = KVRagEngine.from_pretrained(directory).loaded
+    yield directory
+    del loaded
 
 
 @pytest.fixture
-def engine(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagEngine]:
+def engine(tiny_dir, tmp_path):
     """A fresh engine on the tiny Llama with its own store."""
     engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv")
     yield engine
@@ -87,13 +97,15 @@ def engine(tiny_dir: str, tmp_path: Path) -> Iterator[KVRagEngine]:
 
 
 @pytest.fixture
-def engine_of(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., KVRagEngine]]:
-    """Make engines on tiny models by architecture name."""
+def engine_of(tokenizer, tmp_path):
+    """Make engines on tiny models by architecture name, or on a model."""
     made: list[KVRagEngine] = []
 
-    def make(name: str = "llama", *, seed: int = 0, **options: Any) -> KVRagEngine:
-        options.setdefault("kv_dir", tmp_path / f"kv-{name}")
-        made.append(KVRagEngine.from_pretrained(tiny_model(name, seed=seed), tokenizer=tokenizer, **options))
+    def make(model="llama", *, seed=0, **options):
+        if isinstance(model, str):
+            options.setdefault("kv_dir", tmp_path / f"kv-{model}")
+            model = tiny_model(model, seed=seed)
+        made.append(KVRagEngine.from_pretrained(model, **{"tokenizer": tokenizer, **options}))
         return made[-1]
 
     yield make

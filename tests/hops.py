@@ -6,8 +6,6 @@ Counts, no times: they are the same on every machine. tests/test_hops.py holds t
 no thread that another test left behind is counted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -66,12 +64,12 @@ class Hops:
 
 def main() -> dict[str, dict[str, Any]]:
     """Measure one prompt of three chunks, and its chunks, on a tiny model."""
-    hops = Hops()
     import torch
 
     from kvrag import KVRagEngine
     from kvrag.testing.models import save_tiny_model
 
+    hops = Hops()
     torch.set_num_threads(1)
     found, luck = {}, random.Random(0)
     texts = [" ".join(luck.choice(WORDS) for _ in range(120)) for _ in range(4)]

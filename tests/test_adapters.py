@@ -1,19 +1,17 @@
 """KV of one adapter is never used for another: the fingerprint follows what is loaded, switched, disabled, merged and deleted."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import assert_reuse_is_exact
 from texts import make_chunks
 
 import kvrag.identity.model
 import kvrag.precompute.run
-from kvrag import Chunk, KVRagEngine, ModelError, RepairConfig, UnsupportedModelError
+from kvrag import KVRagEngine, ModelError, RepairConfig, UnsupportedModelError
 from kvrag.identity.adapters import PROVEN, unwrap
 from kvrag.identity.model import weights_digest
 from kvrag.model.load import load
@@ -50,7 +48,7 @@ def fingerprint_of(model: Any, tokenizer: Any) -> str:
 
 
 @pytest.fixture
-def plain(tokenizer: Any) -> str:
+def plain(tokenizer):
     """Fingerprint of the model without any adapter."""
     return fingerprint_of(tiny_model(), tokenizer)
 
@@ -58,7 +56,7 @@ def plain(tokenizer: Any) -> str:
 # -- what an adapter is --------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_is_known_by_content_not_by_name(tokenizer: Any, plain: str) -> None:
+def test_an_adapter_is_known_by_content_not_by_name(tokenizer, plain):
     one = fingerprint_of(with_adapter(seed=1, name="a"), tokenizer)
     assert fingerprint_of(with_adapter(seed=1, name="b"), tokenizer) == one
     assert fingerprint_of(with_adapter(seed=2, name="a"), tokenizer) != one
@@ -68,11 +66,11 @@ def test_an_adapter_is_known_by_content_not_by_name(tokenizer: Any, plain: str) 
 @pytest.mark.parametrize(
     "options", [{"lora_alpha": 16}, {"use_rslora": True}, {"target_modules": ["q_proj"]}, {"use_dora": True}]
 )
-def test_scaling_and_kind_count(options: dict[str, Any], tokenizer: Any) -> None:
+def test_scaling_and_kind_count(options, tokenizer):
     assert fingerprint_of(with_adapter(**options), tokenizer) != fingerprint_of(with_adapter(), tokenizer)
 
 
-def test_what_adds_nothing_does_not_count(tokenizer: Any, plain: str) -> None:
+def test_what_adds_nothing_does_not_count(tokenizer, plain):
     model = with_adapter(seed=1)
     one = fingerprint_of(model, tokenizer)
     add(model, "idle", seed=2)
@@ -82,7 +80,7 @@ def test_what_adds_nothing_does_not_count(tokenizer: Any, plain: str) -> None:
         assert fingerprint_of(model, tokenizer) == plain
 
 
-def test_the_base_weights_are_the_same_with_and_without_an_adapter() -> None:
+def test_the_base_weights_are_the_same_with_and_without_an_adapter():
     assert weights_digest(unwrap(with_adapter())) == weights_digest(tiny_model())
 
 
@@ -111,38 +109,23 @@ def random_adapter(kind: str, seed: int) -> Any:
     return model
 
 
-def test_every_accepted_kind_is_tested() -> None:
+def test_every_accepted_kind_is_tested():
     assert sorted(KINDS) == sorted(PROVEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_its_own_fingerprint_and_stays_exact(kind: str, tokenizer: Any, plain: str) -> None:
+def test_every_kind_has_its_own_fingerprint_and_stays_exact(kind, tokenizer, engine_of, plain):
     model = random_adapter(kind, seed=0)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     one = engine.loaded.fingerprint
     assert len({one, plain, fingerprint_of(random_adapter(kind, seed=1), tokenizer)}) == 3
     assert fingerprint_of(random_adapter(kind, seed=0), tokenizer) == one
-    assert_promises_hold(engine)
-    assert engine.loaded.fingerprint == one, "a request must not change what the model is"
-    engine.close()
+    assert_reuse_is_exact(engine)
 
 
-def assert_promises_hold(engine: KVRagEngine) -> None:
-    """Promises 1 and 2: all rows repaired, or one chunk behind its prefix, is a full prefill."""
-    engine.precompute(CHUNKS)
-    moved = [engine.prefix_text, Chunk(CHUNKS[2]), "\n\n", Chunk(CHUNKS[0]), "\n\nWho keeps the ledger?"]
-    alone = [engine.prefix_text, Chunk(CHUNKS[1]), "\n\nWho keeps the ledger?"]
-    for prompt, strategy in ((moved, "all"), (alone, "none")):
-        reused = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy))
-        full = engine.prefill(prompt, mode="full")
-        assert reused.exactness == "exact"
-        assert reused.cached_tokens + reused.repaired_tokens > 30
-        assert float((reused.logits - full.logits).abs().max()) < TOLERANCE
-
-
-def test_the_answer_is_that_of_the_peft_model(tokenizer: Any) -> None:
+def test_the_answer_is_that_of_the_peft_model(engine_of):
     model = with_adapter()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     result = engine.prefill(CHUNKS[0], mode="full")
     with torch.no_grad():
         expected = model(torch.tensor([result.prompt_ids])).logits[0, -1]
@@ -167,10 +150,10 @@ def reuses(engine: KVRagEngine) -> bool:
     return reused.cached_tokens + reused.repaired_tokens > 0
 
 
-def test_a_switch_between_requests_is_followed(tokenizer: Any) -> None:
+def test_a_switch_between_requests_is_followed(engine_of):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     assert reuses(engine)
     model.set_adapter("b")
@@ -181,13 +164,12 @@ def test_a_switch_between_requests_is_followed(tokenizer: Any) -> None:
         assert not reuses(engine)
     model.set_adapter("a")
     assert reuses(engine)
-    engine.close()
 
 
-def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switching_to_and_fro_hashes_each_adapter_once(engine_of, monkeypatch):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     first, calls = engine.loaded.fingerprint, []
     for name in ("adapters_digest", "weights_digest"):
         real = getattr(kvrag.identity.model, name)
@@ -203,11 +185,11 @@ def test_switching_to_and_fro_hashes_each_adapter_once(tokenizer: Any, monkeypat
     assert calls == ["adapters_digest"]
 
 
-def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer: Any, tmp_path: Path) -> None:
+def test_an_adapter_loaded_later_under_the_same_name_is_another(engine_of, tmp_path):
     for seed in (1, 2):
         with_adapter(seed=seed, name="default").save_pretrained(tmp_path / str(seed))
     model = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "1").eval()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     assert reuses(engine)
     add(model, "spare", seed=3)
@@ -219,12 +201,11 @@ def test_an_adapter_loaded_later_under_the_same_name_is_another(tokenizer: Any, 
         model.set_adapter("default")
         assert reuses(engine) is is_first
         model.set_adapter("spare")
-    engine.close()
 
 
-def test_merging_is_followed_there_and_back(tokenizer: Any) -> None:
+def test_merging_is_followed_there_and_back(engine_of):
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     apart = engine.loaded.fingerprint
     model.merge_adapter()
@@ -234,13 +215,12 @@ def test_merging_is_followed_there_and_back(tokenizer: Any) -> None:
     model.unmerge_adapter()
     assert engine.loaded.fingerprint != merged
     reuses(engine)  # the weights went through two roundings: the same model or not, the answer is right
-    engine.close()
 
 
-def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(tokenizer: Any) -> None:
+def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(engine_of):
     """Merge and unmerge between two requests leave every flag as it was, and the weights a rounding apart."""
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     before, content = engine.loaded.fingerprint, weights_digest(engine.loaded.lm.model)
     model.merge_adapter()
     model.unmerge_adapter()
@@ -248,10 +228,10 @@ def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(tokenizer
     assert engine.loaded.fingerprint != before
 
 
-def test_a_layer_that_is_disabled_while_merged_is_neither(tokenizer: Any, plain: str) -> None:
+def test_a_layer_that_is_disabled_while_merged_is_neither(engine_of, plain):
     """Its next forward takes the merged weights out: what it computes is not what its weights say now."""
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     model.merge_adapter()
     merged = engine.loaded.fingerprint
     model.base_model.disable_adapter_layers()
@@ -259,18 +239,16 @@ def test_a_layer_that_is_disabled_while_merged_is_neither(tokenizer: Any, plain:
     assert engine.precompute(CHUNKS).stored == 0, "the weights changed in the forward: nothing may be stored for them"
     assert engine.precompute(CHUNKS).stored == len(CHUNKS)
     assert reuses(engine)
-    engine.close()
 
 
-def test_a_merged_model_is_known_by_its_weights(tokenizer: Any) -> None:
+def test_a_merged_model_is_known_by_its_weights(tokenizer, engine_of):
     model = with_adapter(seed=1)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     merged = model.merge_and_unload()
     assert not reuses(engine)
     assert engine.loaded.fingerprint == fingerprint_of(merged, tokenizer)
     assert engine.loaded.fingerprint == fingerprint_of(with_adapter(seed=1, name="z").merge_and_unload(), tokenizer)
-    engine.close()
 
 
 def two_active(model: Any) -> None:
@@ -292,10 +270,10 @@ def training(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [two_active, other_scaling, one_number, training])
-def test_a_change_of_the_adapters_is_followed(change: Callable[[Any], None], tokenizer: Any, plain: str) -> None:
+def test_a_change_of_the_adapters_is_followed(change, engine_of, plain):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     seen = [plain, engine.loaded.fingerprint]
     with torch.no_grad():
         change(model)
@@ -307,9 +285,9 @@ def test_a_change_of_the_adapters_is_followed(change: Callable[[Any], None], tok
     assert engine.loaded.fingerprint == plain
 
 
-def test_modules_to_save_are_followed(tokenizer: Any) -> None:
+def test_modules_to_save_are_followed(engine_of):
     model = with_adapter(modules_to_save=["embed_tokens"])
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     seen = [engine.loaded.fingerprint]
     with torch.no_grad():
         engine.loaded.lm.model.get_input_embeddings().modules_to_save["a"].weight.mul_(1.1)
@@ -319,15 +297,13 @@ def test_modules_to_save_are_followed(tokenizer: Any) -> None:
     assert len(set(seen)) == 3
 
 
-def test_adapters_that_change_during_a_precompute_store_nothing_wrong(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_that_change_during_a_precompute_store_nothing_wrong(engine_of, monkeypatch):
     model = with_adapter(seed=1, name="a")
     add(model, "b", seed=2)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     real = kvrag.precompute.run.encode_chunks
 
-    def switching(*arguments: Any) -> Any:
+    def switching(*arguments):
         model.set_adapter("b")
         return real(*arguments)
 
@@ -337,17 +313,16 @@ def test_adapters_that_change_during_a_precompute_store_nothing_wrong(
     assert {reason.split(" while ")[0] for _, reason in report.failed} == {"the model's adapters or weights changed"}
     model.set_adapter("a")
     assert not reuses(engine)
-    engine.close()
 
 
 # -- transformers' own way with adapters, and directories ----------------------------------------------------------------------
 
 
-def test_transformers_own_integration_is_followed(tokenizer: Any, tmp_path: Path, plain: str) -> None:
+def test_transformers_own_integration_is_followed(tokenizer, engine_of, tmp_path, plain):
     for seed in (1, 2):
         with_adapter(seed=seed).save_pretrained(tmp_path / str(seed), selected_adapters=["a"])
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     assert reuses(engine)
     model.load_adapter(tmp_path / "1" / "a", adapter_name="x")
@@ -366,14 +341,13 @@ def test_transformers_own_integration_is_followed(tokenizer: Any, tmp_path: Path
     assert engine.loaded.fingerprint == first
     model.delete_adapter(["x", "y"])
     assert engine.loaded.fingerprint == plain
-    engine.close()
 
 
 @pytest.fixture
-def adapter_dir(tmp_path: Path) -> Callable[..., Path]:
+def adapter_dir(tmp_path):
     """Save an adapter of a saved model, as users have them."""
 
-    def make(seed: int, *, base: str = "base", **options: Any) -> Path:
+    def make(seed, *, base="base", **options):
         if not (tmp_path / base).exists():
             save_tiny_model(tmp_path / base)
         model = with_adapter(seed=seed, name="default", **options)
@@ -384,7 +358,7 @@ def adapter_dir(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir: Any, tmp_path: Path) -> None:
+def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir, tmp_path):
     one, two, elsewhere = adapter_dir(1), adapter_dir(2), adapter_dir(1, base="other-place")
     engine = KVRagEngine.from_pretrained(one, kv_dir=tmp_path / "kv")
     base = load(ModelSource(tmp_path / "base")).fingerprint
@@ -394,7 +368,7 @@ def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir: Any, tmp_pat
     engine.loaded.lm.model.disable_adapters()
     assert engine.loaded.fingerprint == base
     engine.loaded.lm.model.enable_adapters()
-    assert_promises_hold(engine)
+    assert_reuse_is_exact(engine)
     assert engine.loaded.fingerprint == first
     engine.close()
     settings = two / "adapter_config.json"
@@ -403,7 +377,7 @@ def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir: Any, tmp_pat
         KVRagEngine.from_pretrained(two)
 
 
-def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path: Path) -> None:
+def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path):
     """Biases are no part of the adapter's layers: loading them overwrites the model's own."""
     prints = []
     for value in (0.5, 0.7):
@@ -434,15 +408,15 @@ def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path: Path) 
         (lambda: lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"), "activated LoRA"),
     ],
 )
-def test_adapters_that_look_beyond_a_row_are_refused(config: Any, message: str, tokenizer: Any) -> None:
+def test_adapters_that_look_beyond_a_row_are_refused(config, message, engine_of):
     model = peft.get_peft_model(tiny_model(), config())
     with pytest.raises(UnsupportedModelError, match=message):
-        KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+        engine_of(model)
 
 
-def test_an_adapter_of_a_refused_kind_that_comes_later_is_refused_then(tokenizer: Any) -> None:
+def test_an_adapter_of_a_refused_kind_that_comes_later_is_refused_then(engine_of):
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     assert engine.loaded.fingerprint
     model.add_adapter(peft.C3AConfig(target_modules=["q_proj"], block_size=16), "late")
     with pytest.raises(UnsupportedModelError, match="C3A"):

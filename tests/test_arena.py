@@ -1,9 +1,8 @@
 """Several requests in one arena: their prompts are stitched and repaired in views of it, and decoded together, one forward a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from kit import lm_of
 
 from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.repair import repair
@@ -11,7 +10,7 @@ from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
-from kvrag.testing.models import TINY, tiny_model
+from kvrag.testing.models import TINY
 from kvrag.types import ChunkKV
 
 STEPS = 6
@@ -40,7 +39,7 @@ def prompt_of(order: tuple[int, ...]) -> tuple[Layout, torch.Tensor]:
         ids += CHUNKS[chunk] + glue
     question = ids_of(20 + len(order), 3 + len(order))
     pieces.append((len(question), "live", False, -1, False))
-    return place(pieces), torch.tensor(ids + question)  # type: ignore[arg-type]
+    return place(pieces), torch.tensor(ids + question)
 
 
 def blend(lm: CausalLM, kv: KVBuffer, order: tuple[int, ...], stored: list[ChunkKV]) -> tuple[int, int]:
@@ -63,8 +62,8 @@ def decode_alone(lm: CausalLM, order: tuple[int, ...], stored: list[ChunkKV]) ->
 
 
 @pytest.mark.parametrize("name", sorted(set(TINY) - ALONE))
-def test_three_prompts_decode_together_as_alone(name: str) -> None:
-    lm = CausalLM(tiny_model(name))
+def test_three_prompts_decode_together_as_alone(name):
+    lm = lm_of(name)
     assert lm.can_share_forwards
     prefix, kv = encode_prefix(lm, PREFIX)
     assert kv is not None
@@ -85,8 +84,8 @@ def test_three_prompts_decode_together_as_alone(name: str) -> None:
     assert answers == [decode_alone(lm, order, stored) for order in ORDERS]
 
 
-def test_prompts_and_steps_share_a_forward() -> None:
-    lm = CausalLM(tiny_model("gemma2"))
+def test_prompts_and_steps_share_a_forward():
+    lm = lm_of("gemma2")
     ids, arena = torch.tensor(ids_of(5, 60)), lm.arena(200)
     long, short = arena.view(0, 100), arena.view(100, 100)
     lm.forward(ids[:10], Rows.span(0, 10), short, logits=0)
@@ -98,8 +97,8 @@ def test_prompts_and_steps_share_a_forward() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALONE))
-def test_a_model_that_runs_one_request_at_a_time_says_so(name: str) -> None:
-    lm = CausalLM(tiny_model(name))
+def test_a_model_that_runs_one_request_at_a_time_says_so(name):
+    lm = lm_of(name)
     assert not lm.can_share_forwards
     if name != "phi3-longrope":  # chunks of one length regime may still be packed
         rows = Rows.together([(Rows.span(0, 2), 0), (Rows.span(0, 2), 10)], lm.device)

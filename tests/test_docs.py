@@ -1,7 +1,5 @@
 """The documents: tables come from results, quickstarts use names that exist, nothing points nowhere."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -17,7 +15,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout")
 
 
-def test_tables_are_in_step_with_the_results() -> None:
+def test_tables_are_in_step_with_the_results():
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "tables.py", "--check"], capture_output=True, text=True, check=False
     )
@@ -25,13 +23,13 @@ def test_tables_are_in_step_with_the_results() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_links_inside_the_repository_lead_somewhere(document: Path) -> None:
+def test_links_inside_the_repository_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), target
 
 
-def test_tests_named_as_promises_exist() -> None:
+def test_tests_named_as_promises_exist():
     text = (ROOT / "docs" / "promises.md").read_text()
     functions = {n for f in (ROOT / "tests").rglob("test_*.py") for n in re.findall(r"def (test_\w+)", f.read_text())}
     assert set(re.findall(r"::(test_\w+)", text)) <= functions
@@ -39,7 +37,7 @@ def test_tests_named_as_promises_exist() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_support_table_has_every_architecture_of_the_tests() -> None:
+def test_the_support_table_has_every_architecture_of_the_tests():
     from kvrag.testing.models import REFUSED, TINY
 
     runs = json.loads((ROOT / "tests" / "benchmarks" / "results" / "support.json").read_text())["runs"]
@@ -51,7 +49,7 @@ def test_the_support_table_has_every_architecture_of_the_tests() -> None:
     assert all(newest[name]["why"] for name in set(newest) - exact)
 
 
-def test_quickstarts_import_what_exists() -> None:
+def test_quickstarts_import_what_exists():
     """Each Python block of the README parses, and each name that it imports from us is there."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 3

@@ -1,9 +1,5 @@
 """Arithmetic of KV sizes, against figures computed by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from kvrag.errors import ConfigError, ModelError
@@ -33,11 +29,11 @@ KIB = 1024
         ("llama-3.1-70b", 320),
     ],
 )
-def test_bytes_per_token_of_known_models_in_bf16(name: str, kib: float) -> None:
+def test_bytes_per_token_of_known_models_in_bf16(name, kib):
     assert kv_bytes_per_token(PRESETS[name], "bfloat16") == kib * KIB
 
 
-def test_float32_doubles_and_the_checkpoints_dtype_is_the_default() -> None:
+def test_float32_doubles_and_the_checkpoints_dtype_is_the_default():
     shape = PRESETS["smollm2-135m"]
     assert kv_bytes_per_token(shape, "float32") == 2 * kv_bytes_per_token(shape) == 46080
     assert kv_bytes_per_token(ModelShape(1, 1, 1, "float32")) == 8
@@ -46,11 +42,8 @@ def test_float32_doubles_and_the_checkpoints_dtype_is_the_default() -> None:
 @pytest.mark.parametrize(
     "name", ["Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"]
 )
-def test_a_preset_is_found_by_the_names_people_use(name: str) -> None:
+def test_a_preset_is_found_by_the_names_people_use(name):
     assert preset(name) == ModelShape(32, 8, 128)
-
-
-def test_an_unknown_name_is_no_preset() -> None:
     assert preset("no-such-model-9b") is None
 
 
@@ -63,7 +56,7 @@ CONFIG = {
 }
 
 
-def test_shape_from_config_computes_what_a_config_leaves_out() -> None:
+def test_shape_from_config_computes_what_a_config_leaves_out():
     assert shape_from_config(CONFIG) == PRESETS["smollm2-135m"]
     no_gqa = {k: v for k, v in CONFIG.items() if k != "num_key_value_heads"}
     assert shape_from_config(no_gqa).num_kv_heads == 9
@@ -72,42 +65,42 @@ def test_shape_from_config_computes_what_a_config_leaves_out() -> None:
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_shape_from_config_reads_the_dtype_old_and_new(key: str) -> None:
+def test_shape_from_config_reads_the_dtype_old_and_new(key):
     assert shape_from_config({**CONFIG, key: "float32"}).dtype == "float32"
     assert shape_from_config({**CONFIG, key: "torch.float16"}).dtype == "float16"
 
 
-def test_shape_from_config_finds_the_text_part() -> None:
+def test_shape_from_config_finds_the_text_part():
     assert shape_from_config({"model_type": "mm", "torch_dtype": "float16", "text_config": CONFIG}) == ModelShape(
         30, 3, 64, "float16"
     )
 
 
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**CONFIG, "num_attention_heads": 0}])
-def test_a_config_that_does_not_tell_is_refused(config: dict[str, object]) -> None:
+def test_a_config_that_does_not_tell_is_refused(config):
     if config.get("num_attention_heads") == 0:
         config = {**config, "head_dim": None}
     with pytest.raises(ModelError, match="does not tell"):
         shape_from_config(config)
 
 
-def test_latent_attention_is_refused_because_its_cache_is_another() -> None:
+def test_latent_attention_is_refused_because_its_cache_is_another():
     with pytest.raises(ModelError, match="plain keys and values"):
         shape_from_config({**CONFIG, "model_type": "deepseek_v3", "kv_lora_rank": 512})
 
 
-def test_an_unknown_dtype_is_named() -> None:
+def test_an_unknown_dtype_is_named():
     with pytest.raises(ConfigError, match="'int3'"):
         kv_bytes_per_token(PRESETS["qwen2.5-3b"], "int3")
 
 
-def test_break_even_bandwidth_of_qwen_3b_and_llama_8b_on_one_h100() -> None:
+def test_break_even_bandwidth_of_qwen_3b_and_llama_8b_on_one_h100():
     # 36 KiB × 80 k tokens/s and 128 KiB × 31 k tokens/s
     assert break_even_bandwidth(36 * KIB, 80_000) == pytest.approx(2.949e9, rel=1e-3)
     assert break_even_bandwidth(128 * KIB, 31_000) == pytest.approx(4.063e9, rel=1e-3)
 
 
-def test_speedup_is_one_at_break_even_and_bounded_by_the_repair() -> None:
+def test_speedup_is_one_at_break_even_and_bounded_by_the_repair():
     even = break_even_bandwidth(1000, 50)
     assert reuse_speedup(1000, 50, even) == pytest.approx(1.0)
     assert reuse_speedup(1000, 50, 10 * even) == pytest.approx(10.0)
@@ -124,5 +117,5 @@ def test_speedup_is_one_at_break_even_and_bounded_by_the_repair() -> None:
         (human_bandwidth, (500, 3.2e6, 2.949e9, 4e12), "500 B/s|3.2 MB/s|2.95 GB/s|4000 GB/s"),
     ],
 )
-def test_sizes_are_written_for_people(write: Callable[[float], str], numbers: tuple[float, ...], expected: str) -> None:
+def test_sizes_are_written_for_people(write, numbers, expected):
     assert "|".join(map(write, numbers)) == expected

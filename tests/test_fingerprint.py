@@ -1,15 +1,13 @@
 """Addresses: golden values, and every field participates."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import raising
 from transformers import GPTQConfig
 
 import kvrag.identity.fingerprint
@@ -25,7 +23,7 @@ from kvrag.identity.fingerprint import (
     ids_digest,
     namespace_digest,
 )
-from kvrag.identity.model import describe, weights_digest
+from kvrag.identity.model import describe
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource, resolve_dtype
 from kvrag.store import TieredStore, open_store
@@ -52,20 +50,20 @@ MODEL = ModelIdentity(
 # Golden values. A change of any literal below is a change of the format: raise FORMAT_VERSION and say so in docs/format.md.
 
 
-def test_canonical_bytes_are_those_of_format_4() -> None:
+def test_canonical_bytes_are_those_of_format_4():
     assert canonical({"b": b"\x01\x02", "a": b""}) == (
         b"\x01\x00\x00\x00a\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00b\x02\x00\x00\x00\x00\x00\x00\x00\x01\x02"
     )
     assert canonical({}) == b""
 
 
-def test_keys_are_those_of_format_4() -> None:
+def test_keys_are_those_of_format_4():
     assert kvrag.identity.fingerprint.FORMAT_VERSION == 4
     assert chunk_key(IDENTITY) == "9546392707e0d27b99b14a695be6833e8aeaa9466f0f7cd8cedaa86c4539b766"
     assert content_key(IDENTITY) == "2954c176142cd4766bcf86f1148c898404b65b7f542981d74913625f73692e36"
 
 
-def test_digests_are_those_of_format_4() -> None:
+def test_digests_are_those_of_format_4():
     assert namespace_digest("default") == "sha256:58da2ee63bee290b687f519e3785e855b0a1d530af84b41fbf32d43e6634f303"
     assert ids_digest([1, 2]) == "sha256:a9481d6e1528210943911686157a5a9627ab7cd6ef2e89d78c14120b36634af2"
     assert MODEL.fingerprint == "sha256:fb4139aa0c4696b3938a5f7a4cccfd776634b2565d4f89b475d3038ad1267e4b"
@@ -87,20 +85,20 @@ def test_digests_are_those_of_format_4() -> None:
         *({"kv_dtype": kv_dtype} for kv_dtype in KV_DTYPES if kv_dtype != "auto"),
     ],
 )
-def test_every_field_of_a_chunks_identity_participates(change: dict[str, Any]) -> None:
+def test_every_field_of_a_chunks_identity_participates(change):
     changed = replace(IDENTITY, **change)
     assert chunk_key(changed) != chunk_key(IDENTITY)
     assert (content_key(changed) == content_key(IDENTITY)) is (change.keys() <= {"prefix", "context"})
 
 
-def test_format_version_participates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_version_participates(monkeypatch):
     before = (chunk_key.__wrapped__(IDENTITY), MODEL.fingerprint, ids_digest([1]))
     monkeypatch.setattr(kvrag.identity.fingerprint, "FORMAT_VERSION", 99)
     after = (chunk_key.__wrapped__(IDENTITY), MODEL.fingerprint, ids_digest([1]))
     assert all(old != new for old, new in zip(before, after, strict=True))
 
 
-def test_no_field_can_imitate_another() -> None:
+def test_no_field_can_imitate_another():
     assert canonical({"a": b"bc", "d": b""}) != canonical({"a": b"b", "d": b"c"})
     assert canonical({"ab": b"c"}) != canonical({"a": b"bc"})
     assert canonical({"a": b"1", "b": b"2"}) == canonical({"b": b"2", "a": b"1"})
@@ -127,12 +125,12 @@ def test_no_field_can_imitate_another() -> None:
         *(("extra_keys", keys) for keys in ({}, {"team": "sales"}, {"group": "search"}, {"team": "search", "x": ""})),
     ],
 )
-def test_every_field_of_a_models_identity_participates(field: str, value: Any) -> None:
+def test_every_field_of_a_models_identity_participates(field, value):
     assert replace(MODEL, **{field: value}).fingerprint != MODEL.fingerprint
 
 
-def test_no_field_of_a_models_identity_is_forgotten() -> None:
-    (mark,) = test_every_field_of_a_models_identity_participates.pytestmark  # type: ignore[attr-defined]
+def test_no_field_of_a_models_identity_is_forgotten():
+    (mark,) = test_every_field_of_a_models_identity_participates.pytestmark
     assert {field for field, _ in mark.args[1]} == set(ModelIdentity.__dataclass_fields__)
 
 
@@ -143,30 +141,13 @@ def fingerprint_of(model: Any, tokenizer: Any) -> str:
     return load(ModelSource(model, tokenizer)).fingerprint
 
 
-def test_weights_dtype_architecture_and_tokenizer_tell_models_apart(tokenizer: Any) -> None:
+def test_weights_dtype_architecture_and_tokenizer_tell_models_apart(tokenizer):
     models = [tiny_model(), tiny_model(seed=1), tiny_model(dtype=torch.float16), tiny_model("qwen2")]
     more_words = tiny_tokenizer()
     add_word(more_words)
     found = [*(fingerprint_of(model, tokenizer) for model in models), fingerprint_of(tiny_model(), more_words)]
     assert len(set(found)) == 5
     assert fingerprint_of(tiny_model(), tiny_tokenizer()) == found[0], "the same model twice"
-
-
-def one_weight(model: Any) -> None:
-    model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-3
-
-
-def one_buffer(model: Any) -> None:
-    model.model.rotary_emb.inv_freq[3] *= 2  # no checkpoint holds it
-
-
-@pytest.mark.parametrize("change", [one_weight, one_buffer])
-def test_one_changed_value_is_noticed(change: Callable[[Any], None]) -> None:
-    model = tiny_model()
-    before = weights_digest(model)
-    with torch.no_grad():
-        change(model)
-    assert weights_digest(model) != before
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -181,7 +162,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
         (quantisation_text, "quantization_config", [GPTQConfig(bits=bits) for bits in (4, 8)]),
     ],
 )
-def test_what_is_read_from_the_config(text: Callable[[Any], str], attribute: str, values: list[Any]) -> None:
+def test_what_is_read_from_the_config(text, attribute, values):
     config, found = tiny_model().config, []
     for value in values:
         setattr(config, attribute, value)
@@ -192,7 +173,7 @@ def test_what_is_read_from_the_config(text: Callable[[Any], str], attribute: str
 
 
 @pytest.mark.parametrize("attribute", ["scaling", "sliding_window"])
-def test_attention_settings_are_read_from_the_layers(attribute: str) -> None:
+def test_attention_settings_are_read_from_the_layers(attribute):
     model = tiny_model("mistral")
     before = attention_text(model)
     setattr(model.model.layers[1].self_attn, attribute, 3)
@@ -226,14 +207,14 @@ def other_eos(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [add_word, lower_case, drop_merge, other_eos])
-def test_tokenizer_content_counts(change: Callable[[Any], None]) -> None:
+def test_tokenizer_content_counts(change):
     tokenizer = tiny_tokenizer()
     before = tokenizer_digest(tokenizer)
     change(tokenizer)
     assert tokenizer_digest(tokenizer) != before
 
 
-def test_how_a_tokenizer_was_called_last_does_not_count() -> None:
+def test_how_a_tokenizer_was_called_last_does_not_count():
     tokenizer = tiny_tokenizer()
     before = tokenizer_digest(tokenizer)
     tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=3)
@@ -257,19 +238,16 @@ class SlowTokenizer:
         (Path(folder) / "merges.txt").write_text(self.merges)
 
 
-def test_a_slow_tokenizer_counts_with_vocabulary_and_files() -> None:
+def test_a_slow_tokenizer_counts_with_vocabulary_and_files():
     variants = [SlowTokenizer(), SlowTokenizer(merges="b a"), SlowTokenizer(words=("a", "c"))]
     assert len({tokenizer_digest(tokenizer) for tokenizer in variants}) == 3
     assert tokenizer_digest(SlowTokenizer()) == tokenizer_digest(SlowTokenizer())
 
 
-def test_what_has_no_files_and_no_order_is_described_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_files_and_no_order_is_described_too(monkeypatch):
     with_files = tokenizer_digest(SlowTokenizer())
 
-    def refuse(*_: object) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(SlowTokenizer, "save_vocabulary", refuse)
+    monkeypatch.setattr(SlowTokenizer, "save_vocabulary", raising(NotImplementedError))
     assert tokenizer_digest(SlowTokenizer()) != with_files
     config = tiny_model().config
     config.no_rope_layers = {"b", "a"}
@@ -279,7 +257,7 @@ def test_what_has_no_files_and_no_order_is_described_too(monkeypatch: pytest.Mon
 # -- the rest of the way from a source to its fingerprint --------------------------------------------------------------------
 
 
-def test_each_description_reaches_the_identity(tokenizer: Any) -> None:
+def test_each_description_reaches_the_identity(tokenizer):
     model = tiny_model("gemma2")
     found = describe(model, tokenizer, "commit:1", regime="short", extra_keys={"a": "b"})
     assert found == ModelIdentity(
@@ -297,19 +275,19 @@ def test_each_description_reaches_the_identity(tokenizer: Any) -> None:
     assert "sliding_window" in found.attention
 
 
-def test_extra_keys_tell_kv_apart_but_share_the_weights(tiny_dir: str) -> None:
+def test_extra_keys_tell_kv_apart_but_share_the_weights(tiny_dir):
     plain = load(ModelSource(tiny_dir))
     keyed = load(ModelSource(tiny_dir, extra_keys={"team": "search"}))
     again = load(ModelSource(tiny_dir, extra_keys={"team": "search"}))
     assert keyed.lm is plain.lm
     assert keyed.fingerprint == again.fingerprint != plain.fingerprint
     with pytest.raises(ConfigError, match="extra_keys"):
-        ModelSource(tiny_dir, extra_keys={"a": 1})  # type: ignore[dict-item]
+        ModelSource(tiny_dir, extra_keys={"a": 1})
     kept = load(ModelSource(tiny_dir, revision="kept", extra_keys={"a": "b"}))
     assert load(ModelSource(tiny_dir, revision="kept")).lm is kept.lm, "whoever has other keys keeps the weights loaded"
 
 
-def test_dtype_names_are_understood(tiny_dir: str) -> None:
+def test_dtype_names_are_understood(tiny_dir):
     assert resolve_dtype(ModelSource(tiny_dir, dtype="bfloat16")) is torch.bfloat16
     assert resolve_dtype(ModelSource(tiny_dir, dtype=torch.float16)) is torch.float16
     assert resolve_dtype(ModelSource(tiny_dir, device="cpu")) is torch.float32
@@ -326,7 +304,7 @@ def open_as(tier: str, path: Path) -> TieredStore:
 
 
 @pytest.fixture
-def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
+def colliding(monkeypatch):
     """Every key is the same one: as if SHA-256 gave the same digest for different chunks."""
     monkeypatch.setattr(kvrag.identity.fingerprint, "key_digest", lambda domain, fields: "0" * 64)
 
@@ -337,7 +315,7 @@ def constant_kv(value: float) -> ChunkKV:
 
 @pytest.mark.usefixtures("colliding")
 @pytest.mark.parametrize("tier", CONFIGS)
-def test_a_collision_of_digests_is_caught_by_the_stored_identity(tier: str, tmp_path: Path) -> None:
+def test_a_collision_of_digests_is_caught_by_the_stored_identity(tier, tmp_path):
     mine = ChunkIdentity("model", "namespace", "prefix", (1, 2, 3))
     others = [
         replace(mine, token_ids=(1, 2, 4)),
@@ -359,7 +337,7 @@ def test_a_collision_of_digests_is_caught_by_the_stored_identity(tier: str, tmp_
 
 @pytest.mark.usefixtures("colliding")
 @pytest.mark.parametrize("tier", CONFIGS)
-def test_a_chunk_whose_key_is_taken_is_not_lost_silently(tier: str, tmp_path: Path) -> None:
+def test_a_chunk_whose_key_is_taken_is_not_lost_silently(tier, tmp_path):
     """Storing it may fail or replace the other one, but nothing is ever read back as what it is not."""
     first, second = (ChunkIdentity("model", "namespace", "prefix", ids) for ids in ((1, 2, 3), (7, 8, 9)))
     store = open_as(tier, tmp_path)

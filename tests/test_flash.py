@@ -1,18 +1,16 @@
 """kvrag's attention under transformers' own ``generate``: what torch's attention gives, and a reason where it can't."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
+from kit import noted
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvrag_kernels
 from kvrag import (
     InputError,
-    KVRagEngine,
     UnsupportedModelError,
     flash_attention_tier,
     install_flash_attention,
@@ -50,7 +48,7 @@ def logits_of(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_logits_are_those_of_torch(name: str) -> None:
+def test_logits_are_those_of_torch(name):
     model = tiny_model(name).eval()
     cases: list[dict[str, Any]] = [{"input_ids": ids_of(1)}, {"input_ids": ids_of(2, 7)}]
     if "llama4" not in name:
@@ -65,7 +63,7 @@ def test_logits_are_those_of_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate_writes_the_same_text(name: str, cache: str) -> None:
+def test_generate_writes_the_same_text(name, cache):
     model = tiny_model(name).eval()
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     options["cache_implementation"] = "static" if cache == "static" else None
@@ -75,19 +73,16 @@ def test_generate_writes_the_same_text(name: str, cache: str) -> None:
     assert torch.equal(model.generate(**inputs, **options), want)
 
 
-def test_the_kernels_package_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_package_computes_it(monkeypatch):
     model = tiny_model("mistral").eval()
     install_flash_attention(model)
-    calls, plans = [], []
-    real, plan = kvrag_kernels.ragged_attention, kvrag_kernels.ragged_plan
-    monkeypatch.setattr(kvrag_kernels, "ragged_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
-    monkeypatch.setattr(kvrag_kernels, "ragged_plan", lambda *a: plans.append(1) or plan(*a))
+    calls, plans = (noted(monkeypatch, kvrag_kernels, name) for name in ("ragged_attention", "ragged_plan"))
     logits_of(model, {"input_ids": ids_of(1)})
     assert len(calls) == model.config.num_hidden_layers
     assert len(plans) == 1, "layers alike share their limits"
 
 
-def test_installing_twice_is_installing_once() -> None:
+def test_installing_twice_is_installing_once():
     model = tiny_model().eval()
     before = model.config._attn_implementation
     assert install_flash_attention(model) == install_flash_attention(model)
@@ -98,18 +93,17 @@ def test_installing_twice_is_installing_once() -> None:
     assert all(m not in flash._reaches for m in model.modules())
 
 
-def test_an_engine_and_the_installed_attention_get_along(tokenizer: Any) -> None:
+def test_an_engine_and_the_installed_attention_get_along(engine_of):
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     want = engine.generate("What is said?", max_new_tokens=4).text
     install_flash_attention(model)
     assert engine.generate("What is said?", max_new_tokens=4).text == want
-    engine.close()
     assert model.config._attn_implementation == flash.NAME
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_attention_that_cannot_be_replaced_is_refused(name: str) -> None:
+def test_attention_that_cannot_be_replaced_is_refused(name):
     model = tiny_model(name).eval()
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModelError, match="asks for no attention function"):
@@ -117,7 +111,7 @@ def test_attention_that_cannot_be_replaced_is_refused(name: str) -> None:
     assert model.config._attn_implementation == before
 
 
-def test_what_it_cannot_compute_is_refused_by_name() -> None:
+def test_what_it_cannot_compute_is_refused_by_name():
     model = tiny_model("mistral").eval()
     install_flash_attention(model)
     ids = ids_of(1)
@@ -135,7 +129,7 @@ def test_what_it_cannot_compute_is_refused_by_name() -> None:
             model(input_ids=ids, position_ids=packed, use_cache=False)
 
 
-def test_a_copy_of_a_model_is_told_from_a_strange_mask() -> None:
+def test_a_copy_of_a_model_is_told_from_a_strange_mask():
     model = tiny_model("mistral").eval()
     install_flash_attention(model)
     twin = copy.deepcopy(model)
@@ -150,7 +144,7 @@ def test_a_copy_of_a_model_is_told_from_a_strange_mask() -> None:
         torch.testing.assert_close(twin(input_ids=ids_of(1)).logits, want)
 
 
-def test_chunked_attention_is_served_without_padding_alone() -> None:
+def test_chunked_attention_is_served_without_padding_alone():
     model = tiny_model("llama4_text").eval()
     want = logits_of(model, {"input_ids": ids_of(1)})
     install_flash_attention(model)
@@ -160,7 +154,7 @@ def test_chunked_attention_is_served_without_padding_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_a_prompt_in_pieces_is_the_whole_prompt(kind: type) -> None:
+def test_a_prompt_in_pieces_is_the_whole_prompt(kind):
     """A second forward sees the first one's keys: rows don't begin at 0, and a sliding cache has dropped some keys."""
     model = tiny_model("mistral").eval()
     ids = ids_of(1)
@@ -172,7 +166,7 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(kind: type) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), want, atol=2e-4, rtol=1e-4)
 
 
-def test_a_wrong_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_window_is_noticed():
     model = tiny_model("mistral").eval()
     install_flash_attention(model)
     for wrong in (Reach(window=20), EVERYTHING):
@@ -181,7 +175,7 @@ def test_a_wrong_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             logits_of(model, {"input_ids": ids_of(1)})
 
 
-def test_the_tier_is_that_of_the_device() -> None:
+def test_the_tier_is_that_of_the_device():
     assert flash_attention_tier(tiny_model()) == "torch"
     if not torch.cuda.is_available():
         assert flash_attention_tier() == "torch"

@@ -1,7 +1,5 @@
 """A model that was handed in stays its owner's: in threads that are not kvrag's, its own attention runs, and hooks leave it alone."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -56,7 +54,7 @@ def own_logits(model: Any) -> list[torch.Tensor]:
     [(name, attention) for name in ("llama", "mistral") for attention in ("sdpa", "eager")]
     + [(name, "eager") for name in ("gemma2", "gpt_oss", "bloom", "gptj")],
 )
-def test_a_users_thread_gets_the_models_own_attention_during_a_forward(name: str, attention: str) -> None:
+def test_a_users_thread_gets_the_models_own_attention_during_a_forward(name, attention):
     model = tiny_model(name)
     model.config._attn_implementation = attention
     lm, expected = CausalLM(model), own_logits(model)
@@ -64,7 +62,7 @@ def test_a_users_thread_gets_the_models_own_attention_during_a_forward(name: str
     found: list[torch.Tensor] = []
     done = threading.Event()
 
-    def ours() -> None:
+    def ours():
         found.append(lm.forward(IDS[0], Rows.span(0, 70), lm.buffer(70), logits=5)[0])
         done.set()
 
@@ -77,7 +75,7 @@ def test_a_users_thread_gets_the_models_own_attention_during_a_forward(name: str
     assert model.config._attn_implementation == attention
 
 
-def test_a_forward_that_began_before_goes_on_with_its_own_attention() -> None:
+def test_a_forward_that_began_before_goes_on_with_its_own_attention():
     model = tiny_model("mistral")
     lm, expected = CausalLM(model), own_logits(model)
     found: list[list[torch.Tensor]] = []
@@ -86,7 +84,7 @@ def test_a_forward_that_began_before_goes_on_with_its_own_attention() -> None:
     with paused_at(layer, "forward", call=1) as run:
         run(lambda: (found.append(own_logits(model)), done.set()))
 
-        def go_on(_: int, *others: Any) -> None:
+        def go_on(_, *others):
             assert not done.is_set()
 
         lm.forward(IDS[0], Rows.span(0, 70), lm.buffer(70), logits=5, before_write=go_on)
@@ -94,7 +92,7 @@ def test_a_forward_that_began_before_goes_on_with_its_own_attention() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found[0], expected, strict=True))
 
 
-def test_what_a_users_thread_computes_is_not_captured() -> None:
+def test_what_a_users_thread_computes_is_not_captured():
     model = tiny_model()
     lm = CausalLM(model)
     prefix, _ = encode_prefix(lm, [7, 8, 9])
@@ -113,12 +111,12 @@ def test_what_a_users_thread_computes_is_not_captured() -> None:
 
 
 @pytest.mark.parametrize("step", [CausalLM, lambda model: prove(CausalLM(model))])
-def test_a_users_thread_is_left_alone_while_a_model_is_looked_at_and_proven(step: Callable[[Any], Any]) -> None:
+def test_a_users_thread_is_left_alone_while_a_model_is_looked_at_and_proven(step):
     model = tiny_model("gemma2")
     model.config._attn_implementation = "eager"
     expected, stop, wrong, runs = own_logits(model), threading.Event(), [0], [0]
 
-    def use() -> None:
+    def use():
         while not stop.is_set():
             wrong[0] += any(not torch.equal(a, b) for a, b in zip(own_logits(model), expected, strict=True))
             runs[0] += 1
@@ -134,7 +132,7 @@ def test_a_users_thread_is_left_alone_while_a_model_is_looked_at_and_proven(step
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_does_not_wait_for_a_lock_that_nobody_holds() -> None:
+def test_a_forked_process_does_not_wait_for_a_lock_that_nobody_holds():
     model = tiny_model()
     lm, expected = CausalLM(model), own_logits(model)
     alone, _ = lm.forward(IDS[0], Rows.span(0, 70), lm.buffer(70), logits=5)

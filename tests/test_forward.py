@@ -1,7 +1,5 @@
 """Forwards stop where nobody looks any more, and the probe asks the layers that it is told to, with the results of whole forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +18,7 @@ LAYOUT: Layout = place([(40, "chunk", False, 0, False), (TOKENS - 40, "live", Fa
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "bloom"])
-def lm(request: pytest.FixtureRequest) -> CausalLM:
+def lm(request):
     """A plain model, one with soft caps and windows, and one whose attention can't be replaced."""
     return CausalLM(tiny_model(request.param))
 
@@ -49,7 +47,7 @@ def filled(lm: CausalLM) -> tuple[torch.Tensor, object]:
 
 
 @pytest.mark.parametrize("logits", [1, 3])
-def test_the_last_layer_attends_for_the_rows_that_are_looked_at(lm: CausalLM, logits: int) -> None:
+def test_the_last_layer_attends_for_the_rows_that_are_looked_at(lm, logits):
     expected, whole = filled(lm)
     buffer = lm.buffer(TOKENS)
     with rows_of_each_layer(lm) as seen:
@@ -62,7 +60,7 @@ def test_the_last_layer_attends_for_the_rows_that_are_looked_at(lm: CausalLM, lo
     assert [seen[layer] for layer in range(lm.num_layers)] == [TOKENS] * (lm.num_layers - 1) + [last]
 
 
-def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm: CausalLM) -> None:
+def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm):
     _, whole = filled(lm)
     buffer = lm.buffer(TOKENS)
     with rows_of_each_layer(lm) as seen:
@@ -74,8 +72,8 @@ def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm: C
     assert all(torch.equal(buffer.values(layer), whole.values(layer)) for layer in range(lm.num_layers))
 
 
-def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm: CausalLM) -> None:
-    def mass_of(layers: range | None) -> torch.Tensor:
+def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm):
+    def mass_of(layers):
         _, buffer = filled(lm)
         _, mass = lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=layers)
         assert mass is not None
@@ -92,8 +90,8 @@ def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm: Causal
     assert lm.is_dense or not seen
 
 
-def test_the_probe_goes_by_its_span(lm: CausalLM) -> None:
-    def mass(span: tuple[float, float]) -> torch.Tensor:
+def test_the_probe_goes_by_its_span(lm):
+    def mass(span):
         _, buffer = filled(lm)
         return probe(lm, buffer, LAYOUT, IDS, span=span)
 
@@ -117,5 +115,5 @@ def test_the_probe_goes_by_its_span(lm: CausalLM) -> None:
         ((0.99, 1.0), 4, range(3, 4)),
     ],
 )
-def test_a_span_takes_in_at_least_one_layer(span: tuple[float, float], num_layers: int, layers: range) -> None:
+def test_a_span_takes_in_at_least_one_layer(span, num_layers, layers):
     assert probed_layers(span, num_layers) == layers

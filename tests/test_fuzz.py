@@ -1,10 +1,8 @@
 """Random tiny models, prompts and repairs: what is labelled exact must be what transformers computes. No wrong answer goes unlabelled.
 
-``make fuzz`` runs 5,000 cases and writes tests/benchmarks/results/fuzz.json; CI runs 300. A case is made by its number alone, so a failing
-one is run again by the line that its message gives.
+``make fuzz`` runs 5,000 cases and writes tests/benchmarks/results/fuzz.json; ``make test-all`` runs 300, and ``make test`` 60. A case is
+made by its number alone, so a failing one is run again by the line that its message gives.
 """
-
-from __future__ import annotations
 
 import os
 import random
@@ -32,6 +30,7 @@ ONLY = os.environ.get("KVRAG_FUZZ_ONLY")
 JSON = os.environ.get("KVRAG_FUZZ_JSON")
 
 CASES_PER_MODEL = 6
+QUICK_MODELS = 10
 TOLERANCE = 1e-3
 PREFIX, OTHER_PREFIX = "Read these notes.\n", "Notes follow here.\n"
 
@@ -70,7 +69,7 @@ class Summary:
 
 
 @pytest.fixture(scope="module")
-def summary() -> Iterator[Summary]:
+def summary():
     """Count over all cases; written as JSON where asked for."""
     made = Summary()
     yield made
@@ -178,7 +177,7 @@ def run_case(number: int, world: World, summary: Summary) -> None:
     again = f"KVRAG_FUZZ_SEED={SEED} KVRAG_FUZZ_ONLY={number} python -m pytest tests/test_fuzz.py"
     expected: torch.Tensor | None = None
     for mode, repair in (("stitch", every), ("prefix", None), ("stitch", some), ("auto", some)):
-        result = world.engine.prefill(prompt, mode=mode, repair=repair)  # type: ignore[arg-type]
+        result = world.engine.prefill(prompt, mode=mode, repair=repair)
         what = f"{world.name}, mode {mode}, {repair}, labelled {result.exactness}; run it again: {again}"
         if expected is None:
             expected = world.reference(result.prompt_ids)
@@ -198,9 +197,14 @@ def run_case(number: int, world: World, summary: Summary) -> None:
     summary.strategies[strategy] += 1
 
 
+MODELS = [int(ONLY) // CASES_PER_MODEL] if ONLY else range(-(-CASES // CASES_PER_MODEL))
+
+
 @pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
-@pytest.mark.parametrize("number", [int(ONLY) // CASES_PER_MODEL] if ONLY else range(-(-CASES // CASES_PER_MODEL)))
-def test_what_is_labelled_exact_is_what_transformers_computes(number: int, tokenizer: Any, summary: Summary) -> None:
+@pytest.mark.parametrize(
+    "number", [*MODELS[:QUICK_MODELS], *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS[QUICK_MODELS:])]
+)
+def test_what_is_labelled_exact_is_what_transformers_computes(number, tokenizer, summary):
     start = time.perf_counter()
     world = World(number, tokenizer)
     first = number * CASES_PER_MODEL
@@ -213,11 +217,10 @@ def test_what_is_labelled_exact_is_what_transformers_computes(number: int, token
     summary.seconds += time.perf_counter() - start
 
 
-def test_enough_was_compared(summary: Summary) -> None:
+def test_enough_was_compared(summary):
     """The prompts must be such that reuse happens: a comparison of two full prefills would prove nothing."""
-    if ONLY is not None or CASES < 300:
-        pytest.skip("a part of the cases")
-    assert summary.cases == CASES
+    if ONLY is not None or summary.cases < max(CASES, 300):
+        pytest.skip("this process ran a part of the cases")
     assert summary.ties <= max(1, CASES * 0.002), "ties are rare: a few in ten thousand comparisons"
     assert summary.labels["stitch: exact"] > CASES * 0.9
     assert summary.labels["stitch: repaired"] > CASES * 0.4

@@ -1,7 +1,5 @@
 """Budgets of the way that a prompt and a chunk go through the code: counts of ``tests/hops.py``, the same on every machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -32,7 +30,7 @@ def hops() -> dict[str, Any]:
         check=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("journey", BUDGETS)

@@ -3,8 +3,6 @@
 A violation fails, unless :data:`KNOWN` names it; ``python tests/test_house.py`` prints all of them in that form.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import pprint
@@ -52,6 +50,7 @@ LIMITS = {
     "lines of tests, per 100 lines of code": 160,
     "median lines of a function": 10,
 }
+"""What the whole may come to. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``."""
 FILE_LINES = 300
 FUNCTION_LINES = 40
 ROOM_FILES = 12
@@ -85,7 +84,7 @@ KNOWN: dict[str, dict[str, int] | set[str]] = {
         "kvrag/store/check.py::copy": 42,
         "kvrag/store/opening.py::open_store": 50,
     },
-    "totals": {"lines of kvrag": 16100, "lines of kvrag/store": 4370, "lines of tests, per 100 lines of code": 168},
+    "totals": {"lines of kvrag": 16100, "lines of kvrag/store": 4370},
     "undrawn rooms": {"testing"},
 }
 """Violations so far: they may only become fewer. The table goes when it is empty."""
@@ -235,7 +234,7 @@ def totals() -> dict[str, int]:
     """Figures of the whole that are over their limits."""
     own = [path for path in files() if path.is_relative_to(ROOT / "kvrag")]
     code = sum(map(lines, own))
-    tests = sum(lines(path) for path in (ROOT / "tests").rglob("*.py"))
+    tests = sum(lines(path) for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts)
     found = {
         "lines of kvrag": code,
         "files of kvrag": len(own),
@@ -258,7 +257,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_the_house_keeps_its_cut(name: str) -> None:
+def test_the_house_keeps_its_cut(name):
     found, known = CHECKS[name](), KNOWN.get(name, {})
     if isinstance(found, set):
         assert found <= set(known)
@@ -267,14 +266,14 @@ def test_the_house_keeps_its_cut(name: str) -> None:
         assert {what: figure for what, figure in found.items() if figure > known.get(what, 0)} == {}
 
 
-def test_exceptions_are_needed() -> None:
+def test_exceptions_are_needed():
     """What is small again loses its exception."""
     assert all(lines(ROOT / name) > FILE_LINES for name in LONGER_FILES)
     assert all(functions().get(name, 0) > FUNCTION_LINES for name in LONGER_FUNCTIONS)
     assert all(len(list((ROOT / "kvrag" / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS)
 
 
-def test_tests_that_run_in_part_exist() -> None:
+def test_tests_that_run_in_part_exist():
     spec = importlib.util.spec_from_file_location("spread", ROOT / "tests" / "conftest.py")
     assert spec is not None
     assert spec.loader is not None
@@ -285,11 +284,11 @@ def test_tests_that_run_in_part_exist() -> None:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(), name
 
 
-def test_every_module_has_a_rank() -> None:
+def test_every_module_has_a_rank():
     assert {room for path in files() if rank_of(room := room_of(path)) is None} - ANYONE <= set(KNOWN.get("rooms", ()))
 
 
-def test_every_room_says_how_it_flows() -> None:
+def test_every_room_says_how_it_flows():
     """A room's docstring draws its flow with arrows, and names what the room may import."""
     for room in sorted(
         {room_of(path) for path in files()} & {path.name for path in (ROOT / "kvrag").iterdir() if path.is_dir()}

@@ -1,14 +1,11 @@
 """The fingerprint of a model in use follows what is done to its weights, and asks cheaply."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import noted
 from texts import make_chunks
 
 import kvrag.identity.model
@@ -21,17 +18,9 @@ from kvrag.testing.models import tiny_model
 
 
 @pytest.fixture
-def digests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def digests(monkeypatch):
     """Every time the weights are hashed in memory."""
-    seen: list[str] = []
-    real = kvrag.identity.model.weights_digest
-
-    def counting(model: Any) -> str:
-        seen.append(real(model))
-        return seen[-1]
-
-    monkeypatch.setattr(kvrag.identity.model, "weights_digest", counting)
-    return seen
+    return noted(monkeypatch, kvrag.identity.model, "weights_digest")
 
 
 def watched(model: Any, tokenizer: Any) -> LiveIdentity:
@@ -85,9 +74,7 @@ ANEW = [new_parameter, new_data, new_module]
     ("change", "context"),
     [*((c, torch.no_grad) for c in (*IN_PLACE, *ANEW)), *((c, torch.inference_mode) for c in IN_PLACE)],
 )
-def test_a_change_of_the_weights_is_noticed(
-    change: Callable[[Any], None], context: Callable[[], Any], tokenizer: Any, digests: list[str]
-) -> None:
+def test_a_change_of_the_weights_is_noticed(change, context, tokenizer, digests):
     model = tiny_model()
     identity = watched(model, tokenizer)
     before = identity.fingerprint
@@ -100,7 +87,7 @@ def test_a_change_of_the_weights_is_noticed(
     assert len(digests) == 1, "hashed once per change"
 
 
-def test_what_is_taken_back_has_its_content_for_identity(tokenizer: Any, digests: list[str]) -> None:
+def test_what_is_taken_back_has_its_content_for_identity(tokenizer, digests):
     model = tiny_model()
     identity = watched(model, tokenizer)
     kept = model.lm_head
@@ -112,7 +99,7 @@ def test_what_is_taken_back_has_its_content_for_identity(tokenizer: Any, digests
     assert len(digests) == 1
 
 
-def test_what_is_remembered_is_bounded_and_keeps_the_origin(tokenizer: Any, digests: list[str]) -> None:
+def test_what_is_remembered_is_bounded_and_keeps_the_origin(tokenizer, digests):
     model = tiny_model()
     identity = watched(model, tokenizer)
     origin, kept = identity.fingerprint, model.lm_head
@@ -129,7 +116,7 @@ def test_what_is_remembered_is_bounded_and_keeps_the_origin(tokenizer: Any, dige
     assert len(digests) == 20, "recent states and the first are not hashed again"
 
 
-def test_memory_that_is_used_again_is_not_mistaken(tokenizer: Any) -> None:
+def test_memory_that_is_used_again_is_not_mistaken(tokenizer):
     """A freed tensor's address is soon another's: addresses alone would say that nothing changed."""
     model = tiny_model()
     identity = watched(model, tokenizer)
@@ -148,19 +135,18 @@ def test_memory_that_is_used_again_is_not_mistaken(tokenizer: Any) -> None:
     assert len(seen) >= 3, "the origin, and two contents of the same weight"
 
 
-def test_forwards_change_nothing(tokenizer: Any, digests: list[str]) -> None:
+def test_forwards_change_nothing(engine_of, digests):
     for name in ("llama", "gemma2", "llama-yarn"):
-        engine = KVRagEngine.from_pretrained(tiny_model(name), tokenizer=tokenizer)
+        engine = engine_of(tiny_model(name))
         before = engine.loaded.fingerprint
         digests.clear()
         engine.precompute(["The archive opens at nine, and closes at five. " * 8])
         engine.generate("The archive opens at nine, and closes at five. " * 8, max_new_tokens=4)
         assert engine.loaded.fingerprint == before
         assert digests == []
-        engine.close()
 
 
-def test_angles_that_a_forward_moves_are_not_the_models(tokenizer: Any, digests: list[str]) -> None:
+def test_angles_that_a_forward_moves_are_not_the_models(tokenizer, digests):
     """Long RoPE chooses its angles in each forward, in place; which of them keys belong to is the regime's business."""
     model = tiny_model()
     rotary = model.model.rotary_emb
@@ -173,7 +159,7 @@ def test_angles_that_a_forward_moves_are_not_the_models(tokenizer: Any, digests:
     assert identity.fingerprint != before
 
 
-def test_an_engine_does_not_reuse_kv_of_weights_that_changed_after_it_was_built(tiny_dir: str) -> None:
+def test_an_engine_does_not_reuse_kv_of_weights_that_changed_after_it_was_built(tiny_dir):
     engine = KVRagEngine.from_pretrained(tiny_dir, revision="changes-later")
     text = "The archive opens at nine, and closes at five. " * 8
     engine.precompute([text])
@@ -186,7 +172,7 @@ def test_an_engine_does_not_reuse_kv_of_weights_that_changed_after_it_was_built(
     engine.close()
 
 
-def test_extra_keys_follow_a_model_that_has_changed(tokenizer: Any) -> None:
+def test_extra_keys_follow_a_model_that_has_changed(tokenizer):
     model = tiny_model()
     identity = watched(model, tokenizer)
     with torch.no_grad():
@@ -196,7 +182,7 @@ def test_extra_keys_follow_a_model_that_has_changed(tokenizer: Any) -> None:
     assert keyed.fingerprint == other.fingerprint != identity.fingerprint
 
 
-def test_engines_with_other_extra_keys_share_weights_and_no_kv(tiny_dir: str, tmp_path: Path) -> None:
+def test_engines_with_other_extra_keys_share_weights_and_no_kv(tiny_dir, tmp_path):
     text = make_chunks(1, words=60)[0]
     plain = KVRagEngine.get(tiny_dir, kv_dir=tmp_path / "kv")
     keyed = KVRagEngine.get(tiny_dir, kv_dir=tmp_path / "kv", extra_keys={"team": "search"})
@@ -205,12 +191,12 @@ def test_engines_with_other_extra_keys_share_weights_and_no_kv(tiny_dir: str, tm
     assert keyed.explain(text + "Who?").hits == 0
     assert keyed.loaded.lm is plain.loaded.lm
     with pytest.raises(ConfigError, match="extra_keys is 'team'; pass a dict"):
-        KVRagEngine.from_pretrained(tiny_dir, extra_keys="team")  # type: ignore[arg-type]
+        KVRagEngine.from_pretrained(tiny_dir, extra_keys="team")
     plain.close()
     keyed.close()
 
 
-def test_a_model_of_two_ropes_names_the_regime_that_its_kv_holds_for(tokenizer: Any) -> None:
+def test_a_model_of_two_ropes_names_the_regime_that_its_kv_holds_for(tokenizer):
     long, plain = (load(ModelSource(tiny_model(name), tokenizer)) for name in ("phi3-longrope", "phi3"))
     assert long.identity._identity.regime == f"up to {long.reusable.reuse_window} tokens"
     assert plain.identity._identity.regime == ""
@@ -219,7 +205,7 @@ def test_a_model_of_two_ropes_names_the_regime_that_its_kv_holds_for(tokenizer: 
 # -- bytes of tensors --------------------------------------------------------------------------------------------------------
 
 
-def test_tensor_bytes_are_those_of_the_values() -> None:
+def test_tensor_bytes_are_those_of_the_values():
     wide = torch.arange(12.0).reshape(3, 4)
     assert tensor_bytes(wide.T) == tensor_bytes(wide.T.contiguous())
     others = [wide, wide.T, wide.to(torch.float64), wide.reshape(4, 3), wide + 1, torch.zeros(0), torch.tensor(1.0)]
@@ -227,12 +213,10 @@ def test_tensor_bytes_are_those_of_the_values() -> None:
     assert tensor_bytes(torch.zeros(2, dtype=torch.bfloat16)) != tensor_bytes(torch.zeros(2, dtype=torch.float16))
 
 
-def test_shared_tensors_are_read_once_and_count_under_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_tensors_are_read_once_and_count_under_every_name(monkeypatch):
     import kvrag.identity.weights
 
-    one, calls = torch.ones(3), []
-    real = kvrag.identity.weights.tensor_bytes
-    monkeypatch.setattr(kvrag.identity.weights, "tensor_bytes", lambda tensor: (calls.append(1), real(tensor))[1])
+    one, calls = torch.ones(3), noted(monkeypatch, kvrag.identity.weights, "tensor_bytes")
     shared = content_digest({"a": one, "b": one})
     assert len(calls) == 1
     assert shared == content_digest({"b": one.clone(), "a": one.clone()})
@@ -240,7 +224,7 @@ def test_shared_tensors_are_read_once_and_count_under_every_name(monkeypatch: py
     assert content_digest({"a": one, "b": one + 1}) != content_digest({"a": one + 1, "b": one})
 
 
-def test_a_sample_reads_values_all_over_a_tensor() -> None:
+def test_a_sample_reads_values_all_over_a_tensor():
     tensors = [
         torch.zeros(100, 7),
         torch.zeros(3),

@@ -7,6 +7,8 @@ import pickle
 import traceback
 
 import pytest
+from pydantic import TypeAdapter
+from pydantic_core import PydanticSerializationError
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError
@@ -88,8 +90,9 @@ def test_a_function_that_raises_is_named_and_what_it_says_is_not():
 def test_a_key_itself_is_refused_and_not_repeated(value):
     with pytest.raises(ConfigError, match=f"encryption_key is of type {type(value).__name__}.*'env:NAME'") as caught:
         StoreConfig(encryption_key=value)
-    assert KEY.hex() not in str(caught.value)
-    assert repr(KEY) not in str(caught.value)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert KEY.hex() not in shown
+    assert repr(KEY) not in shown
 
 
 def test_configs_with_keys_are_neither_shown_nor_pickled():
@@ -97,6 +100,9 @@ def test_configs_with_keys_are_neither_shown_nor_pickled():
     assert repr(KEY) not in repr(config)
     with pytest.raises(ConfigError, match="encryption_key is a function can't be pickled; use 'env:NAME'"):
         pickle.dumps(config)
+    with pytest.raises(PydanticSerializationError) as caught:
+        TypeAdapter(StoreConfig).dump_json(config)
+    assert repr(KEY) not in str(caught.value)
     assert copy.deepcopy(config) is copy.copy(config) is config
     by_name = StoreConfig(encryption_key="env:KVRAG_TEST_KEY")
     assert pickle.loads(pickle.dumps(by_name)) == by_name != StoreConfig()
@@ -111,20 +117,6 @@ def test_keys_are_neither_shown_nor_pickled():
         assert key != KEY
     with pytest.raises(ConfigError, match="can't be pickled"):
         pickle.dumps(keys)
-
-
-def test_an_exception_of_the_function_shows_no_key():
-    """A traceback shows lines of code and no values; this pins that nothing of ours adds any."""
-
-    def vault():
-        key = KEY
-        raise OSError("the vault is closed") if key else None
-
-    with pytest.raises(ConfigError, match=r"StoreConfig\.encryption_key raises OSError") as caught:
-        Keys.of(StoreConfig(encryption_key=vault))
-    shown = "".join(traceback.format_exception(caught.value))
-    assert "the vault is closed" in shown
-    assert repr(KEY) not in shown
 
 
 def test_without_a_key_names_are_plain_digests():

@@ -1,14 +1,12 @@
 """Rounded KV in an engine: never labelled exact, never mixed up with what was computed, and refused where a model does not tolerate it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import raising
 from texts import make_chunks
 
 import kvrag.precompute.quantise_check
@@ -34,28 +32,27 @@ def make(engine_of: MakeEngine, name: str = "llama", **options: Any) -> KVRagEng
 
 
 @pytest.fixture(params=LOSSY)
-def kv_dtype(request: pytest.FixtureRequest) -> str:
+def kv_dtype(request):
     return str(request.param)
 
 
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, HEAD], ids=["three chunks", "one chunk behind its own prefix"])
-@pytest.mark.parametrize("repair", [EXACT_HERE, RepairConfig(strategy="all"), RepairConfig()])
-def test_an_answer_from_rounded_kv_is_never_exact(
-    engine_of: MakeEngine, kv_dtype: str, prompt: Any, repair: RepairConfig
-) -> None:
+def test_an_answer_from_rounded_kv_is_never_exact(engine_of, kv_dtype):
+    """Neither from three chunks nor from one behind its own prefix."""
     engine = make(engine_of, kv_dtype=kv_dtype)
     assert engine.precompute(CHUNKS).stored == 4
-    result = engine.prefill(prompt, mode="stitch", repair=repair)
-    assert result.cached_tokens > 0
-    assert (result.exactness, result.kv_dtype, result.fallback_reason) == ("repaired", kv_dtype, None)
-    full = engine.prefill(prompt, mode="full")
-    assert (full.exactness, full.kv_dtype) == ("full", "auto")
+    for prompt in (PROMPT, HEAD):
+        for repair in (EXACT_HERE, RepairConfig(strategy="all"), RepairConfig()):
+            result = engine.prefill(prompt, mode="stitch", repair=repair)
+            assert result.cached_tokens > 0
+            assert (result.exactness, result.kv_dtype, result.fallback_reason) == ("repaired", kv_dtype, None)
+        full = engine.prefill(prompt, mode="full")
+        assert (full.exactness, full.kv_dtype) == ("full", "auto")
 
 
-def test_without_rounding_the_same_prompts_are_exact(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rounding_the_same_prompts_are_exact(engine_of, monkeypatch):
     monkeypatch.setattr(kvrag.precompute.quantise_check, "judge", lambda *_: pytest.fail("there is nothing to judge"))
     for kv_dtype, is_exact in (("auto", True), ("int8", False)):
         engine = make(engine_of, kv_dtype=kv_dtype)
@@ -71,7 +68,7 @@ def test_without_rounding_the_same_prompts_are_exact(engine_of: MakeEngine, monk
         assert any("rounded to int8" in note for note in found.notes) != is_exact
 
 
-def test_where_every_row_was_computed_nothing_rounded_is_left(engine_of: MakeEngine) -> None:
+def test_where_every_row_was_computed_nothing_rounded_is_left(engine_of):
     """Without the prefix's KV no reused row is kept as stored, so the label is that of a full prefill's KV, and true."""
     engine = make(engine_of, kv_dtype="int4")
     engine.precompute(CHUNKS)
@@ -87,7 +84,7 @@ def test_where_every_row_was_computed_nothing_rounded_is_left(engine_of: MakeEng
     assert float((result.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < 1e-3
 
 
-def test_mode_prefix_takes_exact_kv_only(engine_of: MakeEngine, kv_dtype: str) -> None:
+def test_mode_prefix_takes_exact_kv_only(engine_of, kv_dtype):
     engine = make(engine_of, kv_dtype=kv_dtype)
     engine.precompute(CHUNKS)
     result = engine.prefill(PROMPT, mode="prefix")
@@ -98,7 +95,7 @@ def test_mode_prefix_takes_exact_kv_only(engine_of: MakeEngine, kv_dtype: str) -
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3", "gptj", "bloom"])
-def test_rounded_reuse_is_close_to_reuse(engine_of: MakeEngine, name: str, tmp_path: Path) -> None:
+def test_rounded_reuse_is_close_to_reuse(engine_of, name):
     """Each architecture's own way of turning keys comes after the codes are read."""
     exact = make(engine_of, name)
     exact.precompute(CHUNKS)
@@ -121,7 +118,7 @@ def test_rounded_reuse_is_close_to_reuse(engine_of: MakeEngine, name: str, tmp_p
 # -- what is asked for is what is read -----------------------------------------------------------------------------------
 
 
-def test_kv_of_another_type_is_not_used_and_explained(engine_of: MakeEngine) -> None:
+def test_kv_of_another_type_is_not_used_and_explained(engine_of):
     make(engine_of, kv_dtype="int8").precompute(CHUNKS)
     for asked in ("auto", "fp8"):
         engine = make(engine_of, kv_dtype=asked)
@@ -134,7 +131,7 @@ def test_kv_of_another_type_is_not_used_and_explained(engine_of: MakeEngine) -> 
     assert make(engine_of, kv_dtype="int8").prefill(PROMPT, mode="stitch").kv_dtype == "int8"
 
 
-def test_a_directory_may_hold_both(engine_of: MakeEngine) -> None:
+def test_a_directory_may_hold_both(engine_of):
     for kv_dtype in ("auto", "int4"):
         engine = make(engine_of, kv_dtype=kv_dtype)
         assert engine.precompute(CHUNKS, ids=["a", "b", "c", "d"]).stored == 4
@@ -147,7 +144,7 @@ def test_a_directory_may_hold_both(engine_of: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("ram_dtype", [None, "auto"])
-def test_every_tier_gives_the_same_answer(engine_of: MakeEngine, kv_dtype: str, ram_dtype: Any) -> None:
+def test_every_tier_gives_the_same_answer(engine_of, kv_dtype, ram_dtype):
     make(engine_of, kv_dtype=kv_dtype).precompute(CHUNKS)
     engine = make(engine_of, kv_dtype=kv_dtype, ram_dtype=ram_dtype)
     from_disk, from_memory = (engine.prefill(PROMPT, mode="stitch") for _ in range(2))
@@ -157,7 +154,7 @@ def test_every_tier_gives_the_same_answer(engine_of: MakeEngine, kv_dtype: str, 
     assert from_memory.kv_dtype == kv_dtype
 
 
-def test_memory_above_exact_kv_may_round(engine_of: MakeEngine, kv_dtype: str) -> None:
+def test_memory_above_exact_kv_may_round(engine_of, kv_dtype):
     exact = make(engine_of)
     exact.precompute(CHUNKS)
     rounding = make(engine_of, ram_dtype=kv_dtype)
@@ -168,12 +165,12 @@ def test_memory_above_exact_kv_may_round(engine_of: MakeEngine, kv_dtype: str) -
     assert exact.prefill(HEAD, mode="prefix").exactness == "exact"
 
 
-def test_a_chunk_that_can_not_be_rounded_is_reported(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_can_not_be_rounded_is_reported(engine_of, monkeypatch):
     monkeypatch.setattr(Gate, "admit", lambda self, loaded: None)
     engine = make(engine_of, kv_dtype="int4")
     encode = kvrag.precompute.run.encode_chunks
 
-    def with_a_huge_value(*args: Any) -> Any:
+    def with_a_huge_value(*args):
         found = encode(*args)
         with torch.inference_mode():
             found[0].layers[1].values[0, 0, 0] = 1e9
@@ -198,9 +195,7 @@ def sensitive() -> Any:
     return model
 
 
-def test_a_model_that_does_not_tolerate_a_type_is_refused(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_tolerate_a_type_is_refused(tokenizer, tmp_path, monkeypatch):
     engine = KVRagEngine.from_pretrained(
         sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", store_config=StoreConfig(kv_dtype="int4"), prove="off"
     )
@@ -229,7 +224,7 @@ def test_a_model_that_does_not_tolerate_a_type_is_refused(
     in_memory.close()
 
 
-def test_another_best_token_counts_where_it_was_about_as_likely() -> None:
+def test_another_best_token_counts_where_it_was_about_as_likely():
     logits = torch.tensor(
         [[2.0, 1.9, 0.0], [2.0, 1.4, 0.0], [2.0, 1.2, 0.0], [2.0, 1.9, 0.0]]
     )  # half as likely: 0.69 less
@@ -239,12 +234,10 @@ def test_another_best_token_counts_where_it_was_about_as_likely() -> None:
     assert Verdict(0.0, 0.8, 32).passed
 
 
-def test_a_verdict_is_kept_and_a_damaged_one_made_again(
-    engine_of: MakeEngine, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verdict_is_kept_and_a_damaged_one_made_again(engine_of, own_cache, monkeypatch):
     calls: list[str] = []
 
-    def counting(loaded: Any, lm: Any, kv_dtype: Any) -> Verdict:
+    def counting(loaded, lm, kv_dtype):
         calls.append(kv_dtype)
         return judge(loaded, lm, kv_dtype)
 
@@ -272,7 +265,7 @@ def test_a_verdict_is_kept_and_a_damaged_one_made_again(
         assert calls == ["int8"]
 
 
-def test_a_model_that_changed_is_judged_anew(engine_of: MakeEngine) -> None:
+def test_a_model_that_changed_is_judged_anew(engine_of):
     """Weights that were changed in place, or another adapter, are another model to the gate as to the store."""
     engine = make(engine_of, kv_dtype="int4", prove="off")
     engine.precompute(CHUNKS[:1])
@@ -285,20 +278,17 @@ def test_a_model_that_changed_is_judged_anew(engine_of: MakeEngine) -> None:
         engine.precompute(CHUNKS[1:])
 
 
-def test_a_head_dim_that_int4_can_not_hold_is_said_at_once(
-    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def odd(*_: object) -> None:
-        raise kvrag.StoreError("the head dim 63 is odd; use int8")
-
-    monkeypatch.setattr(kvrag.precompute.quantise_check, "pack", odd)
+def test_a_head_dim_that_int4_can_not_hold_is_said_at_once(engine_of, monkeypatch):
+    monkeypatch.setattr(
+        kvrag.precompute.quantise_check, "pack", raising(kvrag.StoreError, "the head dim 63 is odd; use int8")
+    )
     with pytest.raises(ConfigError, match="can't be kept as int4: the head dim 63 is odd"):
         make(engine_of, "mistral", kv_dtype="int4", namespace="n").precompute(CHUNKS)
     plain = make(engine_of, "gpt2", kv_dtype="int4")
     assert plain.generate("Who?", max_new_tokens=2).exactness == "full", "nothing is stored for it"
 
 
-def test_the_gates_prompt_fits_a_small_window(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gates_prompt_fits_a_small_window(engine_of, monkeypatch):
     engine = make(engine_of)
     monkeypatch.setattr(engine.loaded.reusable, "reuse_window", 40)
     parts = draw_parts(engine.loaded, engine.loaded.reusable)
@@ -307,11 +297,11 @@ def test_the_gates_prompt_fits_a_small_window(engine_of: MakeEngine, monkeypatch
     assert judge(engine.loaded, engine.loaded.reusable, "int8").tokens == len(parts[-1])
 
 
-def test_the_gate_measures_what_reuse_shows(engine_of: MakeEngine) -> None:
+def test_the_gate_measures_what_reuse_shows(engine_of):
     """Its KL is that of rounding alone: none without, and less the more bits there are."""
     engine = make(engine_of)
     loaded, lm = engine.loaded, engine.loaded.reusable
-    verdicts = {d: judge(loaded, lm, d) for d in ("auto", "int8", "int4")}  # type: ignore[arg-type]
+    verdicts = {d: judge(loaded, lm, d) for d in ("auto", "int8", "int4")}
     assert verdicts["auto"].mean_kl == 0.0
     assert verdicts["auto"].top1 == 1.0
     assert 0 < verdicts["int8"].mean_kl < verdicts["int4"].mean_kl / 10
@@ -320,7 +310,7 @@ def test_the_gate_measures_what_reuse_shows(engine_of: MakeEngine) -> None:
 # -- configuration and arithmetic ------------------------------------------------------------------------------------------
 
 
-def test_estimates_are_what_is_kept(engine_of: MakeEngine, kv_dtype: str) -> None:
+def test_estimates_are_what_is_kept(engine_of, kv_dtype):
     engine = make(engine_of, kv_dtype=kv_dtype)
     engine.precompute(CHUNKS[:1])
     shapes = engine.loaded.reusable.shapes
@@ -328,10 +318,10 @@ def test_estimates_are_what_is_kept(engine_of: MakeEngine, kv_dtype: str) -> Non
     tokens = len(engine.loaded.encoder.chunk_ids(CHUNKS[0]))
     records = map(engine.store.catalog.get, engine.store.catalog.keys())
     (record,) = [r for r in records if r is not None and r.num_tokens == tokens]
-    assert record.num_bytes == kept_bytes_per_token(shape, kv_dtype, chunk_tokens=tokens) * tokens  # type: ignore[arg-type]
+    assert record.num_bytes == kept_bytes_per_token(shape, kv_dtype, chunk_tokens=tokens) * tokens
 
 
-def test_verify_passes_with_rounded_kv(engine_of: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_verify_passes_with_rounded_kv(engine_of, caplog):
     with caplog.at_level(logging.INFO, "kvrag.precompute.quantise_check"):
         engine = make(engine_of, "qwen3", kv_dtype="int8", seed=7)
         engine.precompute(CHUNKS)

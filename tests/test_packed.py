@@ -1,9 +1,8 @@
 """Many chunks behind one prefix in one packed forward: the KV of each is that of the chunk alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from kit import lm_of
 
 from kvrag.model import CausalLM
 from kvrag.model.attention import ragged_attention
@@ -31,8 +30,8 @@ def assert_same(found: list[ChunkKV], want: list[ChunkKV]) -> None:
 
 @pytest.mark.parametrize("with_prefix", [True, False])
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_packed_chunks_are_those_encoded_alone(name: str, with_prefix: bool) -> None:
-    model = CausalLM(tiny_model(name))
+def test_packed_chunks_are_those_encoded_alone(name, with_prefix):
+    model = lm_of(name)
     prefix, _ = encode_prefix(model, PREFIX if with_prefix else [])
     before = [prefix.keys(layer).clone() for layer in range(model.num_layers)]
     alone = [encode_padded(model, prefix, [ids])[0] for ids in CHUNKS]
@@ -45,16 +44,16 @@ def test_packed_chunks_are_those_encoded_alone(name: str, with_prefix: bool) -> 
     assert all(torch.equal(prefix.keys(layer), keys) for layer, keys in enumerate(before))
 
 
-def test_a_window_that_cuts_a_chunk_or_the_prefix_is_not_packed() -> None:
-    model = CausalLM(tiny_model("mistral"))
+def test_a_window_that_cuts_a_chunk_or_the_prefix_is_not_packed():
+    model = lm_of("mistral")
     window = model.traits[0].reach.window
     assert window is not None
     assert model.can_pack(window)
     assert not model.can_pack(window + 1)
 
 
-def test_a_chunk_does_not_see_its_neighbours() -> None:
-    model = CausalLM(tiny_model())
+def test_a_chunk_does_not_see_its_neighbours():
+    model = lm_of()
     prefix, _ = encode_prefix(model, PREFIX)
     first = encode_packed(model, prefix, CHUNKS)
     changed = encode_packed(model, prefix, [[7] * 19, CHUNKS[1], [9] * 24, CHUNKS[3]])
@@ -64,9 +63,7 @@ def test_a_chunk_does_not_see_its_neighbours() -> None:
 @pytest.mark.parametrize(
     ("device", "path", "is_packed"), [("cpu", "torch", False), ("cuda", "mma", True), ("cuda", "torch", False)]
 )
-def test_the_device_and_its_kernel_say_which_way(
-    device: str, path: str, is_packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_and_its_kernel_say_which_way(device, path, is_packed, monkeypatch):
     import kvrag.precompute.encode as module
 
     monkeypatch.setattr("kvrag_kernels.tier", lambda *_: path)
@@ -82,7 +79,7 @@ def test_the_device_and_its_kernel_say_which_way(
     assert used == ["encode_packed" if is_packed else "encode_padded", "encode_padded"]
 
 
-def test_rows_see_the_prefix_and_their_own_run() -> None:
+def test_rows_see_the_prefix_and_their_own_run():
     rows = Rows.packed(3, [2, 4], torch.device("cpu"))
     assert rows.first is not None
     assert rows.positions is not None

@@ -1,8 +1,5 @@
 """Weights on one device are accepted however they came there; weights in several places are refused with a sentence."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +23,7 @@ def fake(*devices: str, device_map: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_a_map_to_one_device_is_accepted(is_loaded: bool, tokenizer: Any, tiny_dir: str) -> None:
+def test_a_map_to_one_device_is_accepted(is_loaded, tokenizer, tiny_dir):
     if is_loaded:
         model = accelerate.dispatch_model(tiny_model(), {"": "cpu"}, force_hooks=True)
         engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -36,19 +33,19 @@ def test_a_map_to_one_device_is_accepted(is_loaded: bool, tokenizer: Any, tiny_d
     engine.close()
 
 
-def test_a_model_that_is_partly_on_disk_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_model_that_is_partly_on_disk_is_refused(tokenizer, tmp_path):
     model = accelerate.dispatch_model(tiny_model(), PLACES, offload_dir=str(tmp_path), force_hooks=True)
     with pytest.raises(UnsupportedModelError, match=r"several places \(cpu, disk\).*device_map"):
         KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
 
 
-def test_a_model_that_is_offloaded_between_forwards_is_refused(tokenizer: Any) -> None:
+def test_a_model_that_is_offloaded_between_forwards_is_refused(tokenizer):
     model = accelerate.cpu_offload(tiny_model(), torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match="several places"):
         KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
 
 
-def test_a_model_loaded_in_several_places_is_refused_after_loading(tiny_dir: str, tmp_path: Path) -> None:
+def test_a_model_loaded_in_several_places_is_refused_after_loading(tiny_dir, tmp_path):
     engine = KVRagEngine.from_pretrained(tiny_dir, device_map=PLACES, offload_folder=str(tmp_path), namespace="x")
     with pytest.raises(UnsupportedModelError, match="several places"):
         engine.prefill("The archive opens at nine.")
@@ -64,11 +61,11 @@ def test_a_model_loaded_in_several_places_is_refused_after_loading(tiny_dir: str
         fake("cpu", device_map={"": "disk"}),
     ],
 )
-def test_every_spread_is_refused(model: Any) -> None:
+def test_every_spread_is_refused(model):
     with pytest.raises(UnsupportedModelError, match="one device"):
         check_placement(model)
 
 
 @pytest.mark.parametrize("model", [fake("cuda:0", "cuda:0"), fake("cuda:0", device_map={"": 0, "x": 0}), fake("cpu")])
-def test_one_place_is_accepted(model: Any) -> None:
+def test_one_place_is_accepted(model):
     check_placement(model)

@@ -1,10 +1,6 @@
 """Models whose KV can't be reused: they answer like plain transformers, and every result says why nothing was reused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +20,8 @@ PROVEN = ("bloom", "gpt_oss", "llama4_text", "mpt", "phi3-longrope")
 """Some of those whose KV is reused: they must answer without, too, where their proof fails."""
 
 
-@pytest.fixture(params=[*sorted(REFUSED), *PROVEN])
-def plain(request: pytest.FixtureRequest, tokenizer: Any) -> KVRagEngine:
+@pytest.fixture(scope="module", params=[*sorted(REFUSED), *PROVEN])
+def plain(request, tokenizer):
     """An engine on a model that is refused."""
     name = request.param
     model = tiny_model(name)
@@ -36,9 +32,9 @@ def plain(request: pytest.FixtureRequest, tokenizer: Any) -> KVRagEngine:
     return engine
 
 
-@pytest.mark.parametrize("mode", ["auto", "stitch"])
-def test_a_refused_model_answers_like_plain_transformers(plain: KVRagEngine, mode: Any) -> None:
-    stream = plain.stream(PROMPT, mode=mode, max_new_tokens=24)
+def test_a_refused_model_answers_like_plain_transformers(plain):
+    assert plain.generate(PROMPT, max_new_tokens=1).exactness == "full"
+    stream = plain.stream(PROMPT, mode="stitch", max_new_tokens=24)
     pieces = list(stream)
     answer = stream.result
     prompt = torch.tensor([answer.prompt_ids])
@@ -51,7 +47,7 @@ def test_a_refused_model_answers_like_plain_transformers(plain: KVRagEngine, mod
     assert answer.fallback_reason.startswith("KV of this model is not reused: ")
 
 
-def test_a_refused_model_scores_and_prefills(plain: KVRagEngine) -> None:
+def test_a_refused_model_scores_and_prefills(plain):
     first = plain.prefill(PROMPT, mode="prefix")
     ids = plain.generate(PROMPT, max_new_tokens=8).token_ids
     score = plain.score(PROMPT, ids)
@@ -63,12 +59,12 @@ def test_a_refused_model_scores_and_prefills(plain: KVRagEngine) -> None:
 
 
 @pytest.fixture
-def gpt2(tokenizer: Any) -> KVRagEngine:
+def gpt2(tokenizer):
     """An engine on a model with learned positions."""
     return KVRagEngine.from_pretrained(tiny_model("gpt2"), tokenizer=tokenizer)
 
 
-def test_stop_strings_and_sampling_work_without_reuse(gpt2: KVRagEngine) -> None:
+def test_stop_strings_and_sampling_work_without_reuse(gpt2):
     text = gpt2.generate("Who?", max_new_tokens=24).text
     stop = text[5:8]
     cut = gpt2.generate("Who?", max_new_tokens=24, stop=stop)
@@ -77,7 +73,7 @@ def test_stop_strings_and_sampling_work_without_reuse(gpt2: KVRagEngine) -> None
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_precompute_says_that_nothing_can_be_stored_and_stores_nothing(gpt2: KVRagEngine) -> None:
+def test_precompute_says_that_nothing_can_be_stored_and_stores_nothing(gpt2):
     with pytest.raises(UnsupportedModelError, match=r"KV of this model is not reused: .*nothing can be stored"):
         gpt2.precompute(CHUNKS, ids=["a", "b"])
     assert gpt2.document_ids() == []
@@ -86,7 +82,7 @@ def test_precompute_says_that_nothing_can_be_stored_and_stores_nothing(gpt2: KVR
     assert report.stored == 0
 
 
-def test_explain_gives_the_reason(gpt2: KVRagEngine) -> None:
+def test_explain_gives_the_reason(gpt2):
     explanation = gpt2.explain(PROMPT)
     assert (explanation.mode, explanation.hits) == ("full", 0)
     assert "KV of this model is not reused" in str(explanation)
@@ -94,13 +90,7 @@ def test_explain_gives_the_reason(gpt2: KVRagEngine) -> None:
     assert explanation.prompt_tokens == gpt2.prefill(PROMPT).prompt_tokens
 
 
-def test_verify_does_not_pass_where_nothing_is_reused(gpt2: KVRagEngine) -> None:
-    report = gpt2.verify([PROMPT])
-    assert not report.passed
-    assert report.mean_kl == 0
-
-
-def test_training_mode_and_attention_are_left_as_they_were(tokenizer: Any) -> None:
+def test_training_mode_and_attention_are_left_as_they_were(tokenizer):
     model = tiny_model("gpt2").train()
     before = model.config._attn_implementation
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -109,14 +99,14 @@ def test_training_mode_and_attention_are_left_as_they_were(tokenizer: Any) -> No
     assert model.config._attn_implementation == before
 
 
-def test_a_model_on_disk_is_refused_and_served_too(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_model_on_disk_is_refused_and_served_too(tokenizer, tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     engine = KVRagEngine.from_pretrained(tmp_path, kv_dir=tmp_path / "kv")
     assert "not reused" in (engine.generate("Who?", max_new_tokens=2).fallback_reason or "")
 
 
-def test_angles_that_grow_with_the_prompt_are_transformers_own(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_angles_that_grow_with_the_prompt_are_transformers_own(tokenizer, monkeypatch):
     monkeypatch.setitem(REFUSED, "short-ntk", {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 96})
     model = tiny_model("short-ntk")
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
@@ -139,14 +129,14 @@ def test_angles_that_grow_with_the_prompt_are_transformers_own(tokenizer: Any, m
         ("llama", {"max_position_embeddings": -1}, NO_LIMIT),
     ],
 )
-def test_the_context_window_is_the_configs(name: str, options: dict[str, Any], window: int) -> None:
+def test_the_context_window_is_the_configs(name, options, window):
     model = tiny_model(name)
     for option, value in options.items():
         setattr(model.config, option, value)
     assert PlainLM(model, "").context_window == window
 
 
-def test_models_that_are_no_causal_lm_are_refused_by_name(tokenizer: Any, tmp_path: Path) -> None:
+def test_models_that_are_no_causal_lm_are_refused_by_name(tokenizer, tmp_path):
     small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB_SIZE}
     t5 = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **small))
     with pytest.raises(ModelError, match="'t5' is an encoder-decoder"):

@@ -1,9 +1,5 @@
 """Rendering, cutting and tokenising; prefixes from whatever the user has."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from kvrag import Chunk, ConfigError, InputError, TemplatePrefix
@@ -14,11 +10,11 @@ from kvrag.types import Span
 
 
 @pytest.fixture
-def encoder(tokenizer: Any) -> PromptEncoder:
+def encoder(tokenizer):
     return PromptEncoder(tokenizer)
 
 
-def test_cutting_keeps_every_character() -> None:
+def test_cutting_keeps_every_character():
     pieces = [Piece("before CHUNK between CHUNK after"), Piece("given", "chunk", is_given=True)]
     spans = {0: [Span(7, 12, "x"), Span(21, 26, "x")]}
     out = cut(pieces, spans)
@@ -27,18 +23,18 @@ def test_cutting_keeps_every_character() -> None:
     assert merge_live([Piece("a"), Piece(""), Piece("b")]) == [Piece("ab")]
 
 
-def test_white_space_of_a_given_chunk_belongs_to_the_live_text(encoder: PromptEncoder) -> None:
+def test_white_space_of_a_given_chunk_belongs_to_the_live_text(encoder):
     pieces = merge_live(encoder.pieces(["head", Chunk("\n body \n"), "tail"]))
     assert [(p.text, p.kind) for p in pieces] == [("head\n ", "live"), ("body", "chunk"), (" \ntail", "live")]
 
 
-@pytest.mark.parametrize("chunk", [Chunk(""), Chunk("  "), Chunk(None)])  # type: ignore[arg-type]
-def test_an_impossible_chunk_is_refused(chunk: Chunk, encoder: PromptEncoder) -> None:
+@pytest.mark.parametrize("chunk", [Chunk(""), Chunk("  "), Chunk(None)])
+def test_an_impossible_chunk_is_refused(chunk, encoder):
     with pytest.raises(InputError, match="chunk"):
         encoder.pieces(["a", chunk])
 
 
-def test_messages_need_a_chat_template() -> None:
+def test_messages_need_a_chat_template():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="no chat template"):
@@ -49,7 +45,7 @@ def test_messages_need_a_chat_template() -> None:
 
 
 @pytest.mark.parametrize("content", [0, 3, [3], [{"type": "audio"}]])
-def test_content_that_would_be_dropped_is_refused(content: Any, encoder: PromptEncoder) -> None:
+def test_content_that_would_be_dropped_is_refused(content, encoder):
     with pytest.raises(InputError):
         encoder.render([{"role": "user", "content": content}])
 
@@ -67,16 +63,16 @@ def test_content_that_would_be_dropped_is_refused(content: Any, encoder: PromptE
         ([{"content": "x", 3: 4}], r"the keys \['content', 3\]"),
         ([{"role": 3, "content": "x"}], "role of a chat message is 3"),
         ([{"role": "user", "content": b"x"}], "user message is of type bytes"),
-        ([{"role": "user", "content": [Chunk(3)]}], "a chunk's text is of type int"),  # type: ignore[arg-type]
+        ([{"role": "user", "content": [Chunk(3)]}], "a chunk's text is of type int"),
         ([{"role": "user", "content": "\ud800"}], "UTF-8"),
     ],
 )
-def test_what_is_no_prompt_is_named(prompt: Any, message: str, encoder: PromptEncoder) -> None:
+def test_what_is_no_prompt_is_named(prompt, message, encoder):
     with pytest.raises(InputError, match=message):
         encoder.pieces(prompt)
 
 
-def test_empty_content_is_an_empty_message(encoder: PromptEncoder) -> None:
+def test_empty_content_is_an_empty_message(encoder):
     assert encoder.render([{"role": "assistant", "content": None}]).startswith("<|im_start|>assistant\n<|im_end|>")
 
 
@@ -85,11 +81,11 @@ def test_empty_content_is_an_empty_message(encoder: PromptEncoder) -> None:
 HEAD = "<|im_start|>user\n"
 
 
-def test_the_default_prefix_is_the_head_of_the_chat_template(encoder: PromptEncoder) -> None:
+def test_the_default_prefix_is_the_head_of_the_chat_template(encoder):
     assert prefix_text(None, encoder) == HEAD
 
 
-def test_a_prefix_may_be_text_or_messages(encoder: PromptEncoder) -> None:
+def test_a_prefix_may_be_text_or_messages(encoder):
     assert prefix_text("Read:\n", encoder) == "Read:\n"
     system = [{"role": "system", "content": "Be brief."}]
     assert prefix_text(system, encoder) == f"<|im_start|>system\nBe brief.<|im_end|>\n{HEAD}"
@@ -99,7 +95,7 @@ def test_a_prefix_may_be_text_or_messages(encoder: PromptEncoder) -> None:
     assert prefix_text(parts, encoder) == prefix_text(system, encoder)
 
 
-def test_a_prefix_may_be_a_langchain_template(encoder: PromptEncoder) -> None:
+def test_a_prefix_may_be_a_langchain_template(encoder):
     prompts = pytest.importorskip("langchain_core.prompts")
     chat = prompts.ChatPromptTemplate.from_messages(
         [("system", "Be brief."), ("placeholder", "{history}"), ("human", "Read:\n{context}\n\nQ: {question}")]
@@ -116,7 +112,7 @@ def test_a_prefix_may_be_a_langchain_template(encoder: PromptEncoder) -> None:
         prefix_text(late, encoder)
 
 
-def test_a_prefix_may_be_a_llama_index_template(encoder: PromptEncoder) -> None:
+def test_a_prefix_may_be_a_llama_index_template(encoder):
     prompts = pytest.importorskip("llama_index.core.prompts")
     plain = prompts.PromptTemplate("Context:\n{context_str}\nQ: {query_str}")
     assert prefix_text(plain, encoder) == f"{HEAD}Context:\n"  # LlamaIndex sends it as one user message
@@ -130,6 +126,6 @@ def test_a_prefix_may_be_a_llama_index_template(encoder: PromptEncoder) -> None:
     assert prefix_text(chat, encoder) == f"<|im_start|>system\nBe brief.<|im_end|>\n{HEAD}C: "
 
 
-def test_a_prefix_of_another_kind_is_refused(encoder: PromptEncoder) -> None:
+def test_a_prefix_of_another_kind_is_refused(encoder):
     with pytest.raises(ConfigError, match="of type int"):
         prefix_text(7, encoder)

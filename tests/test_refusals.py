@@ -1,7 +1,5 @@
 """What can't be moved is refused, with the true reason: by the config where it shows, else by what one forward shows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,19 +31,19 @@ REASONS = {
 }
 
 
-def test_every_refused_row_has_its_reason() -> None:
+def test_every_refused_row_has_its_reason():
     assert set(REASONS) == set(REFUSED)
     assert not set(REFUSED) & set(TINY)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_refusal_gives_the_true_reason(name: str) -> None:
+def test_a_refusal_gives_the_true_reason(name):
     with pytest.raises(UnsupportedModelError, match=REASONS[name]):
         CausalLM(tiny_model(name))
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) - {"falcon-alibi"}))
-def test_what_has_no_name_on_the_list_is_refused_all_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_name_on_the_list_is_refused_all_the_same(name, monkeypatch):
     """Names only save reading the weights: structure and the probe find out by themselves."""
     monkeypatch.setattr(support, "_BY_NAME", {})
     with pytest.raises(UnsupportedModelError, match="before the first layer" if name in ("gpt2", "opt") else ""):
@@ -60,7 +58,7 @@ def test_what_has_no_name_on_the_list_is_refused_all_the_same(name: str, monkeyp
         *(("recurrent_gemma", "running state"), ("mamba2", "running state")),
     ],
 )
-def test_a_config_is_enough_where_it_shows(model_type: str, reason: str) -> None:
+def test_a_config_is_enough_where_it_shows(model_type, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
         check_supported(AutoConfig.for_model(model_type))
 
@@ -79,7 +77,7 @@ class _Attention(torch.nn.Module):
 @pytest.mark.parametrize(
     ("name", "reason"), [("k_proj", "keys of layer 2"), ("v_proj", "layer 2 .*values that depend")]
 )
-def test_keys_and_values_that_mix_neighbours_are_refused(name: str, reason: str) -> None:
+def test_keys_and_values_that_mix_neighbours_are_refused(name, reason):
     """A convolution over the tokens before: each row's keys depend on more than its own hidden state."""
     model = tiny_model()
     attention = model.model.layers[2].self_attn
@@ -88,7 +86,7 @@ def test_keys_and_values_that_mix_neighbours_are_refused(name: str, reason: str)
         CausalLM(model)
 
 
-def test_angles_that_depend_on_the_length_are_refused_whatever_their_name() -> None:
+def test_angles_that_depend_on_the_length_are_refused_whatever_their_name():
     model = tiny_model()
     rotary = model.model.rotary_emb
     plain = rotary.forward
@@ -98,7 +96,7 @@ def test_angles_that_depend_on_the_length_are_refused_whatever_their_name() -> N
 
 
 @pytest.mark.parametrize("option", [{"position_bias": torch.zeros(1)}, {"is_causal": False}])
-def test_an_option_of_attention_that_is_not_understood_is_refused(option: dict[str, Any]) -> None:
+def test_an_option_of_attention_that_is_not_understood_is_refused(option):
     """Dropping it silently could be a wrong answer."""
     model = tiny_model()
     attention = model.model.layers[0].self_attn
@@ -108,7 +106,7 @@ def test_an_option_of_attention_that_is_not_understood_is_refused(option: dict[s
         CausalLM(model)
 
 
-def test_a_model_whose_forward_fails_is_refused() -> None:
+def test_a_model_whose_forward_fails_is_refused():
     model = tiny_model()
     model.model.layers[0].self_attn.forward = lambda *_, **__: 1 / 0
     with pytest.raises(UnsupportedModelError, match="ZeroDivisionError"):
@@ -127,14 +125,14 @@ def test_a_model_whose_forward_fails_is_refused() -> None:
         ({"sliding_window": 50}, lambda q, k: (k <= q) & ((k > q - 50) | (k < 4)), None),  # a window with first tokens
     ],
 )
-def test_a_mask_is_read_from_its_function_or_refused(options: Any, visible: Any, reach: Reach | None) -> None:
+def test_a_mask_is_read_from_its_function_or_refused(options, visible, reach):
     config = tiny_model().config
     for name, value in options.items():
         setattr(config, name, value)
     assert read_mask(lambda _b, _h, q, k: visible(q, k), config, torch.device("cpu")) == reach
 
 
-def test_a_mask_that_is_not_understood_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_is_not_understood_refuses_the_model(monkeypatch):
     monkeypatch.setattr("kvrag.model.traits.read_mask", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="mask that is neither causal"):
         CausalLM(tiny_model())

@@ -1,11 +1,10 @@
 """Rotations: the model's own function, in float32, invertible, for every kind of RoPE that is accepted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
+from kit import lm_of
 
 from kvrag.model import CausalLM
 from kvrag.model.rows import Rows
@@ -13,8 +12,8 @@ from kvrag.testing.models import TINY, tiny_model
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_unrotate_inverts_rotate_at_any_rows(name: str) -> None:
-    table = CausalLM(tiny_model(name)).rotary(2000)[0]
+def test_unrotate_inverts_rotate_at_any_rows(name):
+    table = lm_of(name).rotary(2000)[0]
     rows = torch.tensor([0, 1, 7, 1500, 1999])
     vectors = torch.randn(2, 5, 16)
     there = table.unit_rotate(vectors, rows)
@@ -24,9 +23,9 @@ def test_unrotate_inverts_rotate_at_any_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_rotation_depends_on_the_distance_only(name: str) -> None:
+def test_rotation_depends_on_the_distance_only(name):
     """A key moved with its query scores the same: what makes moving a chunk possible at all."""
-    table = CausalLM(tiny_model(name)).rotary(3000)[0]
+    table = lm_of(name).rotary(3000)[0]
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
     scores = [
         float((table.rotate(q, torch.tensor([at + 37])) * table.rotate(k, torch.tensor([at]))).sum())
@@ -38,41 +37,41 @@ def test_rotation_depends_on_the_distance_only(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_adding_one_rotated_vector_equals_the_general_path(name: str, dtype: torch.dtype) -> None:
-    table = CausalLM(tiny_model(name)).rotary(500)[0]
+def test_adding_one_rotated_vector_equals_the_general_path(name, dtype):
+    table = lm_of(name).rotary(500)[0]
     target, vector = torch.randn(2, 40, 16).to(dtype), torch.randn(2, 1, 16)
     expected = (target.float() + table.unit_rotate(vector.expand(-1, 40, -1), slice(300, 340))).to(dtype)
     table.add_unit_rotated(target, vector, table.partner(vector), slice(300, 340))
     assert torch.allclose(target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 0)
 
 
-def test_yarn_keeps_its_magnitude_once() -> None:
-    table = CausalLM(tiny_model("llama-yarn")).rotary(10)[0]
+def test_yarn_keeps_its_magnitude_once():
+    table = lm_of("llama-yarn").rotary(10)[0]
     assert table.magnitude > 1.0
     k = torch.randn(2, 3, 16)
     assert torch.allclose(table.rotate(k, slice(4, 7)), table.unit_rotate(k, slice(4, 7)) * table.magnitude, atol=1e-5)
 
 
-def test_each_layer_rotates_by_its_own_table() -> None:
-    gemma = CausalLM(tiny_model("gemma3_text")).rotary(100)
+def test_each_layer_rotates_by_its_own_table():
+    gemma = lm_of("gemma3_text").rotary(100)
     assert gemma[0] is gemma[2]
     assert gemma[1] is gemma[3]
     assert not torch.allclose(gemma[0].cos, gemma[1].cos)
-    smollm = CausalLM(tiny_model("smollm3")).rotary(100)
+    smollm = lm_of("smollm3").rotary(100)
     keys = torch.randn(2, 5, 16)
     assert torch.equal(smollm[3].rotate(keys, slice(50, 55)), keys)
     assert not torch.allclose(smollm[2].rotate(keys, slice(50, 55)), keys)
-    assert len(CausalLM(tiny_model("llama")).rotary(100)) == 4
-    assert len(set(map(id, CausalLM(tiny_model("llama")).rotary(100)))) == 1
+    assert len(lm_of().rotary(100)) == 4
+    assert len(set(map(id, lm_of().rotary(100)))) == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi", "glm", "gptj", "falcon-new"])
-def test_cached_keys_rotated_back_are_the_captured_ones(name: str) -> None:
+def test_cached_keys_rotated_back_are_the_captured_ones(name):
     """The way that is taken where no submodule gives position-free keys."""
     lm = CausalLM(tiny_model(name))
     ids = torch.arange(5, 45)
 
-    def captured() -> dict[int, torch.Tensor]:
+    def captured():
         with lm.capture() as keys:
             lm.forward(ids, Rows.span(0, 40), lm.buffer(40), logits=0)
         return keys
@@ -85,13 +84,13 @@ def test_cached_keys_rotated_back_are_the_captured_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["olmo", "nanochat", "llama4_text", "codegen"])
-def test_keys_that_are_changed_after_the_projection_are_read_at_the_cache(name: str) -> None:
+def test_keys_that_are_changed_after_the_projection_are_read_at_the_cache(name):
     """Clipping shows on large keys only, so a comparison on the probe's few keys must not decide: OLMo."""
-    assert CausalLM(tiny_model(name)).traits[0].source is None
+    assert lm_of(name).traits[0].source is None
 
 
-def test_low_precision_is_rounded_once() -> None:
-    table = CausalLM(tiny_model()).rotary(3000)[0]
+def test_low_precision_is_rounded_once():
+    table = lm_of().rotary(3000)[0]
     k = torch.randn(2, 50, 16).bfloat16()
     exact = table.rotate(k.double().float(), slice(2900, 2950))
     assert torch.equal(table.rotate(k, slice(2900, 2950)), exact.bfloat16())

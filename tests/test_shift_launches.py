@@ -1,10 +1,5 @@
 """The residual shift by one stitch launch a layer gives what the chain of torch ops gives, and every promise holds with it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 from test_equivalence import (
@@ -36,22 +31,21 @@ NAMES = [
 
 PROMPT = ask((3, 0, 2))
 Launches = list[tuple[int, bool, int]]
-MakeEngine = Callable[..., KVRagEngine]
 
 
 @pytest.fixture(scope="module")
-def stored(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeEngine]:
+def stored(tokenizer, tmp_path_factory):
     with engines(tokenizer, tmp_path_factory, CHUNKS) as get:
         yield get
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def noted(monkeypatch):
     """Layers, whether residuals were added, and rows left out, of each launch."""
     launches: Launches = []
     real = kvrag_kernels.stitch
 
-    def noting(*given: Any, **options: Any) -> None:
+    def noting(*given, **options):
         skip = options["skip"]
         launches.append((len(given[2]), "key_residuals" in options, 0 if skip is None else int(skip.sum())))
         real(*given, **options)
@@ -61,7 +55,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 @pytest.fixture
-def launches(noted: Launches, monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(noted, monkeypatch):
     """Let the op stitch, as on a CUDA device; here its torch path computes."""
     monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
     return noted
@@ -94,7 +88,7 @@ def largest_difference(engine: KVRagEngine, one: Prefilled, other: Prefilled) ->
 
 @pytest.mark.parametrize("shift", [0.5, 1.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_launches_shift_as_the_torch_ops_do(name: str, shift: float, stored: MakeEngine, launches: Launches) -> None:
+def test_launches_shift_as_the_torch_ops_do(name, shift, stored, launches):
     engine, repair = stored(name), RepairConfig(recompute_ratio=0.3, shift=shift)
     one = by_launches(engine, launches, repair)
     other = by_torch(engine, repair)
@@ -108,7 +102,7 @@ def test_launches_shift_as_the_torch_ops_do(name: str, shift: float, stored: Mak
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox"])
-def test_rounded_kv_is_shifted_from_its_codes(name: str, kv_dtype: str, stored: MakeEngine, launches: Launches) -> None:
+def test_rounded_kv_is_shifted_from_its_codes(name, kv_dtype, stored, launches):
     engine, repair = stored(name, kv_dtype=kv_dtype), RepairConfig(recompute_ratio=0.3, shift=1.0)
     one = by_launches(engine, launches, repair)
     assert sum(has_residual for _, has_residual, _ in launches) == engine.loaded.lm.num_layers - 1
@@ -117,9 +111,7 @@ def test_rounded_kv_is_shifted_from_its_codes(name: str, kv_dtype: str, stored: 
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_gives_the_same_both_ways(
-    strategy: str, shift: float, stored: MakeEngine, launches: Launches
-) -> None:
+def test_every_strategy_gives_the_same_both_ways(strategy, shift, stored, launches):
     """Also those that have measured deviation: rows of the layers up to it are fresh by then, and must stay so."""
     engine = stored("llama")
     repair = RepairConfig(strategy, recompute_ratio=0.3, shift=shift, check_layer=2)
@@ -133,9 +125,7 @@ def test_every_strategy_gives_the_same_both_ways(
     assert shifted == (0 if shift == 0 or strategy in ("none", "all") else engine.loaded.lm.num_layers - fresh)
 
 
-def test_fresh_rows_would_be_lost_if_they_were_placed_again(
-    stored: MakeEngine, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fresh_rows_would_be_lost_if_they_were_placed_again(stored, launches, monkeypatch):
     """The test above must be able to fail."""
     engine, repair = stored("llama"), RepairConfig("hkvd", recompute_ratio=0.3, shift=1.0, check_layer=2)
     monkeypatch.setattr(Stitcher, "forget", lambda *_: None)
@@ -143,9 +133,7 @@ def test_fresh_rows_would_be_lost_if_they_were_placed_again(
     assert largest_difference(engine, one, by_torch(engine, repair)) > 1e-2
 
 
-def test_what_does_not_fit_beside_the_prompt_is_shifted_by_torch(
-    stored: MakeEngine, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_beside_the_prompt_is_shifted_by_torch(stored, launches, monkeypatch):
     engine, repair = stored("llama"), RepairConfig(recompute_ratio=0.3, shift=1.0)
     monkeypatch.setattr(stitching, "_has_room", lambda *_: False)
     one = by_launches(engine, launches, repair)
@@ -154,7 +142,7 @@ def test_what_does_not_fit_beside_the_prompt_is_shifted_by_torch(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_promises_hold_with_launches(name: str, stored: MakeEngine, launches: Launches) -> None:
+def test_the_promises_hold_with_launches(name, stored, launches):
     engine = stored(name)
     for order in ((3, 1, 0, 2), (2, 2, 0)):
         assert distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all")) < TOLERANCE
@@ -163,7 +151,7 @@ def test_the_promises_hold_with_launches(name: str, stored: MakeEngine, launches
     assert launches
 
 
-def test_shift_changes_only_rows_that_are_left_alone(stored: MakeEngine, launches: Launches) -> None:
+def test_shift_changes_only_rows_that_are_left_alone(stored, launches):
     engine = stored("llama")
     plain, shifted = (
         by_launches(engine, launches, RepairConfig(strategy="random", recompute_ratio=0.2, shift=s)) for s in (0.0, 1.0)
@@ -179,9 +167,7 @@ def chunks_of(*lengths: int) -> Layout:
     ("selected", "strength", "expected"),
     [(None, 0.5, True), (None, 0.0, False), (0, 0.5, False), (3, 0.5, True), (9, 0.5, False), (3, 0.0, False)],
 )
-def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(
-    selected: int | None, strength: float, expected: bool
-) -> None:
+def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(selected, strength, expected):
     rows = None if selected is None else torch.arange(selected)
     assert may_shift(chunks_of(4, 5), rows, strength) is expected
     assert not may_shift(chunks_of(), rows, strength)
@@ -191,7 +177,7 @@ def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cuda_shifts_by_launches(dtype: torch.dtype, kv_dtype: Any, tokenizer: Any, noted: Launches) -> None:
+def test_cuda_shifts_by_launches(dtype, kv_dtype, tokenizer, noted):
     engine = KVRagEngine.from_pretrained(
         tiny_model(dtype=dtype).cuda(), tokenizer=tokenizer, store_config=StoreConfig(kv_dtype=kv_dtype)
     )

@@ -1,7 +1,5 @@
 """Stitching by the kernels' op gives what stitching with the model's own rotation gives, on every architecture that it can say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import lm_of
 
 import kvrag.blend.stitch as module
 import kvrag_kernels
@@ -19,7 +18,7 @@ from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.encode import encode_padded, encode_prefix
-from kvrag.testing.models import TINY, tiny_model
+from kvrag.testing.models import TINY
 from kvrag.types import ChunkKV
 
 CHUNKS = [list(range(30, 42)), list(range(60, 69)), list(range(100, 117))]
@@ -27,11 +26,13 @@ NOT_SAID = {"bloom", "mpt"}
 """Keys that no layer turns."""
 
 
-def layout_of(model: CausalLM) -> tuple[Layout, list[ChunkKV]]:
+def prompt_on(name: str = "llama") -> tuple[CausalLM, Layout, list[ChunkKV]]:
     """Live text around three chunks, the last of which gives up its last row to be computed."""
+    model = lm_of(name)
     prefix, _ = encode_prefix(model, [1, 2, 3])
     segments = [(3, "live", -1), (17, "chunk", 2), (5, "live", -1), (12, "chunk", 0), (9, "chunk", 1)]
-    return place((n, kind, False, source, False) for n, kind, source in segments), encode_padded(model, prefix, CHUNKS)  # type: ignore[misc]
+    layout = place((n, kind, False, source, False) for n, kind, source in segments)
+    return model, layout, encode_padded(model, prefix, CHUNKS)
 
 
 def filled(model: CausalLM, layout: Layout) -> KVBuffer:
@@ -51,12 +52,12 @@ Launches = list[dict[str, Any]]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch):
     """Let the op stitch, as on a CUDA device, and note what it is given; here its torch path computes."""
     noted: Launches = []
     real = kvrag_kernels.stitch
 
-    def noting(*given: Any, **options: Any) -> None:
+    def noting(*given, **options):
         noted.append({"keys": given[0], "layers": len(given[2]), "starts": given[4], **options})
         real(*given, **options)
 
@@ -82,9 +83,8 @@ def assert_same(model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
-    model = CausalLM(tiny_model(name))
-    layout, kvs = layout_of(model)
+def test_both_ways_write_the_same_rows(name, launches):
+    model, layout, kvs = prompt_on(name)
     buffer = stitched(model, layout, kvs)
     assert bool(launches) == (name not in NOT_SAID)
     assert_same(model, buffer, by_torch(model, layout, kvs))
@@ -92,30 +92,28 @@ def test_both_ways_write_the_same_rows(name: str, launches: Launches) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-yarn", "gptj", "gpt_neox", "smollm3"])
-def test_rounded_kv_travels_as_codes(name: str, kv_dtype: Any, launches: Launches) -> None:
-    model = CausalLM(tiny_model(name))
-    layout, kvs = layout_of(model)
+def test_rounded_kv_travels_as_codes(name, kv_dtype, launches):
+    model, layout, kvs = prompt_on(name)
     kvs = [pack(kv, kv_dtype) for kv in kvs]
     buffer = stitched(model, layout, kvs)
     assert {x.dtype for launch in launches for x in launch["keys"]} == {kvs[0].layers[0].keys.dtype}
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
-def test_long_chunks_of_int4_have_several_groups_of_tokens(launches: Launches) -> None:
-    model = CausalLM(tiny_model())
+def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
+    model = lm_of()
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [pack(kv, "int4") for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])]
     segments = [(3, "live", False, -1, False), (70, "chunk", False, 0, False), (40, "chunk", False, 1, False)]
-    layout = place([*segments, (2, "live", False, -1, False)])  # type: ignore[list-item]
+    layout = place([*segments, (2, "live", False, -1, False)])
     buffer = stitched(model, layout, kvs)
     assert [x.shape[1] for x in launches[0]["key_scales"][:2]] == [3, 2]
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
-def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
+def test_what_one_call_can_not_say_is_left_to_torch(launches):
     """Chunks of two kinds in one prompt, and groups of channels of which the last is shorter."""
-    model = CausalLM(tiny_model())
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on()
     mixed = [pack(kvs[0], "int8"), *kvs[1:]]
     buffer = stitched(model, layout, mixed)
     assert_same(model, buffer, by_torch(model, layout, mixed))
@@ -129,18 +127,16 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches: Launches) -> None:
     assert launches == []
 
 
-def test_a_launch_takes_several_layers(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
+def test_a_launch_takes_several_layers(monkeypatch, launches):
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 3)
-    model = CausalLM(tiny_model())
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on()
     buffer = stitched(model, layout, kvs)
     assert [(x["layers"], x["starts"]) for x in launches] == [(3, [3, 25, 37]), (1, [3, 25, 37])]
     assert_same(model, buffer, by_torch(model, layout, kvs))
 
 
-def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None:
-    model = CausalLM(tiny_model())
-    layout, kvs = layout_of(model)
+def test_rows_that_will_be_computed_are_not_stitched(launches):
+    model, layout, kvs = prompt_on()
     skipped = torch.tensor([3, 4, 30, 45])
     buffer = stitched(model, layout, kvs, skip=skipped)
     others = [i for i in range(layout.num_tokens) if i not in skipped.tolist()]
@@ -151,10 +147,9 @@ def test_rows_that_will_be_computed_are_not_stitched(launches: Launches) -> None
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
-def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: Launches) -> None:
+def test_kept_chunks_are_placed_again_with_residuals(kv_dtype, launches):
     """What is added before the rotation, row by row; rows that are computed, other chunks and other layers stay as they are."""
-    model = CausalLM(tiny_model("llama-yarn"))
-    layout, kvs = layout_of(model)
+    model, layout, kvs = prompt_on("llama-yarn")
     kvs = [pack(kv, kv_dtype) for kv in kvs]
     rotary = model.rotary(layout.num_tokens)
     buffer, expected = filled(model, layout), by_torch(model, layout, kvs)
@@ -183,15 +178,14 @@ def test_kept_chunks_are_placed_again_with_residuals(kv_dtype: Any, launches: La
     assert not stitcher.has_kept
 
 
-def test_without_room_nothing_is_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = CausalLM(tiny_model())
-    layout, kvs = layout_of(model)
+def test_without_room_nothing_is_kept(launches, monkeypatch):
+    model, layout, kvs = prompt_on()
     monkeypatch.setattr(module, "_has_room", lambda *_: False)
     assert stitch(filled(model, layout), layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
     assert launches
 
 
-def test_room_is_half_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_half_of_what_the_device_has_left(monkeypatch):
     cuda = torch.device("cuda", 0)
     state = {"mem_get_info": (60, 1000), "memory_reserved": 140, "memory_allocated": 100}
     for name, value in state.items():
@@ -200,9 +194,8 @@ def test_room_is_half_of_what_the_device_has_left(monkeypatch: pytest.MonkeyPatc
     assert not module._has_room(51, cuda)
 
 
-def test_what_is_on_the_device_anyway_takes_no_room() -> None:
-    model = CausalLM(tiny_model())
-    layout, kvs = layout_of(model)
+def test_what_is_on_the_device_anyway_takes_no_room():
+    _, layout, kvs = prompt_on()
     assert module._kept_bytes(layout, kvs, torch.device("cpu")) == 0
     assert module._kept_bytes(layout, kvs, torch.device("meta")) == sum(kv.num_bytes for kv in kvs)
 
@@ -217,9 +210,7 @@ def test_what_is_on_the_device_anyway_takes_no_room() -> None:
         ("cpu", 64, 64, 32, False),
     ],
 )
-def test_the_op_stitches_where_it_has_a_kernel(
-    device: str, key_dim: int, value_dim: int, width: int, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_op_stitches_where_it_has_a_kernel(device, key_dim, value_dim, width, found, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     x, y = (
@@ -235,16 +226,16 @@ def test_the_op_stitches_where_it_has_a_kernel(
 @pytest.mark.parametrize(
     ("name", "is_neighbours"), [("llama", False), ("gptj", True), ("cohere", True), ("phi", False)]
 )
-def test_pairs_are_read_off_the_rotation(name: str, is_neighbours: bool) -> None:
-    pairs = CausalLM(tiny_model(name)).rotary(9)[0].pairs()
+def test_pairs_are_read_off_the_rotation(name, is_neighbours):
+    pairs = lm_of(name).rotary(9)[0].pairs()
     assert pairs is not None
     cos, sin, found = pairs
     assert found is is_neighbours
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
 
 
-def test_a_rotation_of_another_kind_is_left_to_torch() -> None:
-    table = CausalLM(tiny_model()).rotary(9)[0]
+def test_a_rotation_of_another_kind_is_left_to_torch():
+    table = lm_of().rotary(9)[0]
     odd, inner = copy(table), copy(table)
     odd.apply = lambda keys, cos, sin: keys * cos[:, None] + keys.flip(-1) * sin[:, None]
     inner.start, inner.width = 1, table.width - 2

@@ -1,7 +1,5 @@
 """What threads and switches must survive: process exit, Ctrl-C, fork, and many requests at once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -10,13 +8,12 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any
 
 import pytest
 from texts import make_chunks
 
 import kvrag.generate.sequence
-from kvrag import KVRagEngine, RepairConfig
+from kvrag import RepairConfig
 from kvrag.model.forward import lock_of
 
 CHUNKS = make_chunks(4, words=30, seed=3)
@@ -33,7 +30,7 @@ lm = engine.loaded.lm
 real, begun = lm.forward, threading.Event()
 def busy(*args, **options):  # a forward that is inside torch nearly all the time
     begun.set()
-    for _ in range(400):
+    for _ in range(100):
         a = torch.rand(300, 300)
         a @ a
     return real(*args, **options)
@@ -49,20 +46,18 @@ LEAVE = {
 }
 
 
-@pytest.mark.parametrize("how", LEAVE)
-def test_the_process_ends_in_order_while_a_request_is_inside_torch(how: str) -> None:
+@pytest.mark.parametrize("how", ["abandoned", pytest.param("closed", marks=pytest.mark.slow)])
+def test_the_process_ends_in_order_while_a_request_is_inside_torch(how):
     leave, code = LEAVE[how]
     script = [sys.executable, "-c", SCRIPT + leave]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, "terminate" in done.stderr) == (code, False), done.stderr
 
 
-def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(engine, monkeypatch):
     real, forwards, interrupt = engine.loaded.lm.forward, [], threading.Event()
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def counted(*args, **options):
         forwards.append(1)
         if len(forwards) == 3:
             interrupt.set()
@@ -70,7 +65,7 @@ def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(
 
     monkeypatch.setattr(engine.loaded.lm, "forward", counted)
 
-    def press() -> None:
+    def press():
         interrupt.wait(60)
         os.kill(os.getpid(), 2)
 
@@ -98,12 +93,12 @@ def _settles(forwards: list[int]) -> bool:
 
 @pytest.mark.filterwarnings("ignore:This process")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_that_is_forked_during_a_stream_answers(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_is_forked_during_a_stream_answers(engine, monkeypatch):
     engine.precompute(CHUNKS)
     expected = engine.generate(PROMPT, max_new_tokens=3).token_ids
     real, inside = engine.loaded.lm.forward, threading.Event()
 
-    def slow(*args: Any, **options: Any) -> Any:
+    def slow(*args, **options):
         with lock_of(engine.loaded.lm.model):
             inside.set()
             time.sleep(0.2)
@@ -125,10 +120,10 @@ def test_a_child_that_is_forked_during_a_stream_answers(engine: KVRagEngine, mon
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-async def test_many_requests_at_once_hold_few_buffers(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_requests_at_once_hold_few_buffers(engine, monkeypatch):
     real, alive, most = engine.loaded.lm.buffer, set[int](), [0]
 
-    def buffer(*args: Any, **options: Any) -> Any:
+    def buffer(*args, **options):
         made = real(*args, **options)
         alive.add(id(made))
         weakref.finalize(made.keys(0), alive.discard, id(made))
@@ -141,9 +136,7 @@ async def test_many_requests_at_once_hold_few_buffers(engine: KVRagEngine, monke
     assert 1 <= most[0] <= kvrag.generate.sequence.MAX_RUNNING
 
 
-async def test_a_request_that_is_cancelled_before_its_turn_never_runs(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_that_is_cancelled_before_its_turn_never_runs(engine, monkeypatch):
     monkeypatch.setattr(kvrag.generate.sequence, "prefill", lambda *_, **__: pytest.fail("it ran"))
     turns = kvrag.generate.sequence.Turns(1)
     monkeypatch.setattr(kvrag.generate.sequence, "TURNS", turns)
@@ -161,7 +154,7 @@ async def test_a_request_that_is_cancelled_before_its_turn_never_runs(
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1,)])
-def test_the_reason_why_auto_drops_reuse_is_kept_and_counted(engine: KVRagEngine, order: tuple[int, ...]) -> None:
+def test_the_reason_why_auto_drops_reuse_is_kept_and_counted(engine, order):
     """Behind its prefix the first chunk is exact and stays; the others would cost more than they save."""
     engine.precompute(CHUNKS)
     text = "\n\n".join(CHUNKS[i] for i in order)

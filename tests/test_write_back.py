@@ -1,19 +1,16 @@
 """Write-back of misses: index-time KV of retrieved chunks, after the answer; never live text, never what was erased."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit import raising
 from texts import make_chunks
 
 import kvrag.precompute.on_miss
@@ -24,14 +21,13 @@ from kvrag.identity.fingerprint import chunk_key, text_digest
 from kvrag.precompute.on_miss import Erasures, Stopped, erasures_of
 from kvrag.testing.chunks import same_bits
 
-MakeEngine = Callable[..., KVRagEngine]
 CHUNKS = make_chunks(4, words=30, seed=31)
 STORE = StoreConfig(on_miss="store")
 PATIENT_S = 60.0
 
 
 @pytest.fixture
-def engine(engine_of: MakeEngine) -> KVRagEngine:
+def engine(engine_of):
     return engine_of("llama", store_config=STORE)
 
 
@@ -68,9 +64,7 @@ class Paused:
 # -- what is stored --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_back_is_what_precompute_stores(
-    engine: KVRagEngine, engine_of: MakeEngine, tmp_path: Path
-) -> None:
+def test_what_is_written_back_is_what_precompute_stores(engine, engine_of, tmp_path):
     """Repair with full strength would leave its marks in KV that came from the answer."""
     engine.precompute(CHUNKS[:1])
     repair = RepairConfig(strategy="query", recompute_ratio=0.5, shift=1.0)
@@ -86,7 +80,7 @@ def test_what_is_written_back_is_what_precompute_stores(
 
 
 @pytest.mark.parametrize("is_message", [False, True])
-def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine: KVRagEngine, is_message: bool) -> None:
+def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine, is_message):
     prompt: Any = given(engine, CHUNKS[0])
     if is_message:
         prompt = [{"role": "user", "content": [Chunk(f"\n{CHUNKS[0]} "), "\nWho?"]}]
@@ -98,7 +92,7 @@ def test_the_next_prompt_reuses_it_and_nothing_is_stored_twice(engine: KVRagEngi
     assert engine.document_ids() == []
 
 
-def test_only_answers_with_reuse_write_back(engine: KVRagEngine, engine_of: MakeEngine) -> None:
+def test_only_answers_with_reuse_write_back(engine, engine_of):
     prompt = given(engine, CHUNKS[0])
     answer(engine, prompt, mode="full")
     engine.prefill(prompt, mode="stitch")
@@ -112,7 +106,7 @@ def test_only_answers_with_reuse_write_back(engine: KVRagEngine, engine_of: Make
         assert "write_back" not in other.stats()
 
 
-def test_user_turns_and_live_text_are_never_stored(engine: KVRagEngine) -> None:
+def test_user_turns_and_live_text_are_never_stored(engine):
     turns = [
         {"role": "system", "content": CHUNKS[0]},
         {"role": "user", "content": CHUNKS[1]},
@@ -124,7 +118,7 @@ def test_user_turns_and_live_text_are_never_stored(engine: KVRagEngine) -> None:
     assert engine.store.catalog.keys() == []
 
 
-def test_live_text_before_the_chunks_is_never_stored_as_a_prefix(engine: KVRagEngine) -> None:
+def test_live_text_before_the_chunks_is_never_stored_as_a_prefix(engine):
     """The chunk is encoded behind the engine's own prefix, and only that one is stored with it."""
     answer(engine, [f"My secret question: {CHUNKS[3]}\n", Chunk(CHUNKS[0]), "\nWell?"])
     (identity,) = identities(engine, CHUNKS[0])
@@ -136,9 +130,7 @@ def test_live_text_before_the_chunks_is_never_stored_as_a_prefix(engine: KVRagEn
     assert [record.num_tokens for record in records if record] == [len(head)]
 
 
-def test_live_text_that_begins_like_a_chunk_is_not_stored_either(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_text_that_begins_like_a_chunk_is_not_stored_either(engine, monkeypatch):
     """Even where the chunk's KV goes away between two looks at the store, and its part is computed."""
     engine.precompute(CHUNKS[:1])
     before = sorted(engine.store.catalog.keys())
@@ -154,14 +146,14 @@ def test_live_text_that_begins_like_a_chunk_is_not_stored_either(
     assert sum(engine.stats()["write_back"].values()) == 0
 
 
-def test_a_prefix_that_was_precomputed_with_is_kept_to(engine: KVRagEngine) -> None:
+def test_a_prefix_that_was_precomputed_with_is_kept_to(engine):
     engine.precompute(CHUNKS[3:], prefix="Notes of the archive:\n")
     result = answer(engine, ["Notes of the archive:\n", Chunk(CHUNKS[0]), "\nWho?"])
     assert result.computed_tokens > 64
     assert answer(engine, ["Notes of the archive:\n", Chunk(CHUNKS[0]), "\nWho?"]).exactness == "exact"
 
 
-def test_registered_texts_without_kv_come_back(engine: KVRagEngine) -> None:
+def test_registered_texts_without_kv_come_back(engine):
     """What a budget pushed out, or another model has stored: found by scanning, and known to the index."""
     engine.precompute(CHUNKS[:1], ids=["doc"])
     identity = identities(engine, CHUNKS[0])[0]
@@ -174,9 +166,7 @@ def test_registered_texts_without_kv_come_back(engine: KVRagEngine) -> None:
 
 
 @pytest.mark.parametrize(("length", "is_stored"), [(-30, False), (None, True)])
-def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(
-    engine: KVRagEngine, length: int | None, is_stored: bool
-) -> None:
+def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(engine, length, is_stored):
     engine.precompute(CHUNKS[:1])
     text = CHUNKS[0][:120] + (CHUNKS[1] if is_stored else " and so on")
     answer(engine, given(engine, text[:length] if length is None else text))
@@ -184,16 +174,10 @@ def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(
     assert sum(len(span.text) for span in engine.explain(given(engine, text)).spans if span.hit) > 100
 
 
-def test_namespaces_stay_apart(engine: KVRagEngine) -> None:
-    answer(engine, given(engine, CHUNKS[0]), namespace="mine")
-    assert answer(engine, given(engine, CHUNKS[0]), namespace="other").cached_tokens == 0
-    assert answer(engine, given(engine, CHUNKS[0]), namespace="mine").exactness == "exact"
-
-
 # -- when it is stored -----------------------------------------------------------------------------------------------------
 
 
-def test_it_waits_until_no_request_runs(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_until_no_request_runs(engine, monkeypatch):
     write_back = engine._answering.write_back
     assert write_back is not None
     paused = Paused(monkeypatch)
@@ -206,7 +190,7 @@ def test_it_waits_until_no_request_runs(engine: KVRagEngine, monkeypatch: pytest
     assert engine.stats()["write_back"]["stored"] == 1
 
 
-def test_the_answer_does_not_wait_for_it(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_does_not_wait_for_it(engine, monkeypatch):
     paused = Paused(monkeypatch)
     first, again = (engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch") for _ in range(2))
     assert paused.reached.wait(PATIENT_S)
@@ -218,31 +202,25 @@ def test_the_answer_does_not_wait_for_it(engine: KVRagEngine, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("what", ["room", "thread"])
-def test_without_room_or_a_thread_chunks_are_dropped_and_counted(
-    what: str, engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_thread(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
+def test_without_room_or_a_thread_chunks_are_dropped_and_counted(what, engine, monkeypatch):
     with monkeypatch.context() as patch:
         if what == "room":
             patch.setattr(kvrag.precompute.on_miss, "MAX_WAITING", 1)
         else:
-            patch.setattr(kvrag.precompute.on_miss, "POOL", SimpleNamespace(submit=no_thread))
+            patch.setattr(
+                kvrag.precompute.on_miss,
+                "POOL",
+                SimpleNamespace(submit=raising(RuntimeError, "can't start new thread")),
+            )
         answer(engine, given(engine, CHUNKS[0], CHUNKS[1]))
     assert engine.stats()["write_back"] == {"stored": 0, "skipped": 0, "failed": 0, "dropped": 2, "waiting": 0}
     answer(engine, given(engine, CHUNKS[0]))
     assert engine.stats()["write_back"]["stored"] == 1
 
 
-def test_faults_are_counted_and_logged_and_the_engine_goes_on(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any, **__: Any) -> int:
-        raise StoreError("the disk is full")
-
+def test_faults_are_counted_and_logged_and_the_engine_goes_on(engine, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr(engine.store, "put", refuse)
+        patch.setattr(engine.store, "put", raising(StoreError, "the disk is full"))
         answer(engine, given(engine, CHUNKS[0]))
     assert "the disk is full" in caplog.text
     assert engine.stats()["write_back"]["failed"] == 1
@@ -253,11 +231,8 @@ def test_faults_are_counted_and_logged_and_the_engine_goes_on(
     assert write_back is not None
     write_back._not_before = 0.0
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise ValueError("a bug")
-
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr(kvrag.precompute.run, "encode_chunks", fail)
+        patch.setattr(kvrag.precompute.run, "encode_chunks", raising(ValueError, "a bug"))
         answer(engine, given(engine, CHUNKS[1]))
     assert "a bug" in caplog.text
     assert engine.stats()["write_back"]["failed"] == 2
@@ -285,9 +260,7 @@ def paused_at_a_miss(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, *, af
 
 @pytest.mark.parametrize("after", [False, True], ids=["before its forward", "after its forward"])
 @pytest.mark.parametrize("by", ["the engine", "another engine"])
-def test_what_is_deleted_meanwhile_does_not_come_back(
-    after: bool, by: str, engine: KVRagEngine, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_deleted_meanwhile_does_not_come_back(after, by, engine, engine_of, monkeypatch):
     deleting = engine if by == "the engine" else engine_of("llama", store_config=STORE)
     paused = paused_at_a_miss(engine, monkeypatch, after=after)
     deleting.delete(["doc"])
@@ -297,7 +270,7 @@ def test_what_is_deleted_meanwhile_does_not_come_back(
     assert engine.stats()["write_back"]["dropped"] == 1
 
 
-def test_what_is_deleted_while_the_answer_is_made_does_not_come_back(engine: KVRagEngine) -> None:
+def test_what_is_deleted_while_the_answer_is_made_does_not_come_back(engine):
     unstored(engine)
     stream = engine.stream(given(engine, CHUNKS[0]), max_new_tokens=200, mode="stitch")
     next(stream)
@@ -308,7 +281,7 @@ def test_what_is_deleted_while_the_answer_is_made_does_not_come_back(engine: KVR
     assert identities(engine, CHUNKS[0]) == []
 
 
-def test_a_deleted_text_that_a_prompt_still_quotes_does_not_come_back(engine: KVRagEngine) -> None:
+def test_a_deleted_text_that_a_prompt_still_quotes_does_not_come_back(engine):
     engine.precompute(CHUNKS[:1], ids=["doc"])
     prompt = [{"role": "user", "content": f"{CHUNKS[0]}\n\nWho?"}]
     answer(engine, prompt)
@@ -318,9 +291,7 @@ def test_a_deleted_text_that_a_prompt_still_quotes_does_not_come_back(engine: KV
     assert engine.stats()["write_back"]["skipped"] == 1
 
 
-def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(engine, monkeypatch):
     paused = paused_at_a_miss(engine, monkeypatch, after=True)
     engine.store.forget(engine._namespace(None), "doc")
     paused.go_on.set()
@@ -329,13 +300,11 @@ def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(
     assert engine.stats()["write_back"]["failed"] == 1
 
 
-def test_a_delete_waits_for_what_is_being_written_and_erases_it(
-    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delete_waits_for_what_is_being_written_and_erases_it(engine, monkeypatch):
     unstored(engine)
     writing, original = threading.Event(), engine.store.put
 
-    def put(*args: Any, **options: Any) -> int:
+    def put(*args, **options):
         writing.set()
         time.sleep(0.2)
         return original(*args, **options)
@@ -348,9 +317,7 @@ def test_a_delete_waits_for_what_is_being_written_and_erases_it(
     assert identities(engine, CHUNKS[0]) == []
 
 
-def test_closing_does_not_wait_and_stores_nothing_more(
-    engine: KVRagEngine, engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_does_not_wait_and_stores_nothing_more(engine, engine_of, monkeypatch, caplog):
     paused = paused_at_a_miss(engine, monkeypatch, after=True)
     write_back = engine._answering.write_back
     assert write_back is not None
@@ -365,7 +332,7 @@ def test_closing_does_not_wait_and_stores_nothing_more(
     assert identities(other, CHUNKS[0]) == []
 
 
-def test_a_process_that_ends_right_after_its_answer_ends_in_order(tiny_dir: str, tmp_path: Path) -> None:
+def test_a_process_that_ends_right_after_its_answer_ends_in_order(tiny_dir, tmp_path):
     code = f"""
 from kvrag import Chunk, KVRagEngine, StoreConfig
 engine = KVRagEngine.from_pretrained({tiny_dir!r}, kv_dir={str(tmp_path)!r}, store_config=StoreConfig(on_miss="store"))
@@ -375,7 +342,7 @@ engine.generate([engine.prefix_text, Chunk({CHUNKS[0]!r}), "Who?"], max_new_toke
     assert (done.returncode, "Fatal" in done.stderr, "Traceback" in done.stderr) == (0, False, False), done.stderr
 
 
-def test_one_counter_serves_a_directory_whatever_its_name(tmp_path: Path) -> None:
+def test_one_counter_serves_a_directory_whatever_its_name(tmp_path):
     (tmp_path / "kv").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "kv")
     one = erasures_of(str(tmp_path / "kv"))
@@ -383,11 +350,11 @@ def test_one_counter_serves_a_directory_whatever_its_name(tmp_path: Path) -> Non
     assert erasures_of(None) is not erasures_of(None)
 
 
-def test_nothing_is_stored_while_documents_are_erased() -> None:
+def test_nothing_is_stored_while_documents_are_erased():
     """A prompt that is seen while documents go still finds the later ones registered."""
     erasures, done = Erasures(), threading.Event()
 
-    def store() -> None:
+    def store():
         with suppress(Stopped), erasures.unless_any_since("space", erasures.count("space")):
             done.set()
 

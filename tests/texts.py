@@ -1,7 +1,5 @@
 """Texts for tests. Not in conftest.py: a folder with a conftest of its own would hide it."""
 
-from __future__ import annotations
-
 import torch
 
 WORDS = [

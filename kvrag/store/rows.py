@@ -415,6 +415,10 @@ def examine(path: Path) -> str | None:
     sqlite3.Error
         If it can't be read now, which says nothing about its content.
     """
+    return _fault_at(path) and _fault_at(path)  # SQLite may take a page that could not be read, once, for damage
+
+
+def _fault_at(path: Path) -> str | None:
     if path.is_symlink() or not path.is_file():
         return "it is not a regular file"
     try:

@@ -1,7 +1,5 @@
 """Cases of the attention op, shared by the torch path's tests and the kernels' tests."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

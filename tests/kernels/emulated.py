@@ -1,7 +1,5 @@
 """Run a case of the attention op through the kernels' source in the emulator, with poisoned and guarded memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Iterable
@@ -21,7 +19,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs
 EVERY_BUG = "KVRAG_PLANTED"
 """Environment variable; ``all``: plant every bug (``make kernel-bugs``, which takes a quarter of an hour), else a sample."""
 
-SAMPLE = 4
+SAMPLE = 8
 
 
 def sampled(bugs: Iterable[T]) -> list[T]:

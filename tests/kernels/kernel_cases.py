@@ -1,7 +1,5 @@
 """Inputs of the attention op by name: one table for every path, so that none is tested less than another."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Bugs to plant in the kernels' sources: the case that has to notice, what stands there, and what the bug puts in its place."""
 
-from __future__ import annotations
-
 BOTH = {
     "hi is exclusive": ("dim64", "key <= x.hi)", "key < x.hi)"),
     "lo is exclusive": ("window", "(key >= x.lo &&", "(key > x.lo &&"),

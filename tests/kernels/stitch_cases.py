@@ -1,7 +1,5 @@
 """Inputs of the stitch op by name, and what has to come out, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,9 +1,6 @@
 """What an image build compiles is what the engine asks for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +17,12 @@ from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch, stitch_op
 from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, supports
-from kvrag_kernels.stitch import Stitching, stitch_in_torch
+from kvrag_kernels.stitch import stitch_in_torch
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kept", ["auto", "int8", "int4", "fp8"])
-def test_every_way_of_keeping_kv_is_built_for_every_kind_of_rotation(kept: Any, arch: str) -> None:
+def test_every_way_of_keeping_kv_is_built_for_every_kind_of_rotation(kept, arch):
     """Repairs too, whose launches add residuals and skip rows."""
     built = {v.options for v in ahead.stitch_variants(arch) if v.source == "stitch.cu" and v.arch == arch}
     sizes = [(dim, dim // n) for dim in HEAD_DIMS for n in (1, 2, 4) if dim // n % 16 == 0]
@@ -41,11 +38,11 @@ def test_every_way_of_keeping_kv_is_built_for_every_kind_of_rotation(kept: Any, 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("name", ["smollm3", "cohere2"])
-def test_what_the_engine_launches_was_built(name: str, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_launches_was_built(name, kv_dtype, monkeypatch):
     """The engine's own calls, with layers that don't turn, at a head dim of the kernels."""
     asked: list[tuple[str, ...] | None] = []
 
-    def note(call: Stitching) -> None:
+    def note(call):
         asked.append(stitch_launch.defines(call))
         stitch_in_torch(call)
 
@@ -54,7 +51,7 @@ def test_what_the_engine_launches_was_built(name: str, kv_dtype: Any, monkeypatc
     model = CausalLM(wide(name))
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, [list(range(30, 76))])]
-    layout = place([(3, "live", False, -1, False), (46, "chunk", False, 0, False), (2, "live", False, -1, False)])  # type: ignore[list-item]
+    layout = place([(3, "live", False, -1, False), (46, "chunk", False, 0, False), (2, "live", False, -1, False)])
     buffer = KVArena(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
     stitcher = stitching.stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True)
     assert stitcher is not None
@@ -74,19 +71,19 @@ def wide(name: str) -> Any:
     return type(tiny_model(name))(config).eval()
 
 
-def test_forms_are_counted_once_and_turing_has_no_bfloat16() -> None:
+def test_forms_are_counted_once_and_turing_has_no_bfloat16():
     for arch, count in (("sm_75", 120), ("sm_90", 240)):
         forms = ahead.stitch_variants(arch)
         assert len(forms) == len(set(forms)) == count
     assert not any("-DBF16=1" in v.options for v in ahead.stitch_variants("sm_75"))
 
 
-def test_building_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_building_fills_the_cache(tmp_path, monkeypatch):
     """Of one head dim, all that there is; a second time, nothing is compiled."""
     monkeypatch.setenv("KVRAG_CACHE", str(tmp_path))
     compiled: list[str] = []
 
-    def compile_(_: nvrtc.Nvrtc, source: str, options: tuple[str, ...], arch: str) -> nvrtc.Compiled:
+    def compile_(_, source, options, arch):
         compiled.append(arch)
         return nvrtc.Compiled(b"cubin", {})
 

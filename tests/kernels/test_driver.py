@@ -1,7 +1,5 @@
 """The driver's side of a launch, with ``libcuda`` played: contexts, registers, and what tensors the kernels may be given."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from types import SimpleNamespace
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import at_once
 
 from kvrag_kernels import driver, launch, selftest
 from kvrag_kernels.geometry import hopper_geometry
@@ -46,7 +45,7 @@ class Driver:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def played(monkeypatch):
     played = Driver()
     monkeypatch.setattr(driver, "_library", lambda: played)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -55,16 +54,10 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return played
 
 
-def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played: Driver) -> None:
+def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played):
     module = driver.CudaModule(b"cubin", 0)
     module.launch("kernel", 3, 128, 64 * 1024, b"arguments")
-    threads = [
-        threading.Thread(target=module.launch, args=("kernel", 5, 128, 64 * 1024, b"arguments")) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*[lambda: module.launch("kernel", 5, 128, 64 * 1024, b"arguments")] * 2)
     assert played.launched == [(3, 1, 1, 128, 1, 1, 64 * 1024), *[(5, 1, 1, 128, 1, 1, 64 * 1024)] * 2]
     assert played.calls.count("cuFuncSetAttribute") == 1
     before = played.calls.count("cuCtxSetCurrent")
@@ -72,9 +65,7 @@ def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played: Driver) -> 
     assert played.calls.count("cuCtxSetCurrent") == before, "the context was current already"
 
 
-def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(
-    played: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(played):
     played._registers = 160
     geometry = hopper_geometry(64)
     with pytest.raises(driver.DriverError, match="has 160 registers a thread and needs 168"):
@@ -82,14 +73,14 @@ def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(
     assert played.launched == []
 
 
-def test_the_self_test_draws_on_the_cpu_wherever_tensors_go_by_default() -> None:
+def test_the_self_test_draws_on_the_cpu_wherever_tensors_go_by_default():
     geometry = hopper_geometry(64)
     with torch.device("meta"):
         call = selftest.call_of(geometry, geometry.defines(torch.float16), "cpu")
     assert {x.device.type for x in (call.q, call.k, call.v, call.hi)} == {"cpu"}
 
 
-def test_rows_off_their_16_bytes_are_moved() -> None:
+def test_rows_off_their_16_bytes_are_moved():
     """A contiguous tensor that begins anywhere, too: the copies would end the process's context."""
     shape = (1, 2, 5, 64)
     off = torch.arange(2 * 5 * 64 + 1, dtype=torch.float32).to(torch.bfloat16)[1:].view(shape)
@@ -101,7 +92,7 @@ def test_rows_off_their_16_bytes_are_moved() -> None:
         assert torch.equal(x, off)
 
 
-def test_a_tensor_map_is_asked_for_as_the_driver_wants_it(played: Driver) -> None:
+def test_a_tensor_map_is_asked_for_as_the_driver_wants_it(played):
     """Innermost first, strides in bytes and without the innermost, boxes of 128 bytes, on a multiple of 128."""
     x = torch.empty(2, 100, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     module = driver.CudaModule(b"cubin", 0)

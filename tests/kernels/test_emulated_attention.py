@@ -1,7 +1,5 @@
 """The real ``ragged_mma.cu`` and ``ragged_sm90.cu`` in the emulator, against float64: no race, conflict or stray access on the way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -60,20 +58,20 @@ def check(case: Case, arch: int, dtype: torch.dtype = torch.bfloat16, **options:
 
 @both_kernels
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_rows_see_exactly_their_keys(case: Case, arch: int) -> None:
+def test_rows_see_exactly_their_keys(case, arch):
     check(case, arch)
 
 
 @pytest.mark.parametrize("arch", [MMA, TURING, HOPPER], ids=["mma", "turing", "sm90"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_float16(dim: int, arch: int) -> None:
+def test_float16(dim, arch):
     """Turing has no copy unit, and smaller tiles."""
     check(replace(BY_NAME["window-sinks"], dim=dim, rows=60, keys=300 if arch == HOPPER else 150), arch, torch.float16)
 
 
 @pytest.mark.parametrize(("arch", "processors"), [(MMA, 1), (MMA, 5), (MMA, 64), (HOPPER, 1), (HOPPER, 64)])
 @pytest.mark.parametrize("case", [*LONG, UNSEEN, BY_NAME["batch"]], ids=lambda c: c.name)
-def test_keys_split_over_blocks_are_combined(case: Case, arch: int, processors: int) -> None:
+def test_keys_split_over_blocks_are_combined(case, arch, processors):
     check(case, arch, processors=processors, min_item=1)
 
 
@@ -85,13 +83,13 @@ def test_keys_split_over_blocks_are_combined(case: Case, arch: int, processors: 
         *((HOPPER, n) for n in ("long", "unseen", "long-wide")),
     ],
 )
-def test_the_order_of_warps_and_of_copies_changes_no_bit(arch: int, name: str, seed: int) -> None:
+def test_the_order_of_warps_and_of_copies_changes_no_bit(arch, name, seed):
     processors = 1 if arch == HOPPER else 4
     one, other = (run(BY_NAME[name], arch, processors=processors, seed=s)[0] for s in (0, seed))
     assert torch.equal(one, other)
 
 
-def test_one_plan_serves_every_layer() -> None:
+def test_one_plan_serves_every_layer():
     case = BY_NAME["long"]
     module, geometry = emulated_module(case, torch.bfloat16, min_item=1), geometry_of(case.dim)
     inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
@@ -106,7 +104,7 @@ def test_one_plan_serves_every_layer() -> None:
     assert torch.equal(first, second)
 
 
-def test_the_error_is_at_most_that_of_torch() -> None:
+def test_the_error_is_at_most_that_of_torch():
     """Promise 8, as far as arithmetic goes: the same dtype, against float64, at most 1.5 × SDPA's own error."""
     case = replace(BASE, rows=96, keys=400, dim=128, limits="causal")
     out, _, want, _ = run(case, MMA)
@@ -133,11 +131,11 @@ def check_far(names: tuple[str, ...], **options: Any) -> None:
     assert_equals_reference(*got, atol=TOLERANCE[torch.bfloat16])
 
 
-def test_offsets_are_64_bit() -> None:
+def test_offsets_are_64_bit():
     check_far(("k", "v"))
 
 
-def test_keys_that_are_expanded_are_made_whole() -> None:
+def test_keys_that_are_expanded_are_made_whole():
     """A tensor map has no stride of 0."""
     case = replace(BASE, batch=2)
     inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
@@ -157,11 +155,11 @@ def check_itself(case: Case, planted: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("dim", [64, 96, 256])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
-def test_the_self_test_passes_a_kernel_that_is_right(dim: int, softcap: float) -> None:
+def test_the_self_test_passes_a_kernel_that_is_right(dim, softcap):
     check_itself(replace(BASE, dim=dim, softcap=softcap), [])
 
 
-def test_the_self_test_fails_one_that_is_not() -> None:
+def test_the_self_test_fails_one_that_is_not():
     with pytest.raises(DriverError, match=r"came out wrong by \d"):
         check_itself(BASE, [("return key < prefix ||", "return key <= prefix ||")])
 
@@ -183,12 +181,12 @@ BUGS = {(MMA, bug): row for bug, row in MMA_BUGS.items()} | {(HOPPER, bug): row 
 
 
 @pytest.mark.parametrize(("arch", "bug"), sampled(BUGS))
-def test_planted_bugs_are_caught(arch: int, bug: str) -> None:
+def test_planted_bugs_are_caught(arch, bug):
     name, old, new = BUGS[arch, bug]
     with pytest.raises(AssertionError):  # EmulatorError is one; a build that fails is none
         check_with(name, arch, [(old, new)])
 
 
 @pytest.mark.parametrize(("arch", "name"), sorted({(arch, name) for (arch, _), (name, *_) in BUGS.items()}))
-def test_without_a_bug_the_same_checks_pass(arch: int, name: str) -> None:
+def test_without_a_bug_the_same_checks_pass(arch, name):
     check_with(name, arch, [])

@@ -1,7 +1,5 @@
 """The kernels on a CUDA device, against the same float64 reference; graphs, and the fallback. ``make gpu-check`` runs them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import BASE, CASES, LONG, Case, inputs_of
 from stitch_cases import CASES as STITCH_CASES
-from stitch_cases import StitchCase, as_options, assert_stitched, stitching_of
+from stitch_cases import as_options, assert_stitched, stitching_of
 
 from kvrag_kernels import probe_mass, ragged_attention, ragged_plan, reference, runtime, stitch
 from kvrag_kernels.geometry import HOPPER
@@ -41,9 +39,7 @@ def has_kernel(case: Case, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("mode", ["auto", "mma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [*CASES, *LONG, *LARGE], ids=lambda c: c.name)
-def test_rows_see_exactly_their_keys(
-    case: Case, dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_see_exactly_their_keys(case, dtype, mode, monkeypatch):
     monkeypatch.setenv("KVRAG_KERNEL", mode)
     if not has_kernel(case, dtype):
         pytest.skip("no kernel for this dtype on this device")
@@ -61,7 +57,7 @@ def test_rows_see_exactly_their_keys(
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: c.name)
-def test_the_error_is_at_most_that_of_torch(case: Case) -> None:
+def test_the_error_is_at_most_that_of_torch(case):
     dtype = torch.bfloat16 if has_kernel(case, torch.bfloat16) else torch.float16
     inputs, options = on_device(case, dtype)
     want, _ = reference.attention(**inputs, **options)
@@ -74,16 +70,16 @@ def test_the_error_is_at_most_that_of_torch(case: Case) -> None:
     assert (ours.double() - want).abs().max() <= 1.5 * (theirs.double() - want).abs().max()
 
 
-def test_the_same_call_gives_the_same_bits() -> None:
+def test_the_same_call_gives_the_same_bits():
     inputs, options = on_device(LARGE[3], torch.float16)
     assert torch.equal(ragged_attention(**inputs, **options)[0], ragged_attention(**inputs, **options)[0])
 
 
-def test_a_captured_graph_follows_its_inputs() -> None:
+def test_a_captured_graph_follows_its_inputs():
     """Plan and attention in one graph: new limits, written in place, take effect at the replay."""
     inputs, options = on_device(LARGE[2], torch.float16)
 
-    def layer() -> torch.Tensor:
+    def layer():
         plan = ragged_plan(inputs["q"], inputs["k"], inputs["hi"])
         return ragged_attention(**inputs, **options, plan=plan)[0]
 
@@ -99,7 +95,7 @@ def test_a_captured_graph_follows_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda c: c.name)
-def test_each_key_gets_its_probability(case: Case) -> None:
+def test_each_key_gets_its_probability(case):
     inputs, options = on_device(case, torch.float16)
     v, sinks = inputs.pop("v"), inputs.pop("sinks")
     _, lse = ragged_attention(**inputs, v=v, **options, sinks=sinks)
@@ -109,7 +105,7 @@ def test_each_key_gets_its_probability(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", STITCH_CASES, ids=lambda c: c.name)
-def test_parts_come_to_their_rows(case: StitchCase) -> None:
+def test_parts_come_to_their_rows(case):
     if case.dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("no bfloat16 on this device")
     host = stitching_of(case)

@@ -1,7 +1,5 @@
 """The probe op: torch path and the real ``probe.cu`` in the emulator, against the float64 probabilities."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +31,7 @@ def prepared(case: Case, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, 
 
 
 @pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda c: c.name)
-def test_each_key_gets_its_probability(case: Case) -> None:
+def test_each_key_gets_its_probability(case):
     inputs, options, lse, want = prepared(case, torch.float32)
     got = probe_mass(**inputs, lse=lse, **options)
     assert got.dtype == torch.float32
@@ -57,32 +55,32 @@ def emulated(case: Case, planted: list[tuple[str, str]], dtype: torch.dtype = to
 
 @needs_compiler
 @pytest.mark.parametrize("case", [*CASES, *MORE], ids=lambda c: c.name)
-def test_the_kernel_does_the_same(case: Case) -> None:
+def test_the_kernel_does_the_same(case):
     emulated(case, [])
 
 
 @needs_compiler
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_turing(dim: int) -> None:
+def test_turing(dim):
     emulated(replace(BY_NAME["many-keys"], dim=dim), [], torch.float16, arch=750)
 
 
 @needs_compiler
 @pytest.mark.parametrize("bug", sampled(PROBE))
-def test_planted_bugs_are_caught(bug: str) -> None:
+def test_planted_bugs_are_caught(bug):
     name, old, new = PROBE[bug]
     with pytest.raises(AssertionError):
         emulated(BY_NAME[name], [(old, new)])
 
 
-def test_torch_finds_no_fault_in_the_op() -> None:
+def test_torch_finds_no_fault_in_the_op():
     inputs, options, lse, _ = prepared(BASE, torch.float32)
     args = (inputs["q"], inputs["k"], lse, inputs["hi"])
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.kvrag.probe_mass.default, args, {"scale": options["scale"]}, test_utils=checks)
 
 
-def test_log_sums_of_other_rows_are_refused() -> None:
+def test_log_sums_of_other_rows_are_refused():
     inputs, options, lse, _ = prepared(BASE, torch.float32)
     with pytest.raises(ValueError, match="lse has the shape"):
         probe_mass(**inputs, lse=lse[:, :2], **options)

@@ -1,8 +1,5 @@
 """Compilation, cache, choice of path and fallback, without a GPU: the driver is played by the emulator or refuses."""
 
-from __future__ import annotations
-
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,23 +8,24 @@ import pytest
 import torch
 from emulated import Guarded, emulated_module, needs_compiler
 from kernel_cases import BASE, CASES, inputs_of
+from kit import at_once, raising
 
 import kvrag_kernels
 from kvrag_kernels import cubin_cache, driver, launch, nvrtc, reference, runtime, sources
-from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, Geometry, geometry_of, hopper_geometry, plan_shape, supports
+from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, geometry_of, hopper_geometry, plan_shape, supports
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("KVRAG_CACHE", str(tmp_path))
     monkeypatch.delenv("KVRAG_KERNEL", raising=False)
     return tmp_path / "kernels"
 
 
-def test_the_cache_compiles_once(own_cache: Path) -> None:
+def test_the_cache_compiles_once(own_cache):
     made: list[int] = []
 
-    def make() -> bytes:
+    def make():
         made.append(1)
         return b"cubin"
 
@@ -37,34 +35,31 @@ def test_the_cache_compiles_once(own_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", bytes(100)])
-def test_a_damaged_cubin_is_made_anew(own_cache: Path, damage: bytes) -> None:
+def test_a_damaged_cubin_is_made_anew(own_cache, damage):
     cubin_cache.get("key", lambda: b"cubin")
     (own_cache / "key.cubin").write_bytes(damage)
     assert cubin_cache.get("key", lambda: b"again") == b"again"
     assert cubin_cache.get("key", lambda: b"never") == b"again"
 
 
-def test_a_cache_that_cannot_be_written_costs_a_compilation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_costs_a_compilation(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KVRAG_CACHE", str(tmp_path / "file"))
     assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
 
 
-def test_a_user_without_a_home_compiles_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_compiles_each_time(monkeypatch):
     """As in a container that runs under a number without a name."""
-
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
 
     for name in ("KVRAG_CACHE", "KVRAG_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", raising(RuntimeError, "Could not determine home directory."))
     assert cubin_cache.folder() is None
     assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
     assert "KVRAG_CACHE" in kvrag_kernels.info()["cache"]
 
 
-def test_everything_that_changes_a_cubin_changes_its_key() -> None:
+def test_everything_that_changes_a_cubin_changes_its_key():
     base: list[Any] = ["source", ("-DD=64",), (13, 0), "sm_90"]
     changed = [
         ["source2", *base[1:]],
@@ -76,7 +71,7 @@ def test_everything_that_changes_a_cubin_changes_its_key() -> None:
     assert len({cubin_cache.key_of(*c) for c in [base, *changed]}) == 6
 
 
-def test_sources_need_no_include_path() -> None:
+def test_sources_need_no_include_path():
     for file in sources.CSRC.glob("*.cu"):
         text = sources.flat(file.name)
         included = [line for line in text.splitlines() if line.startswith("#include")]
@@ -84,12 +79,12 @@ def test_sources_need_no_include_path() -> None:
         assert text.count("struct __align__(16) Quad") == 1
 
 
-def test_asm_lives_where_the_emulator_stands_in() -> None:
+def test_asm_lives_where_the_emulator_stands_in():
     has_asm = [p.name for p in sorted(sources.CSRC.iterdir()) if "asm volatile(" in p.read_text()]
     assert has_asm == ["ptx.cuh", "ptx_sm90.cuh"]
 
 
-def test_shared_memory_fits_the_smallest_device_of_each_kind() -> None:
+def test_shared_memory_fits_the_smallest_device_of_each_kind():
     for dim in HEAD_DIMS:
         assert geometry_of(dim).shared_bytes <= 99 * 1024
         assert geometry_of(dim, (7, 5)).shared_bytes <= 64 * 1024
@@ -98,14 +93,14 @@ def test_shared_memory_fits_the_smallest_device_of_each_kind() -> None:
         assert (capped.rows, capped.keys) == (geometry_of(dim).rows, geometry_of(dim).keys)
 
 
-def test_partial_results_stay_small() -> None:
+def test_partial_results_stay_small():
     for geometry in [make(dim) for dim in HEAD_DIMS for make in (geometry_of, hopper_geometry)]:
         for kv_heads in (1, 2, 8, 32):
             shape = plan_shape(geometry, 1, 5000, 32, kv_heads, processors=132)
             assert shape.max_slots * kv_heads * geometry.rows * geometry.dim * 4 <= 72 * 2**20
 
 
-def test_what_has_a_kernel() -> None:
+def test_what_has_a_kernel():
     assert supports(128, torch.bfloat16, (9, 0))
     assert supports(64, torch.float16, (7, 5))
     assert not supports(64, torch.bfloat16, (7, 5))
@@ -115,7 +110,7 @@ def test_what_has_a_kernel() -> None:
     assert all(runtime.variants(arch) for arch in ARCHS)
 
 
-def test_a_mode_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setenv("KVRAG_KERNEL", "fast")
     with pytest.raises(ValueError, match="KVRAG_KERNEL is 'fast'"):
         runtime.mode()
@@ -134,21 +129,21 @@ class FakeCuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(runtime, "modules", runtime.Modules())
 
 
 @pytest.mark.usefixtures("cuda")
-def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch):
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
     best, other = runtime.attention_variants(q, q, 0.0)
     assert [(v.source, v.arch) for v in (best, other)] == [("ragged_sm90.cu", "sm_90a"), ("ragged_mma.cu", "sm_90")]
     assert {"-DD=128", "-DBF16=1", "-DSOFTCAP=0"} <= set(best.options)
     assert all("-DSOFTCAP=1" in v.options for v in runtime.attention_variants(q, q, 30.0))
-    assert runtime.attention_variants(q, FakeCuda(torch.empty(1, 4, 3, 64)), 0.0) == []  # type: ignore[arg-type]
-    assert runtime.attention_variants(FakeCuda(torch.empty(1, 4, 3, 128)), q, 0.0) == []  # type: ignore[arg-type]
+    assert runtime.attention_variants(q, FakeCuda(torch.empty(1, 4, 3, 64)), 0.0) == []
+    assert runtime.attention_variants(FakeCuda(torch.empty(1, 4, 3, 128)), q, 0.0) == []
     (probe,) = runtime.probe_variants(q, 0.0)
     assert (probe.source, probe.arch) == ("probe.cu", "sm_90")
     monkeypatch.setenv("KVRAG_KERNEL", "mma")
@@ -160,7 +155,7 @@ def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch: pytest.MonkeyPa
     assert [v.source for v in runtime.attention_variants(q, q, 0.0)] == ["ragged_mma.cu"]
 
 
-def test_plans_of_different_tiles_are_never_taken_for_each_other() -> None:
+def test_plans_of_different_tiles_are_never_taken_for_each_other():
     """What a kernel falls back to may have other tiles, and a plan tells its own by nothing but its length."""
     for dim in HEAD_DIMS:
         for rows in (1, 40, 500, 5000):
@@ -170,11 +165,8 @@ def test_plans_of_different_tiles_are_never_taken_for_each_other() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_kernel_that_cannot_be_had_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> nvrtc.Nvrtc:
-        raise nvrtc.CompileError("no compiler here")
-
-    monkeypatch.setattr(nvrtc, "find", refuse)
+def test_a_kernel_that_cannot_be_had_is_told_once(monkeypatch):
+    monkeypatch.setattr(nvrtc, "find", raising(nvrtc.CompileError, "no compiler here"))
     variant = runtime.variants("sm_90")[0]
     with pytest.warns(RuntimeWarning, match="torch computes instead: no compiler here"):
         assert runtime.modules.get(variant, 0) is None
@@ -185,20 +177,16 @@ def test_a_kernel_that_cannot_be_had_is_told_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("cuda")
-def test_threads_compile_a_variant_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_compile_a_variant_once(monkeypatch):
     loads: list[int] = []
     monkeypatch.setattr(runtime.Modules, "_load", lambda *_: loads.append(1) or "module")
     variant = runtime.variants("sm_90")[0]
-    threads = [threading.Thread(target=runtime.modules.get, args=(variant, 0)) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(*[lambda: runtime.modules.get(variant, 0)] * 8)
     assert len(loads) == 1
 
 
 @pytest.mark.usefixtures("cuda")
-def test_nothing_is_loaded_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_loaded_while_a_graph_is_captured(monkeypatch):
     """Nor given up for it: the next call loads."""
     is_capturing = [True]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -222,12 +210,10 @@ class Refuses:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torch(monkeypatch):
     inputs: dict[str, Any] = inputs_of(BASE, torch.bfloat16)
     call = launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, BASE.scale)
-    variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)  # type: ignore[arg-type]
+    variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)
     monkeypatch.setattr(runtime, "attention_variants", lambda *_: variants)
     monkeypatch.setattr(runtime.Modules, "_load", lambda *_: Refuses())
     monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings(record=False))
@@ -237,18 +223,15 @@ def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torc
         "a launch of ragged_sm90.cu for sm_90a failed, ragged_mma.cu computes instead: no room",
         "a launch of ragged_mma.cu for sm_90 failed, torch computes instead: no room",
     ]
-    assert [runtime.modules.get(v, None) for v in variants] == [None, None]  # type: ignore[arg-type]
+    assert [runtime.modules.get(v, None) for v in variants] == [None, None]
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_wrong(*_: object) -> None:
-        raise driver.DriverError("a small case came out wrong by 1")
-
+def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch):
     monkeypatch.setattr(nvrtc, "find", lambda: None)
     monkeypatch.setattr(runtime.Variant, "cubin", lambda *_: b"cubin")
     monkeypatch.setattr(runtime, "CudaModule", lambda *_: "module")
-    monkeypatch.setattr(runtime.selftest, "check", is_wrong)
+    monkeypatch.setattr(runtime.selftest, "check", raising(driver.DriverError, "a small case came out wrong by 1"))
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
     best, other = runtime.attention_variants(q, q, 0.0)
     with pytest.warns(RuntimeWarning, match=r"ragged_mma.cu computes instead: a small case came out wrong"):
@@ -257,7 +240,7 @@ def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch: pytest.Mo
     assert runtime.has_kernel(q, q)
 
 
-def test_a_tensor_map_says_sizes_and_strides() -> None:
+def test_a_tensor_map_says_sizes_and_strides():
     x = torch.empty(2, 100, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
     assert launch.map_sizes(x) == ((64, 100, 3, 2), (3 * 128, 128, 300 * 128))
     assert launch.map_sizes(x[:1, :1]) == ((64, 100, 1, 1), (3 * 128, 128, 128))
@@ -267,7 +250,7 @@ def test_a_tensor_map_says_sizes_and_strides() -> None:
 
 
 @needs_compiler
-def test_the_host_side_of_a_launch_is_the_one_that_the_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_side_of_a_launch_is_the_one_that_the_device_gets():
     """The runtime's own way from tensors to launches, with the emulator where the driver's module would be; limits of every dtype."""
     case = CASES[0]
     inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
@@ -286,7 +269,7 @@ def test_the_host_side_of_a_launch_is_the_one_that_the_device_gets(monkeypatch: 
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 0), (0, 3), (0, 0)])
 @pytest.mark.parametrize("geometry", [geometry_of(64), hopper_geometry(64)], ids=lambda g: g.kernel)
-def test_no_rows_and_no_batch_need_no_launch(batch: int, rows: int, geometry: Geometry) -> None:
+def test_no_rows_and_no_batch_need_no_launch(batch, rows, geometry):
     """Neither of the plan nor of attention, with limits for all of the batch or for each; ``Refuses`` raises at a launch."""
     q = torch.empty(batch, 4, rows, 64, dtype=torch.bfloat16)
     keys = torch.empty(batch, 2, 5, 64, dtype=torch.bfloat16)
@@ -298,13 +281,13 @@ def test_no_rows_and_no_batch_need_no_launch(batch: int, rows: int, geometry: Ge
         assert lse.shape == (batch, 4, rows)
 
 
-def test_no_batch_needs_no_launch_of_the_probe() -> None:
+def test_no_batch_needs_no_launch_of_the_probe():
     q, k = torch.empty(0, 4, 3, 64, dtype=torch.bfloat16), torch.empty(0, 2, 5, 64, dtype=torch.bfloat16)
     call = launch.prepare(launch.Call(q, k, k, torch.zeros(3, dtype=torch.int32), None, 0, 1.0))
     assert launch.probe(Refuses(), geometry_of(64), call, torch.empty(0, 4, 3)).shape == (0, 5)
 
 
-def test_no_keys_need_no_launch() -> None:
+def test_no_keys_need_no_launch():
     q = torch.randn(1, 4, 3, 64, dtype=torch.bfloat16)
     none = torch.empty(1, 2, 0, 64, dtype=torch.bfloat16)
     call = launch.Call(q, none, none, torch.zeros(3, dtype=torch.int32), None, 0, 1.0)
@@ -313,7 +296,7 @@ def test_no_keys_need_no_launch() -> None:
     assert bool((lse == float("-inf")).all())
 
 
-def test_an_architecture_newer_than_the_compiler_takes_its_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_newer_than_the_compiler_takes_its_nearest(monkeypatch):
     compiler = nvrtc.Nvrtc.__new__(nvrtc.Nvrtc)
     compiler.version = (13, 0)
     monkeypatch.setattr(nvrtc.Nvrtc, "archs", lambda _: (75, 80, 86, 120))
@@ -327,6 +310,6 @@ def test_an_architecture_newer_than_the_compiler_takes_its_nearest(monkeypatch: 
         compiler.nearest("sm_90a")
 
 
-def test_a_plan_is_needed_by_kernels_alone() -> None:
+def test_a_plan_is_needed_by_kernels_alone():
     inputs: dict[str, Any] = inputs_of(BASE, torch.float32)
     assert kvrag_kernels.ragged_plan(inputs["q"], inputs["k"], inputs["hi"]).numel() == 0

@@ -1,9 +1,6 @@
 """The stitch op: torch path and the real ``stitch.cu`` in the emulator, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ BY_NAME = {c.name: c for c in CASES}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_parts_come_to_their_rows(case: StitchCase) -> None:
+def test_parts_come_to_their_rows(case):
     call = stitching_of(case)
     stitch(**as_options(call))
     assert_stitched(call, case)
@@ -33,7 +30,7 @@ def run_emulated(call: Stitching, planted: list[tuple[str, str]], seed: int = 0)
 
     def to_device(jobs: torch.Tensor) -> torch.Tensor:
         module.allow([*inputs, jobs, call.cos, call.sin, call.skip], [*call.out_keys, *call.out_values])
-        run_emulated.jobs = jobs  # type: ignore[attr-defined]  # as the allocator would, it lives until the launch is over
+        run_emulated.jobs = jobs  # as the allocator would, it lives until the launch is over
         return jobs
 
     stitch_launch.run(module, call, to_device)
@@ -41,7 +38,7 @@ def run_emulated(call: Stitching, planted: list[tuple[str, str]], seed: int = 0)
 
 @needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_kernel_does_the_same(case: StitchCase) -> None:
+def test_the_kernel_does_the_same(case):
     call = stitching_of(case)
     run_emulated(call, [])
     assert_stitched(call, case)
@@ -69,7 +66,7 @@ def still(case: StitchCase) -> Stitching:
 
 
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda c: c.name)
-def test_codes_are_read_to_the_bit(case: StitchCase) -> None:
+def test_codes_are_read_to_the_bit(case):
     call = still(case)
     stitch(**as_options(call))
     assert_as_read(call, case)
@@ -77,14 +74,14 @@ def test_codes_are_read_to_the_bit(case: StitchCase) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda c: c.name)
-def test_the_kernel_reads_codes_to_the_bit(case: StitchCase) -> None:
+def test_the_kernel_reads_codes_to_the_bit(case):
     call = still(case)
     run_emulated(call, [])
     assert_as_read(call, case)
 
 
 @pytest.mark.parametrize("case", ROUNDED, ids=lambda c: c.name)
-def test_turned_keys_are_one_rounding_from_reading_first(case: StitchCase) -> None:
+def test_turned_keys_are_one_rounding_from_reading_first(case):
     """Torch rounds what it reads before it turns it; the op does not, so it is the closer of the two."""
     case = replace(case, tables=(0, 1), has_residual=False)
     call = stitching_of(case)
@@ -133,7 +130,7 @@ FAR = StitchCase("far", kept="int4", heads=2, layers=1, lengths=(60,), starts=(9
 
 
 @needs_compiler
-def test_offsets_are_64_bit() -> None:
+def test_offsets_are_64_bit():
     call = spread_out(stitching_of(FAR))
     run_emulated(call, [])
     assert_stitched(call, FAR)
@@ -141,12 +138,12 @@ def test_offsets_are_64_bit() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("bug", sampled(STITCH))
-def test_planted_bugs_are_caught(bug: str) -> None:
+def test_planted_bugs_are_caught(bug):
     name, old, new = STITCH[bug]
     case = FAR if name == "far" else BY_NAME[name]
     call = spread_out(stitching_of(case)) if name == "far" else stitching_of(case)
 
-    def check() -> None:
+    def check():
         run_emulated(call, [(old, new)])
         assert_stitched(call, case)
 
@@ -155,7 +152,7 @@ def test_planted_bugs_are_caught(bug: str) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_reference_rotates_like_complex_numbers(interleaved: bool) -> None:
+def test_the_reference_rotates_like_complex_numbers(interleaved):
     x, angles = torch.randn(2, 5, 8), torch.randn(5, 4)
     turned = reference.rotated(x, angles.cos(), angles.sin(), interleaved=interleaved)
     pairs = x.unflatten(2, (4, 2)) if interleaved else x.unflatten(2, (2, 4)).transpose(2, 3)
@@ -167,7 +164,7 @@ def test_the_reference_rotates_like_complex_numbers(interleaved: bool) -> None:
     )
 
 
-def test_shapes_that_the_kernel_has_no_form_for_are_left_to_torch() -> None:
+def test_shapes_that_the_kernel_has_no_form_for_are_left_to_torch():
     call = stitching_of(CASES[0])
     assert stitch_launch.defines(call) is not None
     assert stitch_launch.defines(replace(call, cos=call.cos[..., :20], sin=call.sin[..., :20])) is None
@@ -199,7 +196,7 @@ def with_strides(call: Stitching, data_pad: int) -> Stitching:
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["kept-int8-shift", "kept-int4-shift", "kept-fp8-shift", "residual"])
-def test_rows_may_lie_apart(name: str) -> None:
+def test_rows_may_lie_apart(name):
     call = with_strides(stitching_of(BY_NAME[name]), data_pad=16)
     assert not call.keys[1].data.is_contiguous()
     run_emulated(call, [])
@@ -207,21 +204,21 @@ def test_rows_may_lie_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kept-int8-shift", "kept-int4-shift", "kept-fp8-shift"])
-def test_rows_that_no_copy_can_read_are_left_to_torch(name: str) -> None:
+def test_rows_that_no_copy_can_read_are_left_to_torch(name):
     call = with_strides(stitching_of(BY_NAME[name]), data_pad=1)
     assert stitch_launch.defines(call) is None
     stitch(**as_options(call))
     assert_stitched(call, BY_NAME[name])
     whole = stitching_of(BY_NAME[name])
-    by_twos = [replace(p, zeros=torch.stack([p.zeros] * 2, dim=-1)[..., 0]) for p in whole.keys]  # type: ignore[list-item]
+    by_twos = [replace(p, zeros=torch.stack([p.zeros] * 2, dim=-1)[..., 0]) for p in whole.keys]
     assert stitch_launch.defines(whole) is not None
     assert stitch_launch.defines(replace(whole, keys=by_twos)) is None
 
 
-def test_compiles_into_one_graph() -> None:
+def test_compiles_into_one_graph():
     call = stitching_of(CASES[0])
 
-    def step(cos: torch.Tensor) -> torch.Tensor:
+    def step(cos):
         stitch(**(as_options(call) | {"cos": cos * 1.0}))
         return call.out_keys[0][:, 80:85].float() + 1
 
@@ -248,18 +245,18 @@ def test_compiles_into_one_graph() -> None:
         ({"key_zeros": [torch.ones(3, 1, 64).half()] * 4}, "4 zeros were given for 6 parts"),
     ],
 )
-def test_refusals_name_what_does_not_fit(changed: dict[str, Any], message: str) -> None:
+def test_refusals_name_what_does_not_fit(changed, message):
     with pytest.raises(ValueError, match=message):
         stitch(**(as_options(stitching_of(CASES[0])) | changed))
 
 
-def test_scales_have_to_divide_the_channels() -> None:
+def test_scales_have_to_divide_the_channels():
     options = as_options(stitching_of(BY_NAME["int8-token"]))
     with pytest.raises(ValueError, match="a divisor of D"):
         stitch(**(options | {"key_scales": [s.expand(-1, -1, 63) for s in options["key_scales"]]}))
 
 
-def test_scales_and_zeros_are_for_the_same_groups_of_tokens() -> None:
+def test_scales_and_zeros_are_for_the_same_groups_of_tokens():
     options = as_options(stitching_of(BY_NAME["kept-int4"]))
     with pytest.raises(ValueError, match="the number of groups of 32 tokens"):
         stitch(**(options | {"key_scales": [s[:, :2].expand(-1, 2, -1) for s in options["key_scales"]]}))

@@ -1,7 +1,5 @@
 """What layers of a stitch share is worked out once, and for no call that differs in anything it follows from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import needs_compiler
+from kit import noted, raising
 from stitch_cases import CAPACITY, CASES, StitchCase, as_options, assert_stitched, stitching_of
 from test_stitch import run_emulated
 
@@ -21,21 +20,8 @@ from kvrag_kernels.stitch_layers import Kind, Remembered, alike
 BY_NAME = {c.name: c for c in CASES}
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
-    """Count the calls of a function."""
-    counted: list[int] = []
-    real = getattr(module, name)
-
-    def counting(*given: Any) -> Any:
-        counted.append(1)
-        return real(*given)
-
-    monkeypatch.setattr(module, name, counting)
-    return counted
-
-
 @pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def forgotten(monkeypatch):
     monkeypatch.setattr(checks, "_ROWS", Remembered())
     monkeypatch.setattr(stitch_launch, "_PLANS", Remembered())
 
@@ -47,11 +33,9 @@ def stacked(case: StitchCase, count: int) -> Stitching:
 
 @pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("name", ["half", "kept-int4-shift"])
-def test_one_layer_of_those_that_look_alike_is_checked_and_described(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked = calls_of(monkeypatch, checks, "_check_part")
-    sides = calls_of(monkeypatch, stitch_launch, "_side")
+def test_one_layer_of_those_that_look_alike_is_checked_and_described(name, monkeypatch):
+    checked = noted(monkeypatch, checks, "_check_part")
+    sides = noted(monkeypatch, stitch_launch, "_side")
     case = BY_NAME[name]
     first = stacked(case, 5)
     parts = 2 * len(case.lengths)
@@ -95,7 +79,7 @@ def uneven(call: Stitching) -> Stitching:
 
 @pytest.mark.parametrize("is_uneven", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_table_says_what_each_part_is(case: StitchCase, is_uneven: bool) -> None:
+def test_the_table_says_what_each_part_is(case, is_uneven):
     call = stitching_of(case)
     call = uneven(call) if is_uneven else call
     assert len(call.alike) == (2 if is_uneven else 1)
@@ -104,7 +88,7 @@ def test_the_table_says_what_each_part_is(case: StitchCase, is_uneven: bool) -> 
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["half", "kept-int8"])
-def test_layers_that_differ_have_plans_of_their_own(name: str) -> None:
+def test_layers_that_differ_have_plans_of_their_own(name):
     call = uneven(stitching_of(BY_NAME[name]))
     run_emulated(call, [])
     assert_stitched(call, BY_NAME[name])
@@ -126,7 +110,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_what_fitted_before_is_refused_once_it_differs(message: str) -> None:
+def test_what_fitted_before_is_refused_once_it_differs(message):
     options = as_options(stitching_of(BY_NAME["half"]))
     stitch(**options)
     for _ in range(2):  # and what was refused is refused again
@@ -134,7 +118,7 @@ def test_what_fitted_before_is_refused_once_it_differs(message: str) -> None:
             stitch(**(options | CHANGES[message](options)))
 
 
-def test_rows_that_begin_between_copies_are_left_to_torch() -> None:
+def test_rows_that_begin_between_copies_are_left_to_torch():
     """The same strides at another address: what is remembered of a layer says nothing of addresses."""
     call = stitching_of(BY_NAME["half"])
     assert stitch_launch.defines(call) is not None
@@ -148,7 +132,7 @@ def test_rows_that_begin_between_copies_are_left_to_torch() -> None:
     assert stitch_launch.defines(replace(call, out_values=[call.out_values[0], buffer])) is None
 
 
-def test_everything_has_to_be_on_one_device() -> None:
+def test_everything_has_to_be_on_one_device():
     call = stitching_of(BY_NAME["skip"])
     assert stitch_launch.defines(call) is not None
     assert call.skip is not None
@@ -160,17 +144,17 @@ def test_everything_has_to_be_on_one_device() -> None:
         {"sin": call.sin.to(elsewhere)},
         {"keys": [replace(first, scales=first.scales.to(elsewhere)), *call.keys[1:]]},
     ):
-        assert stitch_launch.defines(replace(call, **changed)) is None  # type: ignore[arg-type]
+        assert stitch_launch.defines(replace(call, **changed)) is None
 
 
-def test_layers_without_parts_are_launched_nowhere() -> None:
+def test_layers_without_parts_are_launched_nowhere():
     call = stitching_of(replace(BY_NAME["half"], lengths=(0, 0, 0)))
-    stitch_launch.run(None, call, lambda jobs: jobs)  # type: ignore[arg-type]  # would fail if it launched
+    stitch_launch.run(None, call, lambda jobs: jobs)  # would fail if it launched
     stitch([], [], [], [], [], call.cos, call.sin, [])
     assert alike(0, [([], 0)]) == {}
 
 
-def test_parts_are_what_their_columns_say() -> None:
+def test_parts_are_what_their_columns_say():
     whole = stitching_of(BY_NAME["kept-fp8-shift"]).keys
     parts = Parts.of(whole)
     assert Parts.of(parts) is parts
@@ -185,23 +169,20 @@ def test_parts_are_what_their_columns_say() -> None:
         Parts.of([*whole[:2], *(replace(p, residual=None) for p in whole[2:])])
 
 
-def test_the_newest_kinds_are_remembered() -> None:
+def test_the_newest_kinds_are_remembered():
     remembered = Remembered[int](limit=3)
     for i in range(5):
-        assert remembered.get(Kind("layer", i), lambda i=i: i) == i  # type: ignore[misc]
+        assert remembered.get(Kind("layer", i), lambda i=i: i) == i
     assert len(remembered) == 3
     assert remembered.get(Kind("layer", 4), lambda: -1) == 4
     assert remembered.get(Kind("layer", 0), lambda: -1) == -1
 
-    def failing() -> int:
-        raise ValueError("does not fit")
-
     with pytest.raises(ValueError, match="does not fit"):
-        remembered.get(Kind("other"), failing)
+        remembered.get(Kind("other"), raising(ValueError, "does not fit"))
     assert remembered.get(Kind("other"), lambda: 7) == 7
 
 
-def test_which_columns_there_are_is_part_of_a_kind() -> None:
+def test_which_columns_there_are_is_part_of_a_kind():
     """Zeros without residuals are not residuals without zeros, of whatever shapes."""
     x = [torch.zeros(2, 3)]
     kinds = [
@@ -210,7 +191,7 @@ def test_which_columns_there_are_is_part_of_a_kind() -> None:
     assert kinds[0] == kinds[2] != kinds[1]
 
 
-def test_kinds_of_one_hash_are_still_two() -> None:
+def test_kinds_of_one_hash_are_still_two():
     one, other = Kind(-1), Kind(-2)  # Python gives both the same hash
     assert hash(-1) == hash(-2)
     assert one != other
@@ -219,7 +200,7 @@ def test_kinds_of_one_hash_are_still_two() -> None:
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
-def test_a_captured_stitch_is_left_to_torch(is_capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_stitch_is_left_to_torch(is_capturing, monkeypatch):
     """Its table of parts would be gone by the first replay."""
     asked = []
     monkeypatch.setattr(runtime, "has_stitch", lambda *_: True)
@@ -230,7 +211,7 @@ def test_a_captured_stitch_is_left_to_torch(is_capturing: bool, monkeypatch: pyt
     assert bool(asked) is not is_capturing
 
 
-def test_the_table_is_made_on_the_host_whatever_the_default_device_is() -> None:
+def test_the_table_is_made_on_the_host_whatever_the_default_device_is():
     call = stitching_of(CASES[0])
     want = stitch_launch.jobs_of(call)
     torch.set_default_device("meta")

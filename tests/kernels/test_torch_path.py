@@ -1,7 +1,5 @@
 """The attention op on the CPU: the contract against float64, fullgraph compilation, memory, and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from kvrag_kernels import probe_mass, ragged_attention, ragged_plan, reference, 
 def run(case: Case, dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[torch.Tensor, ...]:
     inputs = inputs_of(case, dtype) | changed
     options = {"prefix": case.prefix, "scale": case.scale, "softcap": case.softcap}
-    return *ragged_attention(**inputs, **options), *reference.attention(**inputs, **options)  # type: ignore[arg-type]
+    return *ragged_attention(**inputs, **options), *reference.attention(**inputs, **options)
 
 
 def assert_close(out: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, want_lse: torch.Tensor, atol: float) -> None:
@@ -25,91 +23,91 @@ def assert_close(out: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, want_
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_rows_see_exactly_their_keys(case: Case) -> None:
+def test_rows_see_exactly_their_keys(case):
     assert_close(*run(case), atol=2e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_the_path_without_a_fused_call_gives_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_without_a_fused_call_gives_the_same(case, monkeypatch):
     monkeypatch.setattr(torch_path, "_can_fuse", lambda *_: False)
     assert_close(*run(case), atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_other_dtypes(dtype):
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-6}[dtype]
     out, *rest = run(CASES[0], dtype)
     assert out.dtype == dtype
     assert_close(out, *rest, atol=tolerance)
 
 
-def test_rows_without_keys_give_zero_and_minus_infinity() -> None:
+def test_rows_without_keys_give_zero_and_minus_infinity():
     out, lse, *_ = run(next(c for c in CASES if c.name == "empty"))
     assert (out[:, :, :40] == 0).all()
     assert (lse[:, :, :40] == float("-inf")).all()
     assert torch.isfinite(out).all()
 
 
-def test_no_row_reads_beyond_its_blocks_limit() -> None:
+def test_no_row_reads_beyond_its_blocks_limit():
     """Rows of the buffer that nobody has written yet may hold anything."""
     inputs = inputs_of(BASE, torch.float32)
     hi = torch.arange(20, 20 + BASE.rows, dtype=torch.int32)
     for x in (inputs["k"], inputs["v"]):
-        x[:, :, 20 + BASE.rows :] = float("nan")  # type: ignore[index]
-    out, lse = ragged_attention(inputs["q"], inputs["k"], inputs["v"], hi, scale=0.1)  # type: ignore[arg-type]
+        x[:, :, 20 + BASE.rows :] = float("nan")
+    out, lse = ragged_attention(inputs["q"], inputs["k"], inputs["v"], hi, scale=0.1)
     assert torch.isfinite(out).all()
     assert torch.isfinite(lse).all()
 
 
-def test_parts_of_the_keys_merge_by_their_log_sums() -> None:
+def test_parts_of_the_keys_merge_by_their_log_sums():
     inputs = inputs_of(BASE, torch.float32)
     q, k, v, hi = (inputs[n] for n in ("q", "k", "v", "hi"))
-    whole, lse = ragged_attention(q, k, v, hi, scale=0.1)  # type: ignore[arg-type]
-    parts = [ragged_attention(q, k[:, :, a:b], v[:, :, a:b], hi - a, scale=0.1) for a, b in ((0, 60), (60, 131))]  # type: ignore[index, operator, arg-type]
+    whole, lse = ragged_attention(q, k, v, hi, scale=0.1)
+    parts = [ragged_attention(q, k[:, :, a:b], v[:, :, a:b], hi - a, scale=0.1) for a, b in ((0, 60), (60, 131))]
     merged = torch.logaddexp(parts[0][1], parts[1][1])
     torch.testing.assert_close(merged, lse)
     torch.testing.assert_close(sum(torch.exp(s - merged)[..., None] * o for o, s in parts), whole, atol=1e-5, rtol=0)
 
 
-def test_the_output_is_stored_row_by_row() -> None:
+def test_the_output_is_stored_row_by_row():
     """So that the layer's output projection reads it without a copy."""
     out, *_ = run(CASES[0])
     assert out.transpose(1, 2).is_contiguous()
 
 
-def test_compiles_into_one_graph() -> None:
+def test_compiles_into_one_graph():
     inputs = inputs_of(next(c for c in CASES if c.name == "window-sinks"), torch.float32)
 
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+    def layer(q, k, v, hi, lo):
         out, lse = ragged_attention(q * 2, k, v, hi, lo, 4, scale=0.1)
         return out.transpose(1, 2).flatten(2) + lse.sum()
 
     args = tuple(inputs[n] for n in ("q", "k", "v", "hi", "lo"))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*args), layer(*args))  # type: ignore[arg-type]
+    torch.testing.assert_close(compiled(*args), layer(*args))
 
 
-def test_a_plan_compiles_into_the_same_graph() -> None:
+def test_a_plan_compiles_into_the_same_graph():
     inputs = inputs_of(BASE, torch.float32)
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    def forward(q, k, v, hi):
         plan = ragged_plan(q, k, hi)
         first, _ = ragged_attention(q, k, v, hi, scale=0.1, plan=plan)
         return ragged_attention(first * 2, k, v, hi, scale=0.1, plan=plan)[0]
 
     args = tuple(inputs[n] for n in ("q", "k", "v", "hi"))
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*args), forward(*args))  # type: ignore[arg-type]
+    torch.testing.assert_close(compiled(*args), forward(*args))
 
 
-def test_torch_finds_no_fault_in_the_op() -> None:
+def test_torch_finds_no_fault_in_the_op():
     inputs = inputs_of(CASES[0], torch.float32)
     args = tuple(inputs[n] for n in ("q", "k", "v", "hi"))
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.kvrag.ragged_attention.default, args, {"scale": 0.1}, test_utils=checks)
 
 
-def test_blocks_stay_small_and_cut_their_keys() -> None:
+def test_blocks_stay_small_and_cut_their_keys():
     limits = torch_path.Limits.of(torch.arange(0, 100_000, 10), None, 0, 100_000)
     blocks = list(limits.blocks(heads=32, groups=4))
     assert all(
@@ -140,14 +138,14 @@ def test_blocks_stay_small_and_cut_their_keys() -> None:
         ({"softcap": -1.0}, "softcap at least 0"),
     ],
 )
-def test_refusals_name_what_is_wrong(changed: dict[str, Any], message: str) -> None:
+def test_refusals_name_what_is_wrong(changed, message):
     with pytest.raises(ValueError, match=message):
-        ragged_attention(**({**inputs_of(BASE, torch.float32), "scale": 0.1} | changed))  # type: ignore[arg-type]
+        ragged_attention(**({**inputs_of(BASE, torch.float32), "scale": 0.1} | changed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changed", [{}, {"softcap": 20.0}, {"sinks": True}, {"per_batch": True}], ids=str)
-def test_a_batch_of_none_gives_none(changed: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_batch_of_none_gives_none(changed, dtype):
     """As no rows and no keys do; what comes before it may have left nothing to compute."""
     q, k, v = (torch.empty(0, *shape, dtype=dtype) for shape in ((4, 3, 64), (2, 5, 64), (2, 5, 32)))
     hi = torch.zeros((0, 3) if changed.get("per_batch") else 3, dtype=torch.int64)

@@ -1,14 +1,8 @@
 """Fixtures for the LangChain adapter: models on tiny directories, embeddings without a network."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from settling import settle
+from texts import make_chunks
 
 from kvrag import KVRagEngine
 from kvrag.testing.models import save_tiny_model
@@ -16,13 +10,13 @@ from langchain_kvrag import ChatKVRag, KVRagLLM
 
 
 @pytest.fixture(scope="session")
-def other_tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def other_tiny_dir(tmp_path_factory):
     """A second tiny Llama with other weights."""
     return save_tiny_model(tmp_path_factory.mktemp("other-llama"), seed=1)
 
 
 @pytest.fixture(autouse=True)
-def _no_shared_engines() -> Iterator[None]:
+def _no_shared_engines():
     """Close the engines that a test made: they are process-wide and would live on."""
     before = set(KVRagEngine._shared.values())
     yield
@@ -31,53 +25,27 @@ def _no_shared_engines() -> Iterator[None]:
 
 
 @pytest.fixture
-def options(tiny_dir: str, tmp_path: Path) -> dict[str, Any]:
+def options(tiny_dir, tmp_path):
     """Options of a model with a store of its own."""
     return {"model": tiny_dir, "kv_dir": str(tmp_path / "kv"), "max_tokens": 8}
 
 
 @pytest.fixture
-def chat(options: dict[str, Any]) -> ChatKVRag:
+def chat(options):
     return ChatKVRag(**options)
 
 
 @pytest.fixture
-def llm(options: dict[str, Any]) -> KVRagLLM:
+def llm(options):
     return KVRagLLM(**options)
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], int]:
-    """Call with a model: waits until nothing decodes, and returns the forwards that it has run since the first call."""
-    counted: list[None] = []
-
-    def count(model: Any) -> int:
-        kind = type(model.engine.loaded.lm)
-        if not hasattr(kind.forward, "counts"):
-            original = kind.forward
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                counted.append(None)
-                return original(*args, **kwargs)
-
-            forward.counts = True  # type: ignore[attr-defined]
-            monkeypatch.setattr(kind, "forward", forward)
-        settle()
-        return len(counted)
-
-    return count
-
-
-@pytest.fixture
-def embedding() -> DeterministicFakeEmbedding:
+def embedding():
     return DeterministicFakeEmbedding(size=8)
 
 
 @pytest.fixture(scope="session")
-def chunks() -> list[str]:
+def chunks():
     """Distinct chunk texts of well over the smallest size that is stored."""
-    nouns = ["river", "stone", "letter", "harbour", "winter", "lamp", "ledger", "garden", "copper", "signal", "thread"]
-    return [
-        f"Note {i}: " + " ".join(f"the {nouns[(i * 5 + j) % len(nouns)]} of day {i + j}" for j in range(14)) + "."
-        for i in range(6)
-    ]
+    return make_chunks(6, words=42)

@@ -1,16 +1,14 @@
 """Async twins: the event loop lives, leaving early stops decoding, exceptions arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
+from kit import Forwards, raising, working_threads
 from langchain_core.prompts import ChatPromptTemplate
-from settling import working_threads
 
 from kvrag import ConfigError
 from langchain_kvrag import ChatKVRag, KVRagLLM
@@ -20,9 +18,7 @@ BOTH = pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
 
 @BOTH
 @pytest.mark.parametrize("call", ["ainvoke", "astream", "abatch"])
-async def test_the_event_loop_neither_loads_nor_computes(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: Any, call: str
-) -> None:
+async def test_the_event_loop_neither_loads_nor_computes(options, monkeypatch, kind, call):
     seen, model = working_threads(monkeypatch), kind(**options)
     value = ChatPromptTemplate.from_messages([("human", "{q}")]).invoke({"q": "Tell me."})
     if call == "astream":
@@ -33,7 +29,7 @@ async def test_the_event_loop_neither_loads_nor_computes(
     assert threading.get_ident() not in seen
 
 
-async def test_async_answers_equal_sync_ones(chat: ChatKVRag, chunks: list[str]) -> None:
+async def test_async_answers_equal_sync_ones(chat, chunks):
     await asyncio.to_thread(chat.precompute_kv, chunks)
     prompt = "\n\n".join(chunks) + "\n\nWho?"
     expected = chat.invoke(prompt)
@@ -48,36 +44,29 @@ async def test_async_answers_equal_sync_ones(chat: ChatKVRag, chunks: list[str])
 
 
 @BOTH
-def test_an_abandoned_stream_stops_decoding(options: dict[str, Any], forwards: Callable[[Any], int], kind: Any) -> None:
-    model = kind(**options)
-    forwards(model)
+def test_an_abandoned_stream_stops_decoding(options, monkeypatch, kind):
+    model, forwards = kind(**options), Forwards(monkeypatch)
     for _ in model.stream("Tell me everything.", max_tokens=3000):
         break
-    assert forwards(model) < 300
+    assert forwards.settled() < 300
 
 
 @BOTH
-async def test_leaving_a_stream_stops_decoding(
-    options: dict[str, Any], forwards: Callable[[Any], int], kind: Any
-) -> None:
-    model = kind(**options)
-    forwards(model)
+async def test_leaving_a_stream_stops_decoding(options, monkeypatch, kind):
+    model, forwards = kind(**options), Forwards(monkeypatch)
     stream = model.astream("Tell me everything.", max_tokens=3000)
     async for _ in stream:
         break
     await stream.aclose()
-    assert await asyncio.to_thread(forwards, model) < 300
+    assert await asyncio.to_thread(forwards.settled) < 300
 
 
 @BOTH
 @pytest.mark.parametrize("call", ["ainvoke", "astream"])
-async def test_cancelling_stops_decoding(
-    options: dict[str, Any], forwards: Callable[[Any], int], kind: Any, call: str
-) -> None:
-    model = kind(**options)
-    forwards(model)
+async def test_cancelling_stops_decoding(options, monkeypatch, kind, call):
+    model, forwards = kind(**options), Forwards(monkeypatch)
 
-    async def read() -> None:
+    async def read():
         async for _ in model.astream("Tell me everything.", max_tokens=3000):
             pass
 
@@ -88,19 +77,16 @@ async def test_cancelling_stops_decoding(
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert task.cancelled()
-    assert await asyncio.to_thread(forwards, model) < 1500
+    assert await asyncio.to_thread(forwards.settled) < 1500
 
 
 @BOTH
-async def test_exceptions_reach_the_caller(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+async def test_exceptions_reach_the_caller(options, monkeypatch, kind):
     model = kind(**options)
     with pytest.raises(ConfigError, match="'foo'"):
         await model.ainvoke("hi", foo=1)
 
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the device is on fire")
-
-    monkeypatch.setattr(type(model.engine.loaded.lm), "forward", broken)
+    monkeypatch.setattr(type(model.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire"))
     with pytest.raises(RuntimeError, match="on fire"):
         await asyncio.wait_for(model.ainvoke("hi"), 20)
     with pytest.raises(RuntimeError, match="on fire"):

@@ -1,19 +1,14 @@
-"""KVPrefetchHandler: what was retrieved is in memory before it is asked for."""
-
-from __future__ import annotations
+"""KVPrefetchHandler and KVPrecompute: what was retrieved is in memory before it is asked for, and a step that changes no document."""
 
 import logging
-from typing import Any
 
 import pytest
+from kit import kept, raising, settle
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import FakeListLLM
-from langchain_core.vectorstores import VectorStoreRetriever
-from settling import settle
 
-from kvrag import ConfigError
-from langchain_kvrag import ChatKVRag, KVPrefetchHandler, KVRagVectorStore
+from kvrag import ConfigError, InputError, Retention
+from langchain_kvrag import ChatKVRag, KVPrecompute, KVPrefetchHandler, KVRagVectorStore
 
 
 def in_memory(chat: ChatKVRag) -> int:
@@ -21,9 +16,7 @@ def in_memory(chat: ChatKVRag) -> int:
 
 
 @pytest.fixture
-def retriever(
-    chat: ChatKVRag, options: dict[str, Any], embedding: Embeddings, chunks: list[str]
-) -> VectorStoreRetriever:
+def retriever(chat, options, embedding, chunks):
     """A retriever over chunks whose KV is on disk only, as after a restart."""
     store = KVRagVectorStore.from_texts(chunks, embedding, llm=chat)
     chat.engine.close()
@@ -31,7 +24,7 @@ def retriever(
     return store.as_retriever(search_kwargs={"k": 3})
 
 
-def test_retrieved_chunks_are_loaded(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+def test_retrieved_chunks_are_loaded(retriever, chat):
     documents = retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})
     settle()
     assert in_memory(chat) == 1 + len(documents)  # and the prefix
@@ -41,13 +34,13 @@ def test_retrieved_chunks_are_loaded(retriever: VectorStoreRetriever, chat: Chat
     assert chat.engine.stats()["store"]["disk"].hits == before
 
 
-async def test_it_works_in_an_event_loop(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+async def test_it_works_in_an_event_loop(retriever, chat):
     await retriever.ainvoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})
     settle()
     assert in_memory(chat) == 4
 
 
-def test_unknown_and_empty_texts_are_fine(retriever: VectorStoreRetriever, chat: ChatKVRag) -> None:
+def test_unknown_and_empty_texts_are_fine(retriever, chat):
     assert chat.engine.prefetch(["never seen " * 30]).found == 1  # the prefix
     assert chat.engine.prefetch(["never seen " * 30], namespace="other").found == 0
     handler = KVPrefetchHandler(chat)
@@ -57,22 +50,48 @@ def test_unknown_and_empty_texts_are_fine(retriever: VectorStoreRetriever, chat:
     assert in_memory(chat) == 1
 
 
-def test_a_fault_is_logged_and_harms_nobody(
-    retriever: VectorStoreRetriever,
-    chat: ChatKVRag,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def hang_up(*args: Any, **kwargs: Any) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(chat.engine.store, "prefetch", hang_up)
+def test_a_fault_is_logged_and_harms_nobody(retriever, chat, monkeypatch, caplog):
+    monkeypatch.setattr(chat.engine.store, "prefetch", raising(OSError, "the disk is gone"))
     with caplog.at_level(logging.WARNING):
         assert len(retriever.invoke("x", config={"callbacks": [KVPrefetchHandler(chat)]})) == 3
         settle()
     assert "could not be prefetched" in caplog.text
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_are_refused():
     with pytest.raises(ConfigError, match="FakeListLLM"):
         KVPrefetchHandler(FakeListLLM(responses=["x"]))
+
+
+async def test_the_transformer_precomputes_and_changes_nothing(chat, chunks):
+    documents = [Document(page_content=chunk, id=str(i)) for i, chunk in enumerate(chunks[:2])]
+    step = KVPrecompute(chat)
+    assert step.transform_documents(documents) == documents
+    assert kept(chat, chunks) == [0, 1]
+    await step.atransform_documents([Document(page_content=chunks[3])])
+    assert kept(chat, chunks) == [0, 1, 3]
+    with pytest.raises(ConfigError, match="FakeListLLM"):
+        KVPrecompute(FakeListLLM(responses=["x"]))
+
+
+def test_the_transformer_warns_or_raises(chat):
+    twice = [Document(page_content="one", id="a"), Document(page_content="two", id="a")]
+    with pytest.warns(UserWarning, match="two different texts"):
+        assert KVPrecompute(chat).transform_documents(twice) == twice
+    with pytest.raises(InputError, match="two different texts"):
+        KVPrecompute(chat, on_error="raise").transform_documents(twice)
+
+
+def test_the_transformer_passes_collection_and_worth_on(chat, chunks):
+    document = Document(page_content=chunks[0], id="a")
+    KVPrecompute(chat, collection="manuals", retention=Retention(60)).transform_documents([document])
+    engine = chat.engine
+    assert engine.document_ids() == ["manuals/a"]
+    (key,) = engine.store.catalog.document_keys(engine.store.names.namespace(engine.namespace), "manuals/a")
+    told = engine.store.retention(key)
+    assert told is not None
+    assert told.priority == 60
+    with pytest.warns(UserWarning, match="has no id, and is to be in the collection"):
+        KVPrecompute(chat, collection="manuals").transform_documents([Document(page_content=chunks[1])])
+    with pytest.raises(InputError, match="collection is"):
+        KVPrecompute(chat, collection="")

@@ -1,7 +1,5 @@
 """Which chains let chunks through to the model verbatim, so that their KV is reused, and which do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +48,7 @@ class Watch(BaseCallbackHandler):
 
 
 @pytest.fixture
-def store(chat: ChatKVRag) -> KVRagVectorStore:
+def store(chat):
     documents = [Document(page_content=probe, metadata={"source": f"file {i}"}) for i, probe in enumerate(PROBES)]
     return KVRagVectorStore.from_documents(documents, DeterministicFakeEmbedding(size=8), llm=chat)
 
@@ -88,7 +86,7 @@ CHAINS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
 @pytest.mark.parametrize("name", CHAINS)
-def test_every_chunk_survives(store: KVRagVectorStore, options: dict[str, Any], kind: Any, name: str) -> None:
+def test_every_chunk_survives(store, options, kind, name):
     model, watch = kind(**options), Watch()
     chain = CHAINS[name](model, store.as_retriever(search_kwargs={"k": len(PROBES)}))
     chain.invoke({"input": "Who reads?"}, config={"callbacks": [watch]})
@@ -99,14 +97,14 @@ def test_every_chunk_survives(store: KVRagVectorStore, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("kind", ["refine", "map_reduce"])
-def test_chains_that_ask_per_chunk_reuse_too(store: KVRagVectorStore, options: dict[str, Any], kind: str) -> None:
+def test_chains_that_ask_per_chunk_reuse_too(store, options, kind):
     model, watch = ChatKVRag(**options, mode="stitch"), Watch()  # one small chunk at a time would not pay by itself
     chain = retrieval_qa(model, store.as_retriever(search_kwargs={"k": 3}), kind)
     chain.invoke({"input": "Who reads?"}, config={"callbacks": [watch]})
     assert sum(made["cached_tokens"] > 0 for made in watch.made) >= 3
 
 
-def test_escaped_chunks_are_misses_and_explain_says_so(store: KVRagVectorStore, chat: ChatKVRag) -> None:
+def test_escaped_chunks_are_misses_and_explain_says_so(store, chat):
     documents = store.similarity_search("x", k=len(PROBES))
     value = CHAT.invoke({"context": documents, "input": "Who reads?"})  # the beginner's slip: repr() of a list
     explanation = chat.explain(value)
@@ -114,7 +112,7 @@ def test_escaped_chunks_are_misses_and_explain_says_so(store: KVRagVectorStore, 
     assert CHAT.pipe(chat).invoke({"context": documents, "input": "Who?"}).content is not None
 
 
-def test_any_order_hits(store: KVRagVectorStore, chat: ChatKVRag) -> None:
+def test_any_order_hits(store, chat):
     for order in (PROBES, PROBES[::-1], PROBES[3:] + PROBES[:3]):
         assert chat.explain(CHAT.invoke({"context": "\n\n".join(order), "input": "?"})).hits == len(PROBES)
 
@@ -123,7 +121,7 @@ def shortened(documents: list[Document]) -> str:
     return "\n\n".join(document.page_content[:160] + "..." for document in documents)
 
 
-def test_a_chain_that_shortens_documents_reuses_their_beginnings(chat: ChatKVRag, chunks: list[str]) -> None:
+def test_a_chain_that_shortens_documents_reuses_their_beginnings(chat, chunks):
     texts = [text for text in chunks if len(text) > 160]
     store = KVRagVectorStore.from_texts(texts, DeterministicFakeEmbedding(size=8), llm=chat)
     retriever = store.as_retriever(search_kwargs={"k": 3})

@@ -1,18 +1,13 @@
 """ChatKVRag beside LangChain's own contract: options, accounting, streams, prompts, errors."""
 
-from __future__ import annotations
-
 import json
 import warnings
-from typing import Any
 
 import pytest
+from kit import raising
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
-from langchain_core.messages import (
-    HumanMessage,
-    SystemMessage,
-)
+from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,7 +18,7 @@ from langchain_kvrag import ChatKVRag
 # -- construction --------------------------------------------------------------------------------------------------------
 
 
-def test_construction_loads_nothing(tmp_path: Any) -> None:
+def test_construction_loads_nothing(tmp_path):
     llm = ChatKVRag(model="no/such-model", kv_dir=tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
     assert llm.model_name == "no/such-model"
@@ -33,13 +28,13 @@ def test_construction_loads_nothing(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["model", "model_id", "model_name"])
 @pytest.mark.parametrize("limit", ["max_tokens", "max_new_tokens"])
-def test_other_spellings(tiny_dir: str, name: str, limit: str) -> None:
+def test_other_spellings(tiny_dir, name, limit):
     llm = ChatKVRag(**{name: tiny_dir, limit: 3})
     assert (llm.model, llm.max_tokens) == (tiny_dir, 3)
     assert llm.invoke("hi").usage_metadata["output_tokens"] == 3
 
 
-def test_impossible_options_are_refused_at_once(tiny_dir: str) -> None:
+def test_impossible_options_are_refused_at_once(tiny_dir):
     with pytest.raises(ConfigError, match="mode is 'fast'"):
         ChatKVRag(model=tiny_dir, mode="fast")
     with pytest.raises(ConfigError, match="temperature"):
@@ -50,7 +45,7 @@ def test_impossible_options_are_refused_at_once(tiny_dir: str) -> None:
         ChatKVRag(model=tiny_dir, repair="cacheblend")
 
 
-def test_unknown_options_of_the_constructor_are_named(tiny_dir: str) -> None:
+def test_unknown_options_of_the_constructor_are_named(tiny_dir):
     with pytest.warns(UserWarning, match=r"'tempreature'; did you mean 'temperature'\?.*ignored"):
         ChatKVRag(model=tiny_dir, tempreature=1.0)
     with warnings.catch_warnings():
@@ -59,14 +54,14 @@ def test_unknown_options_of_the_constructor_are_named(tiny_dir: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["encryption_key", "encription_key", "disk_bytes", "kv_dtype"])
-def test_options_of_the_store_are_refused_wherever_they_stand(tiny_dir: str, name: str) -> None:
+def test_options_of_the_store_are_refused_wherever_they_stand(tiny_dir, name):
     for options in ({name: "env:KK"}, {"model_kwargs": {name: "env:KK"}}):
         with pytest.raises(ConfigError, match=rf"no option '{name}'.*store_config=StoreConfig\("):
             ChatKVRag(model=tiny_dir, **options)
 
 
 @pytest.mark.parametrize("name", ["store_config", "kv_dir", "namespace"])
-def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir: str, name: str) -> None:
+def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir, name):
     with pytest.raises(ConfigError, match=rf"holds '{name}'.*pass ChatKVRag\({name}="):
         ChatKVRag(model=tiny_dir, model_kwargs={name: "x"})
     llm = ChatKVRag(model=tiny_dir)
@@ -75,7 +70,7 @@ def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir: str
         _ = llm.engine
 
 
-def test_configs_in_dicts_are_read_by_the_same_rules(tiny_dir: str) -> None:
+def test_configs_in_dicts_are_read_by_the_same_rules(tiny_dir):
     assert ChatKVRag(model=tiny_dir, store_config={"ram_bytes": 5}).store_config == StoreConfig(ram_bytes=5)
     with pytest.raises(ConfigError, match="did you mean 'encryption_key'"):
         ChatKVRag(model=tiny_dir, store_config={"encription_key": "env:KK"})
@@ -88,7 +83,7 @@ def test_configs_in_dicts_are_read_by_the_same_rules(tiny_dir: str) -> None:
         TypeAdapter(StoreConfig).validate_python({"ram_byte": 5})
 
 
-def test_ready_objects_are_used_and_survive_a_copy(tokenizer: Any) -> None:
+def test_ready_objects_are_used_and_survive_a_copy(tokenizer):
     model = tiny_model()
     llm = ChatKVRag.from_pretrained_model(model, tokenizer, max_tokens=2)
     assert llm.engine.loaded.lm.model is model
@@ -99,7 +94,7 @@ def test_ready_objects_are_used_and_survive_a_copy(tokenizer: Any) -> None:
     llm.engine.close()
 
 
-def test_configurable_fields_share_one_engine(options: dict[str, Any], chunks: list[str]) -> None:
+def test_configurable_fields_share_one_engine(options, chunks):
     before = len(KVRagEngine._shared)
     llm = ChatKVRag(**{**options, "kv_dir": None}).configurable_fields(
         temperature=ConfigurableField(id="temperature"), max_tokens=ConfigurableField(id="limit")
@@ -115,7 +110,7 @@ def test_configurable_fields_share_one_engine(options: dict[str, Any], chunks: l
 # -- accounting ----------------------------------------------------------------------------------------------------------
 
 
-def test_usage_and_metadata(chat: ChatKVRag, chunks: list[str]) -> None:
+def test_usage_and_metadata(chat, chunks):
     chat.precompute_kv(chunks)
     message = chat.invoke("\n\n".join(chunks) + "\n\nWho?")
     usage, made = message.usage_metadata, message.response_metadata["kvrag"]
@@ -136,7 +131,7 @@ def test_usage_and_metadata(chat: ChatKVRag, chunks: list[str]) -> None:
     assert "prompt_ids" not in str(message.response_metadata)
 
 
-def test_usage_handlers_see_all_calls(chat: ChatKVRag) -> None:
+def test_usage_handlers_see_all_calls(chat):
     handler = UsageMetadataCallbackHandler()
     messages = chat.batch(["one", "two words"], config={"callbacks": [handler]})
     streamed = list(chat.stream("three", config={"callbacks": [handler]}))
@@ -145,7 +140,7 @@ def test_usage_handlers_see_all_calls(chat: ChatKVRag) -> None:
     assert total["total_tokens"] == sum(part["total_tokens"] for part in parts)
 
 
-def test_the_answer_is_the_engines(chat: ChatKVRag) -> None:
+def test_the_answer_is_the_engines(chat):
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     message = chat.invoke([SystemMessage("Be brief."), HumanMessage("Who?")])
     result = chat.engine.generate(asked, max_new_tokens=8)
@@ -157,7 +152,7 @@ def test_the_answer_is_the_engines(chat: ChatKVRag) -> None:
 # -- streams and stop strings --------------------------------------------------------------------------------------------
 
 
-def test_streaming_equals_invoke(chat: ChatKVRag, chunks: list[str]) -> None:
+def test_streaming_equals_invoke(chat, chunks):
     chat.precompute_kv(chunks[:2])
     prompt = f"{chunks[1]}\n\n{chunks[0]}\n\nWho?"
     message = chat.invoke(prompt, max_tokens=24)
@@ -171,7 +166,7 @@ def test_streaming_equals_invoke(chat: ChatKVRag, chunks: list[str]) -> None:
     assert [piece.chunk_position for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
 
 
-def test_stop_strings_across_tokens_are_removed(chat: ChatKVRag) -> None:
+def test_stop_strings_across_tokens_are_removed(chat):
     text = chat.invoke("Tell me.", max_tokens=30).content
     stop = text[7:11]  # of several tokens: the tiny vocabulary has few words
     expected = text[: text.index(stop)]
@@ -184,11 +179,11 @@ def test_stop_strings_across_tokens_are_removed(chat: ChatKVRag) -> None:
     assert configured.invoke("Tell me.", max_tokens=30, stop=[]).content == text
 
 
-def test_streaming_callbacks_get_every_piece(chat: ChatKVRag) -> None:
+def test_streaming_callbacks_get_every_piece(chat):
     tokens: list[str] = []
 
     class Handler(BaseCallbackHandler):
-        def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+        def on_llm_new_token(self, token, **kwargs):
             tokens.append(token)
 
     for piece in chat.stream("Tell me.", config={"callbacks": [Handler()]}):
@@ -204,11 +199,11 @@ def test_streaming_callbacks_get_every_piece(chat: ChatKVRag) -> None:
 # -- per-call options ----------------------------------------------------------------------------------------------------
 
 
-def test_options_of_a_call_are_honoured(chat: ChatKVRag, chunks: list[str]) -> None:
+def test_options_of_a_call_are_honoured(chat, chunks):
     chat.precompute_kv(chunks)
     prompt = "\n\n".join(chunks) + "\n\nWho?"
 
-    def made(**options: Any) -> dict[str, Any]:
+    def made(**options):
         return chat.invoke(prompt, **options).response_metadata["kvrag"]
 
     assert made(mode="full")["exactness"] == "full"
@@ -222,7 +217,7 @@ def test_options_of_a_call_are_honoured(chat: ChatKVRag, chunks: list[str]) -> N
     assert chat.invoke("Tell me.", temperature=None).content == chat.invoke("Tell me.").content
 
 
-def test_unknown_options_of_a_call_are_refused_by_name(chat: ChatKVRag) -> None:
+def test_unknown_options_of_a_call_are_refused_by_name(chat):
     with pytest.raises(ConfigError, match=r"'temprature'; did you mean 'temperature'"):
         chat.invoke("hi", temprature=1.0)
     with pytest.raises(ConfigError, match="'tools'"):
@@ -233,16 +228,13 @@ def test_unknown_options_of_a_call_are_refused_by_name(chat: ChatKVRag) -> None:
         chat.bind_tools([])
 
 
-def test_errors_reach_the_caller(chat: ChatKVRag, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_reach_the_caller(chat, monkeypatch):
     with pytest.raises(ContextLengthError, match="context"):
         chat.invoke("word " * 5000)
     with pytest.raises(InputError):
         list(chat.stream([]))
 
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the device is on fire")
-
-    monkeypatch.setattr(type(chat.engine.loaded.lm), "forward", broken)
+    monkeypatch.setattr(type(chat.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire"))
     with pytest.raises(RuntimeError, match="on fire"):
         chat.invoke("hi")
     with pytest.raises(RuntimeError, match="on fire"):
@@ -252,7 +244,7 @@ def test_errors_reach_the_caller(chat: ChatKVRag, monkeypatch: pytest.MonkeyPatc
 # -- identity ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_response_cache_tells_models_apart(options: dict[str, Any]) -> None:
+def test_the_response_cache_tells_models_apart(options):
     cache = InMemoryCache()
     base = ChatKVRag(**options, cache=cache)
     variants = [
@@ -273,7 +265,7 @@ def test_the_response_cache_tells_models_apart(options: dict[str, Any]) -> None:
 # -- keeping KV ----------------------------------------------------------------------------------------------------------
 
 
-def test_kv_is_made_kept_in_step_and_deleted(chat: ChatKVRag, chunks: list[str]) -> None:
+def test_kv_is_made_kept_in_step_and_deleted(chat, chunks):
     report = chat.precompute_kv(chunks[:3], ids=["a", "b", "c"])
     assert (report.stored, report.failed) == (3, [])
     assert chat.precompute_kv(chunks[:3], ids=["a", "b", "c"]).skipped == 3

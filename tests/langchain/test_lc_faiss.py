@@ -1,33 +1,29 @@
 """The own FAISS index of KVRagVectorStore: searches, filters, files."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from kit import kept
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings, FakeEmbeddings
+from langchain_core.embeddings import FakeEmbeddings
 from langchain_core.vectorstores import InMemoryVectorStore
-from lc_kept import kept
 
 from kvrag import ConfigError, InputError, MissingDependencyError, StoreError
-from langchain_kvrag import ChatKVRag, KVRagVectorStore
+from langchain_kvrag import KVRagVectorStore
 
 # -- the own index -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def own(embedding: Embeddings) -> KVRagVectorStore:
+def own(embedding):
     texts = [f"text {i}" for i in range(10)]
     metadatas = [{"n": i, "even": i % 2 == 0} for i in range(10)]
     return KVRagVectorStore.from_texts(texts, embedding, metadatas, ids=[f"id{i}" for i in range(10)])
 
 
-def test_searches(own: KVRagVectorStore, embedding: DeterministicFakeEmbedding) -> None:
+def test_searches(own, embedding):
     documents, scores = zip(*own.similarity_search_with_score("text 3", k=10), strict=True)
     assert documents[0].id == "id3"
     assert scores[0] == pytest.approx(0, abs=1e-4)
@@ -43,8 +39,8 @@ def test_searches(own: KVRagVectorStore, embedding: DeterministicFakeEmbedding) 
     assert own.as_retriever(search_type="mmr", search_kwargs={"k": 3}).invoke("text 3")[0].id == "id3"
 
 
-def test_filters_find_k_where_k_exist(own: KVRagVectorStore) -> None:
-    def found(where: Any, k: int = 4) -> set[int]:
+def test_filters_find_k_where_k_exist(own):
+    def found(where, k=4):
         return {d.metadata["n"] for d in own.similarity_search("text 1", k=k, filter=where)}
 
     assert found({"n": 7}) == {7}
@@ -59,12 +55,12 @@ def test_filters_find_k_where_k_exist(own: KVRagVectorStore) -> None:
         own.similarity_search("text 1", filter={"n": {"$gt": 3}})
 
 
-def test_returned_documents_are_copies(own: KVRagVectorStore) -> None:
+def test_returned_documents_are_copies(own):
     own.similarity_search("text 1", k=1)[0].metadata["n"] = "changed"
     assert own.get_by_ids(["id1"])[0].metadata["n"] == 1
 
 
-def test_saving_and_loading(own: KVRagVectorStore, embedding: Embeddings, tmp_path: Path) -> None:
+def test_saving_and_loading(own, embedding, tmp_path):
     own.delete(["id0", "id5"])
     own.save_local(tmp_path / "store")
     assert sorted(p.name for p in (tmp_path / "store").iterdir()) == ["documents.json", "index.faiss"]
@@ -79,7 +75,7 @@ def test_saving_and_loading(own: KVRagVectorStore, embedding: Embeddings, tmp_pa
     assert KVRagVectorStore.load_local(tmp_path / "empty", embedding).similarity_search("x") == []
 
 
-def test_loading_keeps_kv_in_step(chat: ChatKVRag, embedding: Embeddings, chunks: list[str], tmp_path: Path) -> None:
+def test_loading_keeps_kv_in_step(chat, embedding, chunks, tmp_path):
     KVRagVectorStore.from_texts(chunks[:2], embedding, ids=["a", "b"], llm=chat).save_local(tmp_path)
     again = KVRagVectorStore.load_local(tmp_path, embedding, llm=chat)
     assert kept(chat, chunks) == [0, 1]
@@ -87,7 +83,7 @@ def test_loading_keeps_kv_in_step(chat: ChatKVRag, embedding: Embeddings, chunks
     assert kept(chat, chunks) == [1]
 
 
-def test_unusable_files_are_refused(own: KVRagVectorStore, embedding: Embeddings, tmp_path: Path) -> None:
+def test_unusable_files_are_refused(own, embedding, tmp_path):
     with pytest.raises(StoreError, match="no usable vector store"):
         KVRagVectorStore.load_local(tmp_path / "nothing", embedding)
     own.save_local(tmp_path)
@@ -105,7 +101,7 @@ def test_unusable_files_are_refused(own: KVRagVectorStore, embedding: Embeddings
         KVRagVectorStore.load_local(tmp_path, embedding)
 
 
-def test_metadata_that_json_can_not_hold(embedding: Embeddings, tmp_path: Path) -> None:
+def test_metadata_that_json_can_not_hold(embedding, tmp_path):
     store = KVRagVectorStore.from_texts(["a"], embedding, [{"x": object()}])
     with pytest.raises(InputError, match="metadata"):
         store.save_local(tmp_path / "out")
@@ -114,8 +110,8 @@ def test_metadata_that_json_can_not_hold(embedding: Embeddings, tmp_path: Path) 
         KVRagVectorStore(InMemoryVectorStore(embedding)).save_local(tmp_path)
 
 
-def test_vectors_of_another_model_change_nothing(own: KVRagVectorStore) -> None:
-    own.inner._embedding = FakeEmbeddings(size=3)  # type: ignore[attr-defined]
+def test_vectors_of_another_model_change_nothing(own):
+    own.inner._embedding = FakeEmbeddings(size=3)
     with pytest.raises(InputError, match=r"3 dimensions .* has 8"):
         own.add_texts(["new"], ids=["id1"])
     with pytest.raises(InputError, match="dimensions"):
@@ -123,12 +119,12 @@ def test_vectors_of_another_model_change_nothing(own: KVRagVectorStore) -> None:
     assert own.get_by_ids(["id1"])[0].page_content == "text 1"
 
 
-def test_ids_that_do_not_fit(own: KVRagVectorStore) -> None:
+def test_ids_that_do_not_fit(own):
     with pytest.raises(InputError, match="2 documents came with 1 ids"):
         own.add_documents([Document(page_content="a"), Document(page_content="b")], ids=["x"])
 
 
-def test_a_missing_faiss_is_named(embedding: Embeddings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_faiss_is_named(embedding, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(MissingDependencyError, match=r"'faiss'.*pip install 'kvrag\[langchain\]'"):
         KVRagVectorStore(embedding=embedding)

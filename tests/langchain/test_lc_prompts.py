@@ -1,9 +1,5 @@
 """From LangChain's messages and templates to the prompt that the model is shown."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from langchain_core.messages import (
     AIMessage,
@@ -28,7 +24,7 @@ PROMPT = ChatPromptTemplate.from_messages(
 # -- messages ------------------------------------------------------------------------------------------------------------
 
 
-def test_roles() -> None:
+def test_roles():
     call = {"name": "find", "args": {"q": "x"}, "id": "1"}
     history = [
         SystemMessage("s"),
@@ -47,7 +43,7 @@ def test_roles() -> None:
         chat_messages([RemoveMessage(id="1")])
 
 
-def test_text_blocks_are_joined_and_others_refused(chat: ChatKVRag) -> None:
+def test_text_blocks_are_joined_and_others_refused(chat):
     blocks = [
         {"type": "text", "text": "Who "},
         {"type": "text", "text": "comes?", "cache_control": {"type": "ephemeral"}},
@@ -57,7 +53,7 @@ def test_text_blocks_are_joined_and_others_refused(chat: ChatKVRag) -> None:
         chat.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}])])
 
 
-def test_the_models_own_tokenizer_counts(chat: ChatKVRag, tokenizer: Any) -> None:
+def test_the_models_own_tokenizer_counts(chat, tokenizer):
     text = "The keeper brings the box."
     assert chat.get_token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert chat.get_num_tokens(text) == len(chat.get_token_ids(text))
@@ -81,7 +77,7 @@ def test_the_models_own_tokenizer_counts(chat: ChatKVRag, tokenizer: Any) -> Non
     ],
     ids=["template", "named", "partial", "messages", "tuples", "dicts", "text"],
 )
-def test_the_first_chunk_behind_the_prefix_is_exact(options: dict[str, Any], chunks: list[str], prefix: Any) -> None:
+def test_the_first_chunk_behind_the_prefix_is_exact(options, chunks, prefix):
     llm = ChatKVRag(**options, prefix=prefix)
     llm.precompute_kv(chunks[:2])
     value = PROMPT.invoke({"context": f"{chunks[0]}\n\n{chunks[1]}", "question": "Who?"})
@@ -93,14 +89,7 @@ def test_the_first_chunk_behind_the_prefix_is_exact(options: dict[str, Any], chu
     llm.engine.close()
 
 
-def test_the_default_prefix_suits_plain_prompts(chat: ChatKVRag, chunks: list[str]) -> None:
-    chat.precompute_kv(chunks[:1])
-    message = chat.invoke(f"{chunks[0]}\n\nWho?")
-    assert message.response_metadata["kvrag"]["exactness"] == "exact"
-    assert chat.explain(f"{chunks[0]}\n\nWho?").hits == 1
-
-
-def test_a_string_template_is_shown_as_a_human_message(options: dict[str, Any], chunks: list[str]) -> None:
+def test_a_string_template_is_shown_as_a_human_message(options, chunks):
     prompt = PromptTemplate.from_template("Read this.\n{context}\n{question}")
     for prefix in (prompt, TemplatePrefix(prompt, "context")):
         llm = ChatKVRag(**options, prefix=prefix)

@@ -1,7 +1,5 @@
 """LangChain's own contract for chat models."""
 
-from __future__ import annotations
-
 import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
@@ -18,7 +16,7 @@ class Contract:
     """What both of LangChain's suites ask of a model."""
 
     @pytest.fixture(autouse=True)
-    def _directories(self, tiny_dir: str, other_tiny_dir: str) -> None:
+    def _directories(self, tiny_dir, other_tiny_dir):
         self._tiny_dir, self._other = tiny_dir, other_tiny_dir
 
     @property
@@ -46,7 +44,7 @@ class TestChatKVRagIntegration(Contract, ChatModelIntegrationTests):
         return self._other
 
     @property
-    def supported_usage_metadata_details(self) -> dict[str, list[str]]:  # type: ignore[override]
+    def supported_usage_metadata_details(self) -> dict[str, list[str]]:
         return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:

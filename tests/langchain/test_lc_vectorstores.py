@@ -1,22 +1,20 @@
 """KVRagVectorStore: LangChain's contract, and KV in step with documents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
+from kit import kept, noted, raising
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.language_models import FakeListLLM
-from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
-from lc_kept import kept
 
 from kvrag import ConfigError, InputError, Retention, StoreError
 from kvrag.store import TieredStore
-from langchain_kvrag import ChatKVRag, KVRagVectorStore
+from langchain_kvrag import KVRagVectorStore
 
 
 class Normalised(Embeddings):
@@ -34,7 +32,7 @@ class Normalised(Embeddings):
 
 class TestStores(VectorStoreIntegrationTests):
     @pytest.fixture(params=["own", "inner product", "wrapped", "with KV"])
-    def vectorstore(self, request: pytest.FixtureRequest) -> VectorStore:  # type: ignore[override]
+    def vectorstore(self, request):
         embeddings = self.get_embeddings()
         if request.param == "wrapped":
             return KVRagVectorStore(InMemoryVectorStore(embeddings))
@@ -45,7 +43,7 @@ class TestStores(VectorStoreIntegrationTests):
 
 
 @pytest.fixture(params=["own", "wrapped"])
-def store(request: pytest.FixtureRequest, chat: ChatKVRag, embedding: Embeddings) -> KVRagVectorStore:
+def store(request, chat, embedding):
     if request.param == "own":
         return KVRagVectorStore(embedding=embedding, llm=chat)
     return KVRagVectorStore(InMemoryVectorStore(embedding), llm=chat)
@@ -54,7 +52,7 @@ def store(request: pytest.FixtureRequest, chat: ChatKVRag, embedding: Embeddings
 # -- KV in step ----------------------------------------------------------------------------------------------------------
 
 
-def test_kv_comes_and_goes_with_documents(store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str]) -> None:
+def test_kv_comes_and_goes_with_documents(store, chat, chunks):
     names = store.add_texts(chunks[:3], ids=["a", "b", "c"])
     assert names == ["a", "b", "c"]
     assert kept(chat, chunks) == [0, 1, 2]
@@ -67,14 +65,14 @@ def test_kv_comes_and_goes_with_documents(store: KVRagVectorStore, chat: ChatKVR
     assert {d.id for d in store.kv_documents()} == {"a", "c", *names}
 
 
-async def test_kv_comes_and_goes_in_an_event_loop(store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str]) -> None:
+async def test_kv_comes_and_goes_in_an_event_loop(store, chat, chunks):
     await store.aadd_documents([Document(page_content=c, id=str(i)) for i, c in enumerate(chunks[:3])])
     assert kept(chat, chunks) == [0, 1, 2]
     await store.adelete(["1"])
     assert kept(chat, chunks) == [0, 2]
 
 
-def test_an_upsert_drops_the_kv_of_the_old_text(store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str]) -> None:
+def test_an_upsert_drops_the_kv_of_the_old_text(store, chat, chunks):
     store.add_texts(chunks[:2], ids=["a", "b"])
     store.add_texts([chunks[2], chunks[1]], ids=["a", "b"])
     assert kept(chat, chunks) == [1, 2]
@@ -84,18 +82,14 @@ def test_an_upsert_drops_the_kv_of_the_old_text(store: KVRagVectorStore, chat: C
     assert kept(chat, chunks) == []
 
 
-def test_an_upsert_of_the_same_text_computes_nothing(
-    store: KVRagVectorStore, chunks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upsert_of_the_same_text_computes_nothing(store, chunks, monkeypatch):
     store.add_texts(chunks[:2], ids=["a", "b"])
-    writes: list[Any] = []
-    put = TieredStore.put
-    monkeypatch.setattr(TieredStore, "put", lambda *a, **k: (writes.append(a), put(*a, **k))[1])
+    writes = noted(monkeypatch, TieredStore, "put")
     store.add_texts(chunks[:2], ids=["a", "b"])
     assert writes == []
 
 
-def test_two_ids_of_one_text_share_its_kv(store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str]) -> None:
+def test_two_ids_of_one_text_share_its_kv(store, chat, chunks):
     store.add_texts([chunks[0], chunks[0]], ids=["a", "b"])
     store.delete(["a"])
     assert kept(chat, chunks) == [0]
@@ -103,13 +97,13 @@ def test_two_ids_of_one_text_share_its_kv(store: KVRagVectorStore, chat: ChatKVR
     assert kept(chat, chunks) == [1]
 
 
-def test_of_equal_ids_the_last_text_stays(store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str]) -> None:
+def test_of_equal_ids_the_last_text_stays(store, chat, chunks):
     store.add_texts(chunks[:2], ids=["a", "a"])
     assert [d.page_content for d in store.get_by_ids(["a"])] == [chunks[1]]
     assert kept(chat, chunks) == [1]
 
 
-def test_deleting_everything(chat: ChatKVRag, embedding: Embeddings, chunks: list[str]) -> None:
+def test_deleting_everything(chat, embedding, chunks):
     store = KVRagVectorStore.from_texts(chunks[:2], embedding, llm=chat)
     store.delete()
     assert (kept(chat, chunks), store.kv_documents()) == ([], [])
@@ -119,7 +113,7 @@ def test_deleting_everything(chat: ChatKVRag, embedding: Embeddings, chunks: lis
     assert (kept(chat, chunks), len(other.kv_documents())) == ([0, 1], 2)
 
 
-def test_namespaces_are_apart(chat: ChatKVRag, embedding: Embeddings, chunks: list[str]) -> None:
+def test_namespaces_are_apart(chat, embedding, chunks):
     store = KVRagVectorStore.from_texts(chunks[:1], embedding, llm=chat, namespace="tenant", ids=["a"])
     assert kept(chat, chunks) == []
     assert chat.explain(chunks[0], namespace="tenant").hits == 1
@@ -128,10 +122,8 @@ def test_namespaces_are_apart(chat: ChatKVRag, embedding: Embeddings, chunks: li
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["own", "wrapped"])
-def test_stores_of_one_namespace_have_collections(
-    chat: ChatKVRag, embedding: Embeddings, chunks: list[str], is_wrapped: bool
-) -> None:
-    def make(**options: Any) -> KVRagVectorStore:
+def test_stores_of_one_namespace_have_collections(chat, embedding, chunks, is_wrapped):
+    def make(**options):
         inner: dict[str, Any] = {"inner": InMemoryVectorStore(embedding)} if is_wrapped else {"embedding": embedding}
         return KVRagVectorStore(**inner, llm=chat, **options)
 
@@ -154,11 +146,11 @@ def test_stores_of_one_namespace_have_collections(
 
 
 @pytest.mark.parametrize("cleanup", ["full", "incremental"])
-def test_index_keeps_kv_in_step(store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str], cleanup: Any) -> None:
+def test_index_keeps_kv_in_step(store, chat, chunks, cleanup):
     records = InMemoryRecordManager("test")
     records.create_schema()
 
-    def run(*numbers: int) -> dict[str, Any]:
+    def run(*numbers):
         documents = [Document(page_content=chunks[n], metadata={"source": f"s{n % 2}"}) for n in numbers]
         return dict(index(documents, records, store, cleanup=cleanup, source_id_key="source", key_encoder="sha256"))
 
@@ -174,13 +166,11 @@ def test_index_keeps_kv_in_step(store: KVRagVectorStore, chat: ChatKVRag, chunks
         assert (kept(chat, chunks), chat.engine.document_ids()) == ([], [])
 
 
-async def test_aindex_shares_the_kv_of_one_text_in_two_sources(
-    store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str]
-) -> None:
+async def test_aindex_shares_the_kv_of_one_text_in_two_sources(store, chat, chunks):
     records = InMemoryRecordManager("test")
     await records.acreate_schema()
 
-    async def run(*sources: str) -> None:
+    async def run(*sources):
         documents = [Document(page_content=chunks[0], metadata={"source": source}) for source in sources]
         await aindex(documents, records, store, cleanup="full", source_id_key="source", key_encoder="sha256")
 
@@ -192,13 +182,8 @@ async def test_aindex_shares_the_kv_of_one_text_in_two_sources(
     assert kept(chat, chunks) == []
 
 
-def test_a_fault_of_kv_does_not_lose_documents(
-    store: KVRagVectorStore, chat: ChatKVRag, chunks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise StoreError("the disk is full")
-
-    monkeypatch.setattr(chat.engine, "precompute_items", full)
+def test_a_fault_of_kv_does_not_lose_documents(store, chat, chunks, monkeypatch):
+    monkeypatch.setattr(chat.engine, "precompute_items", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add_texts(chunks[:2], ids=["a", "b"])
     assert len(store.get_by_ids(["a", "b"])) == 2
@@ -207,9 +192,7 @@ def test_a_fault_of_kv_does_not_lose_documents(
         strict.add_texts(chunks[:1], ids=["c"])
 
 
-def test_what_was_there_before_is_precomputed_on_demand(
-    chat: ChatKVRag, embedding: Embeddings, chunks: list[str]
-) -> None:
+def test_what_was_there_before_is_precomputed_on_demand(chat, embedding, chunks):
     inner = InMemoryVectorStore(embedding)
     inner.add_texts(chunks[:2], ids=["a", "b"])
     store = KVRagVectorStore(inner, llm=chat)
@@ -218,7 +201,7 @@ def test_what_was_there_before_is_precomputed_on_demand(
     assert chat.sync_kv(store).removed == 0
 
 
-def test_which_models_are_taken(embedding: Embeddings, chat: ChatKVRag) -> None:
+def test_which_models_are_taken(embedding, chat):
     assert KVRagVectorStore(embedding=embedding).add_texts(["no KV"])
     assert KVRagVectorStore(embedding=embedding, llm=chat.engine)
     assert KVRagVectorStore(embedding=embedding, llm=chat.bind(mode="full"))
@@ -227,4 +210,4 @@ def test_which_models_are_taken(embedding: Embeddings, chat: ChatKVRag) -> None:
     with pytest.raises(ConfigError, match="either"):
         KVRagVectorStore()
     with pytest.raises(ConfigError, match="DeterministicFakeEmbedding"):
-        KVRagVectorStore(embedding, llm=chat)  # type: ignore[arg-type]
+        KVRagVectorStore(embedding, llm=chat)

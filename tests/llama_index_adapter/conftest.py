@@ -1,23 +1,17 @@
 """Fixtures of the LlamaIndex tests: LLMs on the tiny model, with a store of their own."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-from llama_index_kit import Make, make_llm, settings
+from llama_index_kit import make_llm, settings
 
 from llama_index.llms.kvrag import KVRagLLM
 
 
 @pytest.fixture
-def make(tiny_dir: str, tmp_path: Path) -> Iterator[Make]:
+def make(tiny_dir, tmp_path):
     """Make LLMs; at the end their engines are closed, and the settings are what they were."""
     made: list[KVRagLLM] = []
 
-    def make(source: Any = tiny_dir, **options: Any) -> KVRagLLM:
+    def make(source=tiny_dir, **options):
         made.append(make_llm(source, tmp_path / "kv", **options))
         return made[-1]
 
@@ -28,7 +22,7 @@ def make(tiny_dir: str, tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def llm(make: Make) -> KVRagLLM:
+def llm(make):
     """The LLM of the settings."""
     llm = make()
     llm.apply_settings()

@@ -1,42 +1,15 @@
 """What the LlamaIndex tests share. Not a conftest: two modules of that name hide each other."""
 
-from __future__ import annotations
-
-import random
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import llama_index.core
 from llama_index.core import Document, MockEmbedding, Settings
-from settling import settle
+from texts import make_chunks as chunks
 
 from kvrag import KVRagEngine
-from kvrag.model import CausalLM
 from llama_index.llms.kvrag import KVRagLLM
-
-WORDS = [
-    "archive",
-    "reader",
-    "keeper",
-    "table",
-    "window",
-    "box",
-    "answer",
-    "river",
-    "stone",
-    "letter",
-    "lamp",
-    "ledger",
-]
-
-
-def chunks(count: int, *, words: int = 40, seed: int = 0) -> list[str]:
-    """Distinct texts of about ``3 × words`` tiny tokens."""
-    pick = random.Random(seed)
-    return [f"Note {seed}-{i}: " + " ".join(pick.choices(WORDS, k=words)) + "." for i in range(count)]
 
 
 def documents(count: int, *, has_metadata: bool = False, seed: int = 0) -> list[Document]:
@@ -83,29 +56,6 @@ def hit_texts(engine: KVRagEngine, prompts: list[str]) -> set[str]:
     """Texts of the chunks that some prompt has stored KV for."""
     found = [engine.explain(prompt, mode="stitch").spans for prompt in prompts]
     return {span.text for spans in found for span in spans if span.kind == "chunk" and span.hit}
-
-
-class Forwards:
-    """Counts forwards of the model, and may slow them down or let them fail."""
-
-    def __init__(self, monkeypatch: Any, *, seconds: float = 0.0, error: Exception | None = None) -> None:
-        self.count = 0
-        lock, original = threading.Lock(), CausalLM.forward
-
-        def forward(model: CausalLM, *args: Any, **kwargs: Any) -> Any:
-            with lock:
-                self.count += 1
-            time.sleep(seconds)
-            if error is not None:
-                raise error
-            return original(model, *args, **kwargs)
-
-        monkeypatch.setattr(CausalLM, "forward", forward)
-
-    def settled(self) -> int:
-        """Wait until nothing decodes, and return the number of forwards."""
-        settle()
-        return self.count
 
 
 def make_llm(source: Any, kv_dir: Any, **options: Any) -> KVRagLLM:

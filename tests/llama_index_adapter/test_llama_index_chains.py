@@ -1,15 +1,12 @@
 """Every normal way of LlamaIndex to ask must find the chunks again."""
 
-from __future__ import annotations
-
 import pytest
 from llama_index.core import PromptTemplate, VectorStoreIndex
 from llama_index.core.postprocessor import LongContextReorder
 from llama_index.core.schema import TextNode
-from llama_index_kit import Make, chunks, documents, hit_texts, record_prompts
+from llama_index_kit import chunks, documents, hit_texts, record_prompts
 
 from kvrag import precompute_kv
-from llama_index.llms.kvrag import KVRagLLM
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 QUESTION = "Who keeps the ledger?"
@@ -23,7 +20,7 @@ AWKWARD = (
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "with metadata"])
-def index(llm: KVRagLLM, request: pytest.FixtureRequest) -> VectorStoreIndex:
+def index(llm, request):
     index = VectorStoreIndex.from_documents(documents(6, has_metadata=request.param))
     report = precompute_kv(index, llm=llm)
     assert (report.stored, report.failed) == (6, [])
@@ -31,7 +28,7 @@ def index(llm: KVRagLLM, request: pytest.FixtureRequest) -> VectorStoreIndex:
 
 
 @pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate"])
-def test_response_modes(llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch, mode: str):
+def test_response_modes(llm, index, monkeypatch, mode):
     seen = record_prompts(monkeypatch)
     response = index.as_query_engine(similarity_top_k=TOP_K, response_mode=mode).query(QUESTION)
     wanted = {scored.node.get_content() for scored in response.source_nodes}
@@ -41,7 +38,7 @@ def test_response_modes(llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("mode", ["context", "condense_question", "condense_plus_context"])
-def test_chat_engines(llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch, mode: str):
+def test_chat_engines(llm, index, monkeypatch, mode):
     chat = index.as_chat_engine(chat_mode=mode, similarity_top_k=TOP_K)
     for turn in (QUESTION, "And in winter?"):
         seen = record_prompts(monkeypatch)
@@ -52,9 +49,7 @@ def test_chat_engines(llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytes
     assert llm.engine.stats()["cached_tokens"] > 0
 
 
-async def test_asynchronous_and_streaming_engines(
-    llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch
-):
+async def test_asynchronous_and_streaming_engines(llm, index, monkeypatch):
     plain = index.as_query_engine(similarity_top_k=TOP_K)
     streaming = index.as_query_engine(similarity_top_k=TOP_K, streaming=True)
     seen = record_prompts(monkeypatch)
@@ -69,7 +64,7 @@ async def test_asynchronous_and_streaming_engines(
     assert len(hit_texts(llm.engine, seen)) == TOP_K
 
 
-def test_chunks_with_awkward_text(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+def test_chunks_with_awkward_text(llm, monkeypatch):
     bodies = [f"{text} {body}" for text, body in zip(AWKWARD, chunks(4), strict=True)]
     nodes = [TextNode(text=f"\n{body}\n" if i % 2 else body) for i, body in enumerate(bodies)]
     index = VectorStoreIndex(nodes)
@@ -80,7 +75,7 @@ def test_chunks_with_awkward_text(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch
     assert hit_texts(llm.engine, seen) == {body.strip() for body in bodies}
 
 
-def test_a_full_context_is_packed_and_still_fits(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_context_is_packed_and_still_fits(llm, monkeypatch):
     nodes = [TextNode(text=text) for text in chunks(60)]
     index = VectorStoreIndex(nodes)
     llm.precompute_kv(nodes)
@@ -90,7 +85,7 @@ def test_a_full_context_is_packed_and_still_fits(llm: KVRagLLM, monkeypatch: pyt
     assert len(hit_texts(llm.engine, seen)) > 45
 
 
-def test_predict_with_a_template_of_ones_own(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+def test_predict_with_a_template_of_ones_own(llm, monkeypatch):
     texts = chunks(3)
     llm.precompute_kv(texts)
     seen = record_prompts(monkeypatch)
@@ -99,7 +94,7 @@ def test_predict_with_a_template_of_ones_own(llm: KVRagLLM, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mode", ["compact", "tree_summarize"])
-def test_documents_that_are_split_to_fit_are_reused_in_part(make: Make, monkeypatch: pytest.MonkeyPatch, mode: str):
+def test_documents_that_are_split_to_fit_are_reused_in_part(make, monkeypatch, mode):
     llm = make(max_new_tokens=3, context_window=1100)
     llm.apply_settings()
     texts = chunks(6, words=90)

@@ -1,7 +1,5 @@
 """The contract of an LLM in LlamaIndex: there is no published suite for it, so this is ours."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -10,12 +8,11 @@ import threading
 from typing import Any
 
 import pytest
+from kit import Forwards, working_threads
 from llama_index.core import PromptTemplate, Settings
-from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
-from llama_index_kit import Forwards, Make, record_prompts, settings
-from settling import working_threads
+from llama_index_kit import record_prompts, settings
 from transformers import AutoTokenizer
 
 import kvrag.engine
@@ -50,12 +47,7 @@ def text_of(response: Any) -> str:
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_an_llm_of_llama_index():
-    assert BaseLLM in KVRagLLM.__mro__
-    assert KVRagLLM.class_name() == "KVRagLLM"
-
-
-def test_constructing_and_describing_load_nothing(make: Make, monkeypatch: pytest.MonkeyPatch):
+def test_constructing_and_describing_load_nothing(make, monkeypatch):
     monkeypatch.setattr(kvrag.engine, "load", lambda source: pytest.fail("weights were loaded"))
     llm = make()
     assert isinstance(llm.engine, KVRagEngine)
@@ -65,18 +57,18 @@ def test_constructing_and_describing_load_nothing(make: Make, monkeypatch: pytes
     repr(llm)
 
 
-def test_instances_with_the_same_options_share_an_engine(make: Make):
+def test_instances_with_the_same_options_share_an_engine(make):
     assert make().engine is make().engine
     assert make().engine is not make(namespace="other").engine
     assert make().engine is not make(system_prompt="Be brief.").engine
 
 
 @pytest.mark.parametrize("name", ["model", "model_name", "model_id"])
-def test_the_model_has_the_names_that_other_llms_use(tiny_dir: str, name: str):
+def test_the_model_has_the_names_that_other_llms_use(tiny_dir, name):
     assert KVRagLLM(**{name: tiny_dir}).model == tiny_dir
 
 
-def test_other_spellings_are_understood(tiny_dir: str):
+def test_other_spellings_are_understood(tiny_dir):
     llm = KVRagLLM(tiny_dir, max_tokens=7, tokenizer_name=tiny_dir, device_map="cpu")
     assert (llm.max_new_tokens, llm.tokenizer, llm.device) == (7, tiny_dir, "cpu")
     assert KVRagLLM(tiny_dir, device_map="auto").device is None
@@ -97,12 +89,12 @@ def test_other_spellings_are_understood(tiny_dir: str):
         ({"model": "x", "model_kwargs": {"kv_dir": "y"}}, r"holds 'kv_dir'.*pass KVRagLLM\(kv_dir="),
     ],
 )
-def test_impossible_options_are_refused_at_once(options: dict[str, Any], message: str):
+def test_impossible_options_are_refused_at_once(options, message):
     with pytest.raises(ConfigError, match=message):
         KVRagLLM(**options)
 
 
-def test_a_loaded_model_is_taken(tokenizer: Any):
+def test_a_loaded_model_is_taken(tokenizer):
     llm = KVRagLLM.from_pretrained_model(tiny_model(), tokenizer, max_new_tokens=3)
     assert llm.complete(PROMPT).raw["usage"]["completion_tokens"] <= 3
     json.dumps(llm.to_dict(), default=str)
@@ -110,14 +102,14 @@ def test_a_loaded_model_is_taken(tokenizer: Any):
     llm.engine.close()
 
 
-def test_the_serialised_form_makes_the_same_llm(make: Make):
+def test_the_serialised_form_makes_the_same_llm(make):
     llm = make(top_p=0.5, repair=RepairConfig(recompute_ratio=0.5), stop=["x"])
     again = KVRagLLM.from_dict(json.loads(llm.to_json()))
     assert again.engine is llm.engine
     assert (again.top_p, again.stop, again.repair) == (0.5, ["x"], llm.repair)
 
 
-def test_the_stores_config_is_a_field_and_survives_serialising(make: Make, monkeypatch: pytest.MonkeyPatch):
+def test_the_stores_config_is_a_field_and_survives_serialising(make, monkeypatch):
     monkeypatch.setenv("KVRAG_TEST_KEY", "ab" * 32)
     config = StoreConfig(ram_bytes=5 * 2**20, encryption_key="env:KVRAG_TEST_KEY", kv_dtype="int8")
     llm = make(store_config=config)
@@ -130,7 +122,7 @@ def test_the_stores_config_is_a_field_and_survives_serialising(make: Make, monke
     assert make().to_dict()["store_config"] is None
 
 
-def test_the_stores_config_may_stand_among_the_models_options_but_not_twice(make: Make):
+def test_the_stores_config_may_stand_among_the_models_options_but_not_twice(make):
     config = StoreConfig(ram_bytes=5)
     llm = make(model_kwargs={"store_config": config})
     assert llm.store_config is llm.engine.store_config is config
@@ -140,7 +132,7 @@ def test_the_stores_config_may_stand_among_the_models_options_but_not_twice(make
 
 
 @pytest.mark.parametrize("name", ["encryption_key", "on_event"])
-def test_a_config_with_a_function_is_not_left_out_of_a_copy(make: Make, name: str):
+def test_a_config_with_a_function_is_not_left_out_of_a_copy(make, name):
     """LlamaIndex leaves out what it can't pickle: the copy would store plain."""
     llm = make(store_config=StoreConfig(**{name: lambda *_: b"k" * 32}))
     for form in (KVRagLLM.to_json, KVRagLLM.to_dict, pickle.dumps):
@@ -172,7 +164,7 @@ def test_it_has_a_json_schema():
 # -- metadata ----------------------------------------------------------------------------------------------------------
 
 
-def test_metadata_comes_from_the_model(make: Make, tiny_dir: str):
+def test_metadata_comes_from_the_model(make, tiny_dir):
     metadata = make(max_new_tokens=None).metadata
     assert (metadata.context_window, metadata.num_output) == (4096, 256)
     assert metadata.is_chat_model
@@ -181,7 +173,7 @@ def test_metadata_comes_from_the_model(make: Make, tiny_dir: str):
     assert make(generate_kwargs={"max_new_tokens": 9}).metadata.num_output == 9
 
 
-def test_the_generation_config_decides_the_answer_length(tokenizer: Any):
+def test_the_generation_config_decides_the_answer_length(tokenizer):
     model = tiny_model()
     model.generation_config.max_new_tokens = 5
     llm = KVRagLLM.from_pretrained_model(model, tokenizer)
@@ -194,7 +186,7 @@ def test_the_generation_config_decides_the_answer_length(tokenizer: Any):
 
 
 @pytest.mark.parametrize("kind", ["complete", "chat"])
-def test_all_ways_of_asking_give_the_same_answer(llm: KVRagLLM, kind: str):
+def test_all_ways_of_asking_give_the_same_answer(llm, kind):
     answers = {method: text_of(run(llm, method)[-1]) for method in METHODS if method.endswith(kind)}
     assert len(answers) == 4
     assert len(set(answers.values())) == 1
@@ -202,7 +194,7 @@ def test_all_ways_of_asking_give_the_same_answer(llm: KVRagLLM, kind: str):
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if "stream" in m])
-def test_streams_carry_the_text_so_far_and_what_is_new(llm: KVRagLLM, method: str):
+def test_streams_carry_the_text_so_far_and_what_is_new(llm, method):
     responses = run(llm, method)
     assert len(responses) > 2
     so_far = ""
@@ -213,7 +205,7 @@ def test_streams_carry_the_text_so_far_and_what_is_new(llm: KVRagLLM, method: st
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_raw_is_a_small_dict_with_usage_and_accounting(llm: KVRagLLM, method: str):
+def test_raw_is_a_small_dict_with_usage_and_accounting(llm, method):
     response = run(llm, method)[-1]
     usage, accounting = response.raw["usage"], response.raw["kvrag"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -232,7 +224,7 @@ def test_raw_is_a_small_dict_with_usage_and_accounting(llm: KVRagLLM, method: st
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_token_counter_counts_right(make: Make, method: str):
+def test_the_token_counter_counts_right(make, method):
     counter = TokenCountingHandler(tokenizer=lambda text: [0] * 1000)
     llm = make(callback_manager=CallbackManager([counter]))
     usage = run(llm, method)[-1].raw["usage"]
@@ -241,23 +233,23 @@ def test_the_token_counter_counts_right(make: Make, method: str):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_options_of_a_call_are_honoured(llm: KVRagLLM, method: str):
+def test_options_of_a_call_are_honoured(llm, method):
     assert run(llm, method, max_tokens=2)[-1].raw["usage"]["completion_tokens"] <= 2
     sampled = [text_of(run(llm, method, temperature=5.0, seed=seed)[-1]) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_unknown_options_of_a_call_are_refused_by_name(llm: KVRagLLM, method: str):
+def test_unknown_options_of_a_call_are_refused_by_name(llm, method):
     with pytest.raises(ConfigError, match=r"max_new_token'.*did you mean 'max_new_tokens'"):
         run(llm, method, max_new_token=2)
 
 
-def test_mode_repair_and_namespace_of_a_call_are_honoured(llm: KVRagLLM):
+def test_mode_repair_and_namespace_of_a_call_are_honoured(llm):
     text = "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. " * 2
     llm.precompute_kv([text], prefix="")
 
-    def accounting(**options: Any) -> dict[str, Any]:
+    def accounting(**options):
         return llm.complete(f"Notes:\n{text}\n{PROMPT}", **options).raw["kvrag"]
 
     assert accounting()["exactness"] == "repaired"
@@ -269,7 +261,7 @@ def test_mode_repair_and_namespace_of_a_call_are_honoured(llm: KVRagLLM):
         llm.complete(PROMPT, repair="all")
 
 
-def test_do_sample_of_transformers_is_a_temperature(make: Make):
+def test_do_sample_of_transformers_is_a_temperature(make):
     greedy = text_of(make().complete(PROMPT))
     assert text_of(make(temperature=5.0, generate_kwargs={"do_sample": False}).complete(PROMPT)) == greedy
     assert make(generate_kwargs={"do_sample": True})._defaults()["temperature"] == 1.0
@@ -277,7 +269,7 @@ def test_do_sample_of_transformers_is_a_temperature(make: Make):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_stop_string_ends_the_answer_and_is_not_shown(llm: KVRagLLM, method: str):
+def test_a_stop_string_ends_the_answer_and_is_not_shown(llm, method):
     whole = text_of(run(llm, method, max_tokens=24)[-1])
     stop = whole[len(whole) // 2 :][:3]
     assert text_of(run(llm, method, max_tokens=24, stop=[stop])[-1]) == whole[: whole.index(stop)]
@@ -286,7 +278,7 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(llm: KVRagLLM, method: s
 # -- what the model reads ----------------------------------------------------------------------------------------------
 
 
-def test_a_raw_prompt_is_one_user_message(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+def test_a_raw_prompt_is_one_user_message(llm, monkeypatch):
     seen = record_prompts(monkeypatch)
     llm.complete(PROMPT)
     list(llm.stream_complete(PROMPT))
@@ -295,32 +287,20 @@ def test_a_raw_prompt_is_one_user_message(llm: KVRagLLM, monkeypatch: pytest.Mon
     assert seen[0] == f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_formatted_prompt_stays_as_it_is(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+def test_a_formatted_prompt_stays_as_it_is(llm, monkeypatch):
     seen = record_prompts(monkeypatch)
     llm.complete(PROMPT, formatted=True)
     assert seen == [PROMPT]
 
 
-def test_bos_stands_exactly_once(tokenizer: Any, llm: KVRagLLM):
+def test_bos_stands_exactly_once(llm):
     plain = llm.complete("Hello there", formatted=True).raw["usage"]["prompt_tokens"]
     assert llm.complete("<s>Hello there", formatted=True).raw["usage"]["prompt_tokens"] == plain
     assert llm.engine.prefill("<s>Hello there").prompt_ids.count(1) == 1
     assert llm.engine.prefill("Hello there").prompt_ids.count(1) == 1
 
 
-def test_a_chat_template_that_writes_bos_does_not_double_it(tiny_dir: str, make: Make):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
-    llm = make(tokenizer=tokenizer)
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
-    )
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert ids.count(1) == 1
-    assert llm.complete(PROMPT).raw["usage"]["prompt_tokens"] == len(ids)
-
-
-def test_the_system_prompt_is_said_once(make: Make, monkeypatch: pytest.MonkeyPatch):
+def test_the_system_prompt_is_said_once(make, monkeypatch):
     seen = record_prompts(monkeypatch)
     llm = make(system_prompt="You are a keeper.")
     llm.complete(PROMPT)
@@ -329,16 +309,14 @@ def test_the_system_prompt_is_said_once(make: Make, monkeypatch: pytest.MonkeyPa
     assert seen[0].startswith("<|im_start|>system\nYou are a keeper.<|im_end|>\n<|im_start|>user\n")
 
 
-def test_several_system_messages_are_joined(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
+def test_several_system_messages_are_joined(llm, monkeypatch):
     seen = record_prompts(monkeypatch)
     llm.chat([ChatMessage(role="developer", content="One."), *MESSAGES, ChatMessage(role="chatbot", content="Well")])
     assert seen[0].startswith("<|im_start|>system\nOne.\n\nBe brief.<|im_end|>\n<|im_start|>user\n")
     assert "<|im_start|>assistant\nWell<|im_end|>" in seen[0]
 
 
-def test_a_template_without_system_messages_gets_it_in_the_first_user_message(
-    tiny_dir: str, make: Make, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_template_without_system_messages_gets_it_in_the_first_user_message(tiny_dir, make, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
@@ -347,7 +325,7 @@ def test_a_template_without_system_messages_gets_it_in_the_first_user_message(
     assert seen[0].startswith(f"<|im_start|>user\nBe brief.\n\n{PROMPT}<|im_end|>\n")
 
 
-def test_functions_of_the_user_decide(make: Make, monkeypatch: pytest.MonkeyPatch):
+def test_functions_of_the_user_decide(make, monkeypatch):
     seen = record_prompts(monkeypatch)
     llm = make(
         messages_to_prompt=lambda messages: "M:" + "|".join(m.content for m in messages),
@@ -358,7 +336,7 @@ def test_functions_of_the_user_decide(make: Make, monkeypatch: pytest.MonkeyPatc
     assert seen == [f"M:Be brief.|{PROMPT}", f"C:{PROMPT}"]
 
 
-def test_a_model_without_chat_template_reads_plain_lines(tiny_dir: str, make: Make, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_chat_template_reads_plain_lines(tiny_dir, make, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     tokenizer.chat_template = None
     llm = make(tokenizer=tokenizer)
@@ -369,7 +347,7 @@ def test_a_model_without_chat_template_reads_plain_lines(tiny_dir: str, make: Ma
     assert seen == [PROMPT, f"system: Be brief.\nuser: {PROMPT}\nassistant: "]
 
 
-def test_images_are_refused(llm: KVRagLLM):
+def test_images_are_refused(llm):
     message = ChatMessage(role="user", blocks=[TextBlock(text="See:"), ImageBlock(image=b"\x89PNG\r\n")])
     with pytest.raises(InputError, match="image block; kvrag reads text only"):
         llm.chat([message])
@@ -379,7 +357,7 @@ def test_images_are_refused(llm: KVRagLLM):
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m.startswith("a")])
-async def test_the_event_loop_neither_loads_nor_computes(make: Make, monkeypatch: pytest.MonkeyPatch, method: str):
+async def test_the_event_loop_neither_loads_nor_computes(make, monkeypatch, method):
     seen = working_threads(monkeypatch)
     out = await getattr(make(), method)(MESSAGES if method.endswith("chat") else PROMPT)
     if "stream" in method:
@@ -389,20 +367,20 @@ async def test_the_event_loop_neither_loads_nor_computes(make: Make, monkeypatch
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fault_of_the_model_reaches_the_caller(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch, method: str):
+def test_a_fault_of_the_model_reaches_the_caller(llm, monkeypatch, method):
     Forwards(monkeypatch, error=RuntimeError("the device is gone"))
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(llm, method)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_that_is_too_long_is_refused(llm: KVRagLLM, method: str):
+def test_a_prompt_that_is_too_long_is_refused(llm, method):
     with pytest.raises(ContextLengthError, match="context window of 4096"):
         run(llm, method, max_tokens=5000)
 
 
 @pytest.mark.parametrize("handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"])
-def test_leaving_a_stream_stops_the_decoding(make: Make, monkeypatch: pytest.MonkeyPatch, handlers: list[Any]):
+def test_leaving_a_stream_stops_the_decoding(make, monkeypatch, handlers):
     llm = make(callback_manager=CallbackManager(handlers))
     llm.complete(PROMPT)
     forwards = Forwards(monkeypatch, seconds=0.01)
@@ -416,9 +394,7 @@ def test_leaving_a_stream_stops_the_decoding(make: Make, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"])
-async def test_leaving_an_async_stream_stops_the_decoding(
-    make: Make, monkeypatch: pytest.MonkeyPatch, handlers: list[Any]
-):
+async def test_leaving_an_async_stream_stops_the_decoding(make, monkeypatch, handlers):
     llm = make(callback_manager=CallbackManager(handlers))
     await llm.acomplete(PROMPT)
     forwards = Forwards(monkeypatch, seconds=0.01)
@@ -437,7 +413,7 @@ async def test_leaving_an_async_stream_stops_the_decoding(
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_take_the_llm_and_its_tokenizer(llm: KVRagLLM, tokenizer: Any):
+def test_settings_take_the_llm_and_its_tokenizer(llm, tokenizer):
     with settings(llm):
         assert Settings.llm is llm
         assert Settings.tokenizer("a copper lamp") == tokenizer("a copper lamp", add_special_tokens=False)["input_ids"]
@@ -446,7 +422,7 @@ def test_settings_take_the_llm_and_its_tokenizer(llm: KVRagLLM, tokenizer: Any):
         assert Settings.llm is llm
 
 
-def test_explain_tells_what_is_known(llm: KVRagLLM):
+def test_explain_tells_what_is_known(llm):
     text = "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. " * 2
     assert llm.explain(f"{text}\n\n{PROMPT}").hits == 0
     assert llm.precompute_kv([text]).stored == 1

@@ -1,15 +1,11 @@
 """What a LlamaIndex retriever returned is in memory before it is asked for."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
+from kit import raising, settle
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms import MockLLM
 from llama_index_kit import documents
-from settling import settle
 
 from kvrag import ConfigError, precompute_kv
 from llama_index.llms.kvrag import KVPrefetchHandler, KVRagLLM
@@ -18,7 +14,7 @@ TOP_K = 3
 
 
 @pytest.fixture
-def index(llm: KVRagLLM) -> Iterator[VectorStoreIndex]:
+def index(llm):
     """An index whose KV is on disk only, as after a restart, and a handler that hears of its retrievals."""
     index = VectorStoreIndex.from_documents(documents(6))
     assert precompute_kv(index, llm=llm).stored == 6
@@ -33,7 +29,7 @@ def in_memory(llm: KVRagLLM) -> int:
     return llm.engine.stats()["store"]["host"].chunks
 
 
-def test_retrieved_nodes_are_loaded(llm: KVRagLLM, index: VectorStoreIndex) -> None:
+def test_retrieved_nodes_are_loaded(llm, index):
     index.as_retriever(similarity_top_k=TOP_K).retrieve("Who keeps the ledger?")
     settle()
     assert in_memory(llm) == 1 + TOP_K  # and the prefix
@@ -45,25 +41,20 @@ def test_retrieved_nodes_are_loaded(llm: KVRagLLM, index: VectorStoreIndex) -> N
     assert llm.engine.stats()["store"]["disk"].hits == reads
 
 
-async def test_it_works_in_an_event_loop(llm: KVRagLLM, index: VectorStoreIndex) -> None:
+async def test_it_works_in_an_event_loop(llm, index):
     await index.as_retriever(similarity_top_k=TOP_K).aretrieve("Who?")
     settle()
     assert in_memory(llm) == 1 + TOP_K
 
 
-def test_a_fault_is_logged_and_harms_nobody(
-    llm: KVRagLLM, index: VectorStoreIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def hang_up(*args: object, **kwargs: object) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(llm.engine.store, "prefetch", hang_up)
+def test_a_fault_is_logged_and_harms_nobody(llm, index, monkeypatch, caplog):
+    monkeypatch.setattr(llm.engine.store, "prefetch", raising(OSError, "the disk is gone"))
     assert len(index.as_retriever(similarity_top_k=TOP_K).retrieve("x")) == TOP_K
     settle()
     assert "could not be prefetched" in caplog.text
 
 
-def test_other_models_are_refused(llm: KVRagLLM) -> None:
+def test_other_models_are_refused(llm):
     with pytest.raises(ConfigError, match="MockLLM"):
         KVPrefetchHandler(llm=MockLLM())
     assert KVPrefetchHandler().llm is Settings.llm

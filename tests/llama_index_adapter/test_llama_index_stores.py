@@ -1,7 +1,5 @@
 """KV comes and goes with the documents: through the vector store, and through ingestion pipelines."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import raising
 from llama_index.core import (
     Document,
     MockEmbedding,
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind anoth
 
 
 @pytest.fixture
-def store(llm: KVRagLLM) -> KVRagVectorStore:
+def store(llm):
     return KVRagVectorStore()
 
 
@@ -103,7 +102,7 @@ class ForgetfulStore(ListingStore):
 # -- an index over the vector store ------------------------------------------------------------------------------------
 
 
-def test_an_index_keeps_kv_in_step(llm: KVRagLLM, store: KVRagVectorStore, monkeypatch: pytest.MonkeyPatch):
+def test_an_index_keeps_kv_in_step(llm, store, monkeypatch):
     docs = documents(4)
     index = VectorStoreIndex.from_documents(docs, storage_context=StorageContext.from_defaults(vector_store=store))
     assert len(in_step(llm, store)) == 4
@@ -125,7 +124,7 @@ def test_an_index_keeps_kv_in_step(llm: KVRagLLM, store: KVRagVectorStore, monke
     assert hit_texts(llm.engine, seen) == {d.text for d in (docs[2], docs[3], late, changed)}
 
 
-async def test_an_index_keeps_kv_in_step_asynchronously(llm: KVRagLLM, store: KVRagVectorStore):
+async def test_an_index_keeps_kv_in_step_asynchronously(llm, store):
     context = StorageContext.from_defaults(vector_store=store)
     index = VectorStoreIndex([], storage_context=context)
     texts = chunks(3)
@@ -139,8 +138,8 @@ async def test_an_index_keeps_kv_in_step_asynchronously(llm: KVRagLLM, store: KV
     assert kept(llm, texts) == [False] * 3
 
 
-def test_deletion_by_document_works_after_a_restart(tiny_dir: str, tmp_path: Path):
-    def open_llm() -> KVRagLLM:
+def test_deletion_by_document_works_after_a_restart(tiny_dir, tmp_path):
+    def open_llm():
         return make_llm(tiny_dir, tmp_path / "kv")
 
     docs = documents(2)
@@ -162,14 +161,14 @@ def test_deletion_by_document_works_after_a_restart(tiny_dir: str, tmp_path: Pat
         llm.engine.close()
 
 
-def test_the_table_is_private(llm: KVRagLLM, store: KVRagVectorStore):
+def test_the_table_is_private(llm, store):
     store.add([node(chunks(1)[0], id_="a", document="d")])
     path = Path(llm.kv_dir, "llama_index", "refs.sqlite")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
 
 
-def test_a_store_that_is_older_than_its_wrapping_is_deleted_from(llm: KVRagLLM):
+def test_a_store_that_is_older_than_its_wrapping_is_deleted_from(llm):
     inner = SimpleVectorStore()
     index = VectorStoreIndex.from_documents(
         documents(2), storage_context=StorageContext.from_defaults(vector_store=inner)
@@ -182,7 +181,7 @@ def test_a_store_that_is_older_than_its_wrapping_is_deleted_from(llm: KVRagLLM):
 # -- the vector store itself -------------------------------------------------------------------------------------------
 
 
-def test_texts_shared_by_nodes_live_as_long_as_one_of_them(llm: KVRagLLM, store: KVRagVectorStore):
+def test_texts_shared_by_nodes_live_as_long_as_one_of_them(llm, store):
     text = chunks(1)[0]
     store.add([node(text, id_="a", document="one"), node(text, id_="b", document="two")])
     store.delete("one")
@@ -191,16 +190,14 @@ def test_texts_shared_by_nodes_live_as_long_as_one_of_them(llm: KVRagLLM, store:
     assert kept(llm, [text]) == [False]
 
 
-def test_a_node_that_comes_back_with_another_text_leaves_no_old_kv(llm: KVRagLLM, store: KVRagVectorStore):
+def test_a_node_that_comes_back_with_another_text_leaves_no_old_kv(llm, store):
     old, new = chunks(2)
     store.add([node(old, id_="a", document="d")])
     store.add([node(new, id_="a", document="d")])
     assert kept(llm, [old, new]) == [False, True]
 
 
-def test_a_node_that_comes_back_unchanged_is_not_computed_again(
-    llm: KVRagLLM, store: KVRagVectorStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_node_that_comes_back_unchanged_is_not_computed_again(llm, store, monkeypatch):
     same = node(chunks(1)[0], id_="a", document="d")
     store.add([same])
     stored = llm.engine.store.stats()["disk"].chunks
@@ -209,7 +206,7 @@ def test_a_node_that_comes_back_unchanged_is_not_computed_again(
     assert llm.engine.store.stats()["disk"].chunks == stored
 
 
-def test_metadata_is_not_part_of_the_kv_unless_asked_for(llm: KVRagLLM, store: KVRagVectorStore):
+def test_metadata_is_not_part_of_the_kv_unless_asked_for(llm, store):
     text, other = chunks(2)
     store.add([node(text, id_="a", file_path="x.txt")])
     assert kept(llm, [text]) == [True]
@@ -217,7 +214,7 @@ def test_metadata_is_not_part_of_the_kv_unless_asked_for(llm: KVRagLLM, store: K
     assert kept(llm, [other, f"file_path: x.txt\n\n{other}"]) == [False, True]
 
 
-def test_delete_nodes_by_id_and_by_filter(llm: KVRagLLM, store: KVRagVectorStore):
+def test_delete_nodes_by_id_and_by_filter(llm, store):
     texts = chunks(4)
     store.add([node(t, id_=f"n{i}", colour="red" if i < 2 else "blue") for i, t in enumerate(texts)])
     store.delete_nodes(["n0"])
@@ -232,7 +229,7 @@ def test_delete_nodes_by_id_and_by_filter(llm: KVRagLLM, store: KVRagVectorStore
     assert in_step(llm, store) == set()
 
 
-def test_any_vector_store_can_be_wrapped(llm: KVRagLLM):
+def test_any_vector_store_can_be_wrapped(llm):
     store = KVRagVectorStore(ListingStore())
     texts = chunks(3)
     index = VectorStoreIndex([], storage_context=StorageContext.from_defaults(vector_store=store))
@@ -247,14 +244,14 @@ def test_any_vector_store_can_be_wrapped(llm: KVRagLLM):
     assert llm.sync_kv(store).removed == 0
 
 
-def test_a_store_that_does_not_tell_what_it_deletes_is_reported(llm: KVRagLLM):
+def test_a_store_that_does_not_tell_what_it_deletes_is_reported(llm):
     store = KVRagVectorStore(ForgetfulStore())
     store.add([node(chunks(1)[0], id_="a", colour="red")])
     with pytest.warns(UserWarning, match="can't list the nodes that the filters match"):
         store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="colour", value="red")]))
 
 
-def test_namespaces_are_kept_apart(llm: KVRagLLM):
+def test_namespaces_are_kept_apart(llm):
     mine, yours = KVRagVectorStore(namespace="mine"), KVRagVectorStore(namespace="yours")
     text = chunks(1)[0]
     mine.add([node(text, id_="a", document="d")])
@@ -271,7 +268,7 @@ def worth(llm: KVRagLLM, doc_id: str) -> int:
     return (engine.store.retention(key) or Retention()).priority
 
 
-def test_collections_are_kept_apart(llm: KVRagLLM):
+def test_collections_are_kept_apart(llm):
     manuals = KVRagVectorStore(ListingStore(), collection="manuals", retention=Retention(60))
     letters, plain = KVRagVectorStore(collection="letters/"), KVRagVectorStore()
     texts = chunks(4)
@@ -291,21 +288,16 @@ def test_collections_are_kept_apart(llm: KVRagLLM):
             cls(collection="/")
 
 
-def test_a_text_of_a_collection_that_changed_leaves_no_old_kv_whatever_fails(
-    llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch
-):
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise StoreError("the disk is full")
-
+def test_a_text_of_a_collection_that_changed_leaves_no_old_kv_whatever_fails(llm, monkeypatch):
     store, texts = KVRagVectorStore(collection="manuals"), chunks(2)
     store.add([node(texts[0], id_="a")])
-    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add([node(texts[1], id_="a")])
     assert (kept(llm, texts), llm.engine.document_ids()) == ([False, False], [])
 
 
-def test_the_transformation_passes_collection_and_worth_on(llm: KVRagLLM):
+def test_the_transformation_passes_collection_and_worth_on(llm):
     step = PrecomputeKV(collection="manuals", retention=Retention(60))
     step([node(chunks(1)[0], id_="a")])
     assert llm.engine.document_ids() == ["manuals/a"]
@@ -316,18 +308,7 @@ def test_the_transformation_passes_collection_and_worth_on(llm: KVRagLLM):
     )
 
 
-def test_kv_in_memory_is_deleted_too(tiny_dir: str):
-    llm = make_llm(tiny_dir, None)
-    store = KVRagVectorStore(llm=llm)
-    text = chunks(1)[0]
-    store.add([node(text, id_="a", document="d")])
-    assert kept(llm, [text]) == [True]
-    store.delete("d")
-    assert kept(llm, [text]) == [False]
-    llm.engine.close()
-
-
-def test_an_engine_will_do_as_llm(engine: KVRagEngine):
+def test_an_engine_will_do_as_llm(engine):
     store = KVRagVectorStore(llm=engine)
     store.add([node(chunks(1)[0], id_="a", document="d")])
     assert engine.document_ids() == ["a"]
@@ -335,9 +316,8 @@ def test_an_engine_will_do_as_llm(engine: KVRagEngine):
     assert engine.document_ids() == []
 
 
-def test_faults_of_kv_are_warnings_unless_asked_for(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise StoreError("the disk is full")
+def test_faults_of_kv_are_warnings_unless_asked_for(llm, monkeypatch):
+    fail = raising(StoreError, "the disk is full")
 
     monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
     monkeypatch.setattr(KVRagEngine, "delete", fail)
@@ -352,7 +332,7 @@ def test_faults_of_kv_are_warnings_unless_asked_for(llm: KVRagLLM, monkeypatch: 
         strict.add([node(chunks(1)[0], id_="a", document="d")])
 
 
-def test_a_damaged_table_costs_no_answer(llm: KVRagLLM, store: KVRagVectorStore):
+def test_a_damaged_table_costs_no_answer(llm, store):
     path = Path(llm.kv_dir, "llama_index", "refs.sqlite")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"not a database" * 100)
@@ -365,7 +345,7 @@ def test_a_damaged_table_costs_no_answer(llm: KVRagLLM, store: KVRagVectorStore)
     assert in_step(llm, store) == {"b"}  # a new table has taken its place
 
 
-def test_wrong_parts_are_refused(llm: KVRagLLM):
+def test_wrong_parts_are_refused(llm):
     with pytest.raises(ConfigError, match="inner is of type str"):
         KVRagVectorStore("faiss")
     with pytest.raises(ConfigError, match="can't use KV"):
@@ -377,7 +357,7 @@ def test_wrong_parts_are_refused(llm: KVRagLLM):
 # -- ingestion pipelines -----------------------------------------------------------------------------------------------
 
 
-def test_precompute_kv_as_the_last_transformation(llm: KVRagLLM):
+def test_precompute_kv_as_the_last_transformation(llm):
     docs = documents(3)
     nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=docs)
     assert [n.text for n in nodes] == [d.text for d in docs]
@@ -390,13 +370,13 @@ def test_precompute_kv_as_the_last_transformation(llm: KVRagLLM):
     assert kept(llm, chunks(1, seed=5) + chunks(1, seed=6)) == [True, True]
 
 
-async def test_precompute_kv_in_an_asynchronous_pipeline(llm: KVRagLLM):
+async def test_precompute_kv_in_an_asynchronous_pipeline(llm):
     pipeline = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV(llm)])
     assert len(await pipeline.arun(documents=documents(2))) == 2
     assert kept(llm, chunks(2)) == [True, True]
 
 
-def test_a_pipeline_with_upserts_keeps_the_vector_store_in_step(llm: KVRagLLM, store: KVRagVectorStore):
+def test_a_pipeline_with_upserts_keeps_the_vector_store_in_step(llm, store):
     pipeline = IngestionPipeline(
         transformations=[SentenceSplitter(), MockEmbedding(embed_dim=4)],
         vector_store=store,
@@ -412,10 +392,10 @@ def test_a_pipeline_with_upserts_keeps_the_vector_store_in_step(llm: KVRagLLM, s
     assert kept(llm, [d.text for d in (*docs, changed)]) == [True, False, False, True]
 
 
-def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm: KVRagLLM):
+def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm):
     cache, docs = IngestionCache(), documents(2)
 
-    def ingest(**options: Any) -> None:
+    def ingest(**options):
         IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV(**options)], cache=cache).run(
             documents=docs
         )
@@ -430,11 +410,8 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm: KVRagLLM):
     assert kept(llm, chunks(2)) == [True, True]
 
 
-def test_an_ingestion_survives_a_fault_of_kv(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch):
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+def test_an_ingestion_survives_a_fault_of_kv(llm, monkeypatch):
+    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(RuntimeError, "no such kernel"))
     with pytest.warns(UserWarning, match=r"2 node\(s\) was not precomputed .* no such kernel"):
         nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=documents(2))
     assert len(nodes) == 2
@@ -442,12 +419,12 @@ def test_an_ingestion_survives_a_fault_of_kv(llm: KVRagLLM, monkeypatch: pytest.
         PrecomputeKV(on_error="raise")(nodes)
 
 
-def test_worker_processes_are_refused(llm: KVRagLLM):
+def test_worker_processes_are_refused(llm):
     with pytest.raises(ConfigError, match="can't be sent to worker processes"):
         pickle.dumps(PrecomputeKV())
 
 
-def test_an_llm_that_can_not_use_kv_is_refused(llm: KVRagLLM):
+def test_an_llm_that_can_not_use_kv_is_refused(llm):
     with pytest.raises(ConfigError, match="can't use KV"):
         PrecomputeKV(MockLLM())
     Settings._llm = None
@@ -460,7 +437,7 @@ def test_an_llm_that_can_not_use_kv_is_refused(llm: KVRagLLM):
         PrecomputeKV(content_mode="llm")
 
 
-def test_an_index_can_be_precomputed_and_synchronised(llm: KVRagLLM):
+def test_an_index_can_be_precomputed_and_synchronised(llm):
     index = VectorStoreIndex.from_documents(documents(3))
     assert llm.sync_kv(index).added == 3
     index.delete_ref_doc("doc-0", delete_from_docstore=True)
@@ -469,7 +446,7 @@ def test_an_index_can_be_precomputed_and_synchronised(llm: KVRagLLM):
     assert llm.delete_kv(index) == 2
 
 
-def test_one_node_and_a_vector_store_are_items(llm: KVRagLLM, store: KVRagVectorStore):
+def test_one_node_and_a_vector_store_are_items(llm, store):
     text, other = chunks(2)
     assert llm.precompute_kv(node(text, id_="a")).stored == 1
     assert llm.delete_kv(node(text, id_="a")) == 1

@@ -1,7 +1,5 @@
 """Clocks that jump by ten years, forwards and backwards: nothing is lost, nothing leaves, everything is found."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

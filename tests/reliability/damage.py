@@ -1,25 +1,18 @@
 """Damage of stored bytes, hostile files, and values that must not be stored: all misses, nothing run, nothing slow."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from world import PLAIN, Kind, Outcome, identity, key, path_of, put, state
 
-from kvrag.blend.quantise import pack
-from kvrag.errors import StoreError
-from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.format import Blob, BlobRejected, Header, encode
 from kvrag.store.layers import MAX_LAYERS
-from kvrag.testing.chunks import make_kv
-from kvrag.types import ChunkKey, ChunkKV, LayerKV
+from kvrag.types import ChunkKey
 
 TRIES = 5
 """The best one counts: others may use processor and disk meanwhile."""
@@ -27,36 +20,19 @@ TRIES = 5
 TOKENS = 40
 
 
-def _blob(kind: Kind, *, tokens: int) -> bytearray:
-    me = kind.identity(1, tokens=tokens)
+def _blob(kind: Kind) -> bytearray:
+    me = kind.identity(1, tokens=TOKENS)
     encoded = encode(me, kind.kv(me), kind.cipher)
     return bytearray(b"".join(encoded.parts))
 
 
-def _is_miss(raw: bytearray | bytes, kind: Kind, *, tokens: int) -> bool:
+def _is_miss(raw: bytearray, kind: Kind) -> bool:
     view = memoryview(raw)
     try:
-        Blob(lambda start, length: view[start : start + length], kind.identity(1, tokens=tokens), kind.cipher).load()
+        Blob(lambda start, length: view[start : start + length], kind.identity(1, tokens=TOKENS), kind.cipher).load()
     except BlobRejected:
         return True
     return False
-
-
-def truncations(folder: Path, *, kind: Kind = PLAIN) -> Outcome:
-    """Cut a blob at every byte of its header, and at every 4 KiB; fill the tail with zeros too."""
-    outcome = Outcome(skipped=kind.needs)
-    if outcome.skipped:
-        return outcome
-    raw = _blob(kind, tokens=600)
-    start = 8 + int.from_bytes(raw[:8], "little")
-    for length in sorted({*range(start), *range(start, len(raw), 4096), len(raw) - 1}):
-        for tail in (b"", bytes(len(raw) - length)):
-            cut = raw[:length] + tail
-            if cut != raw:
-                is_miss = _is_miss(cut, kind, tokens=600)
-                outcome.check(is_miss, f"cut at {length}, {len(tail)} zeros after it: read")
-                outcome.add("truncations")
-    return outcome
 
 
 def flips(folder: Path, *, count: int, seed: int = 0, kind: Kind = PLAIN, header_step: int = 1) -> Outcome:
@@ -64,14 +40,14 @@ def flips(folder: Path, *, count: int, seed: int = 0, kind: Kind = PLAIN, header
     outcome, rng = Outcome(skipped=kind.needs), random.Random(seed)
     if outcome.skipped:
         return outcome
-    raw = _blob(kind, tokens=TOKENS)
-    outcome.check(not _is_miss(raw, kind, tokens=TOKENS), "the undamaged blob is a miss")
+    raw = _blob(kind)
+    outcome.check(not _is_miss(raw, kind), "the undamaged blob is a miss")
     header = range(0, 8 * (8 + int.from_bytes(raw[:8], "little")), header_step)
     for bit in (*header, *(rng.randrange(8 * len(raw)) for _ in range(count))):
         raw[bit // 8] ^= 1 << bit % 8
-        outcome.check(_is_miss(raw, kind, tokens=TOKENS), f"bit {bit} flipped: read")
+        outcome.check(_is_miss(raw, kind), f"bit {bit} flipped: read")
         raw[bit // 8] ^= 1 << bit % 8
-    outcome.check(not _is_miss(raw, kind, tokens=TOKENS), "the mended blob is a miss")
+    outcome.check(not _is_miss(raw, kind), "the mended blob is a miss")
     outcome.counts |= {"random_flips": count, "header_flips": len(header)}
     return outcome
 
@@ -191,26 +167,3 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     store.clear()
     store.close()
     outcome.check(victim.read_text() == "x", "a file outside was erased")
-
-
-def not_finite(folder: Path) -> Outcome:
-    """NaN and infinity, in every dtype, place and sign, are never stored."""
-    outcome, store, me = Outcome(), PLAIN.open(folder / "store"), identity(1)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
-            for layer in range(2):
-                for part in ("keys", "values"):
-                    kv = make_kv(me, dtype=dtype)
-                    layers = [LayerKV(each.keys.clone(), each.values.clone()) for each in kv.layers]
-                    getattr(layers[layer], part)[-1, -1, -1] = value
-                    for kv_dtype in ("auto", "int8", "int4", "fp8"):
-                        try:
-                            kv = pack(ChunkKV(tuple(layers)), kv_dtype)
-                            store.put(replace(me, kv_dtype=kv_dtype), kv, text=None)
-                            outcome.check(False, f"{kv_dtype} of {dtype} {value} in {part} of layer {layer} was stored")
-                        except StoreError:
-                            outcome.add("refused" if kv_dtype == "auto" else "rounded: refused")
-    outcome.check(not store.blobs.keys() and not list((folder / "store").glob("tmp/*")), "something was left behind")
-    outcome.check(not store.known([chunk_key(me)]) and not store.catalog.pending(), "it is there")
-    store.close()
-    return outcome

@@ -1,7 +1,5 @@
 """Each system call of each operation fails in turn: strace injects an error, a lie about its result, or a kill."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -20,24 +18,9 @@ from kvrag.store import Retention, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_kv
 
 CALLS = (
-    *(
-        "openat",
-        "pwrite64",
-        "pwritev",
-        "pwritev2",
-        "writev",
-        "pread64",
-        "preadv",
-        "preadv2",
-        "write",
-        "fallocate",
-        "fdatasync",
-        "fsync",
-        "link",
-        "linkat",
-    ),
-    *("unlink", "unlinkat", "mkdir", "mkdirat", "newfstatat", "fstat", "stat", "lstat", "ftruncate", "flock", "fcntl"),
-    *("rename", "renameat", "renameat2", "statfs", "getdents64", "mmap"),
+    *("openat", "pwrite64", "pwritev", "pwritev2", "writev", "pread64", "preadv", "preadv2", "write", "fallocate"),
+    *("fdatasync", "fsync", "link", "linkat", "unlink", "unlinkat", "mkdir", "mkdirat", "newfstatat", "fstat", "stat"),
+    *("lstat", "ftruncate", "flock", "fcntl", "rename", "renameat", "renameat2", "statfs", "getdents64", "mmap"),
 )
 TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "writev", "preadv", "preadv2", "pread64")
 MAKE_ERRORS = ("ENOSPC", "EIO", "EINTR", "EACCES")

@@ -7,8 +7,6 @@ two minutes and more than 2 GiB of memory end it with status 1, and the input is
 tests/benchmarks/results/fuzz_reader.json. The same targets run under hypothesis in tests/store/test_reader_fuzz.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Several processes on the same few keys: every read returns what was last stored, or a miss that something explains."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

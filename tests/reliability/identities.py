@@ -1,7 +1,5 @@
 """Everything that changes KV changes the key: what differs in one field is a miss, even under the other one's name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

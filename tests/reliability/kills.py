@@ -1,7 +1,5 @@
 """SIGKILL at random moments of writers, readers, erasers and evictors on one store."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Power cuts: what was not synced is lost, all of it or any part of it; what was acknowledged as durable is there."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from dataclasses import replace

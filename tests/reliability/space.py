@@ -1,7 +1,5 @@
 """A disk that is full, and a directory that is lost while the store is open."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import subprocess

@@ -126,6 +126,15 @@ def test_a_sound_catalog_is_kept(filled, opened, root):
     assert examine(database(root)) is None
 
 
+def test_what_looks_damaged_once_is_kept(filled, opened, root, monkeypatch):
+    """A page that can't be read is damage in the words of some versions of SQLite; it can be read the next time."""
+    filled.close()
+    verdicts = iter(["it has a foreign schema", None])
+    monkeypatch.setattr("kvrag.store.rows.fault_of", lambda _: next(verdicts))
+    assert present(opened()) == list(NUMBERS)
+    assert not (root / "catalog.damaged").exists()
+
+
 def test_damage_under_an_open_store_costs_no_wrong_answer(filled, opened, root):
     garbage(root)
     for suffix in ("-wal", "-shm"):

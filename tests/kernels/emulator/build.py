@@ -1,7 +1,5 @@
 """Compile the kernels' own source with g++ against ``emu.h``, and launch it like a module of the device."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import shutil
