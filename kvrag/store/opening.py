@@ -7,25 +7,26 @@ import logging
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
-from kvrag.store.base import Blobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.memory import MemoryTier, Reads
+from kvrag.store.memory import MemoryTier
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import Budget
+from kvrag.threads import fork_lock
 from kvrag.types import ChunkKV, KVDtype
 
 log = logging.getLogger(__name__)
@@ -36,28 +37,23 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 Convert = Callable[[ChunkKV, KVDtype], ChunkKV]
 """Returns a chunk kept as a type: :func:`kvrag.blend.quantise.convert`."""
 
+L = TypeVar("L", int, int | None)
+
 
 @dataclass(slots=True, eq=False)
 class _Shared:
     """What the stores of one directory share, as long as one of them is open."""
 
-    blobs: Blobs
+    blobs: FileBlobs
     catalog: Catalog
-    tiers: dict[object, MemoryTier]
-    reads: Reads
+    host: MemoryTier
     users: int = 0
 
 
 _shared: dict[object, _Shared] = {}
-_lock = threading.Lock()
-
-
-def _in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_in_child)
+_above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
+"""Tiers of accelerators, by catalog, device, budget and type."""
+_lock = fork_lock()
 
 
 def open_store(
@@ -90,98 +86,59 @@ def open_store(
     if kv_dir is None:
         return _in_memory(config, keys)
     root = Path(os.path.abspath(kv_dir))
-    read_only = prepare(root, config)
-    ram = budget_of(config)
+    read_only, ram = prepare(root, config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram, config.ram_dtype)
     with _lock:
-        shared = _shared.get(key)
-        if shared is None:
-            shared = _shared[key] = _open(root, config, keys, read_only, ram, convert)
+        shared = _shared[key] = _shared.get(key) or _open(root, config, keys, read_only, ram, convert)
         shared.users += 1
-    limit = lesser(config.disk_bytes, config.disk_fraction, partial(file_system, root))
-    return TieredStore(
-        list(shared.tiers.values())[-1:],
-        shared.blobs,
-        shared.catalog,
-        config,
-        keys=keys,
-        budget=Budget(limit, config.min_free_bytes, config.high_watermark, config.low_watermark),
-        free_bytes=getattr(shared.blobs, "free_bytes", None),
-        reads=shared.reads,
-        on_close=partial(_release, key, shared),
-    )
+    disk = lesser(config.disk_bytes, config.disk_fraction, partial(file_system, root))
+    budget = Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
+    parts = ([shared.host], shared.blobs, shared.catalog, config)
+    return TieredStore(*parts, keys=keys, budget=budget, is_last=partial(_leave, key))
 
 
 def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, ram: int, convert: Convert | None) -> _Shared:
-    blobs = FileBlobs(root, durable=config.durability == "durable")
+    durable, folder = config.durability == "durable", f"catalog-{keys.id}" if keys.id else "catalog"
+    host, blobs = MemoryTier(ram, convert=converter(convert, config.ram_dtype)), FileBlobs(root, durable=durable)
     if not read_only:
         blobs.sweep()
-    catalog = Catalog(
-        root / (f"catalog-{keys.id}" if keys.id else "catalog"),
-        keys,
-        read_only=read_only,
-        durable=config.durability == "durable",
-        may_have_blobs=(root / OBJECTS).is_dir,
-    )
-    host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
-    return _Shared(blobs, catalog, {"host": host}, Reads(ram))
+    may_have_blobs = (root / OBJECTS).is_dir
+    catalog = Catalog(root / folder, keys, read_only=read_only, durable=durable, may_have_blobs=may_have_blobs)
+    return _Shared(blobs, catalog, host)
 
 
-def _release(key: object, shared: _Shared) -> None:
+def _leave(key: object) -> bool:
+    """Let go of what is shared; whether nobody uses it any more."""
     with _lock:
-        shared.users -= 1
-        if shared.users:
-            return
-        if _shared.get(key) is shared:
-            del _shared[key]
-    shared.reads.cancel()
-    shared.catalog.close()
-    shared.blobs.close()
-    for tier in shared.tiers.values():
-        tier.release()
+        _shared[key].users -= 1
+        return not _shared[key].users and bool(_shared.pop(key))
 
 
 def _in_memory(config: StoreConfig, keys: Keys) -> TieredStore:
     if config.ram_dtype not in (None, config.kv_dtype):
         log.warning("ram_dtype changes nothing without kv_dir: chunks are kept as kv_dtype=%r", config.kv_dtype)
-    blobs, catalog = MemoryBlobs(), Catalog(None, keys, may_have_blobs=lambda: False)
-    budget = Budget(budget_of(config), 0, 1.0, 1.0)
-    return TieredStore([], blobs, catalog, config, keys=keys, name="host", budget=budget)
+    budget = Budget(lesser(config.ram_bytes, config.ram_fraction, host_memory), 0, 1.0, 1.0)
+    catalog = Catalog(None, keys, may_have_blobs=lambda: False)
+    return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=budget)
 
 
 def on_accelerator(
     store: TieredStore, device: torch.device, config: StoreConfig, *, convert: Convert | None = None
-) -> TieredStore:
-    """Put a tier in the memory of an accelerator above a store; the store itself where there is none, or no budget for one.
+) -> bool:
+    """Put a tier in the memory of an accelerator above a store; ``False`` where there is none, or no budget for one.
 
-    Parameters
-    ----------
-    store
-        From :func:`open_store`; it is closed with the one that is returned.
-    device
-        Where the model is.
-    config, convert
-        As for :func:`open_store`.
+    Stores of one directory share it. ``config`` and ``convert`` are as for :func:`open_store`.
     """
-    if device.type == "cpu":
-        return store
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
-    return accelerator_tier(store, device, config, budget, convert=convert) if budget else store
-
-
-def accelerator_tier(
-    store: TieredStore, device: torch.device, config: StoreConfig, budget: int, *, convert: Convert | None = None
-) -> TieredStore:
-    """Put a tier of ``budget`` bytes in a device's memory above a store; stores of one directory share it."""
+    if not budget:
+        return False
     kv_dtype = None if config.gpu_dtype in (None, config.ram_dtype or config.kv_dtype) else config.gpu_dtype
-    shared = next((each for each in _shared.values() if each.catalog is store.catalog), None)
-    tiers: dict[object, MemoryTier] = {} if shared is None else shared.tiers
-    key = (str(device), budget, kv_dtype)
+    key, as_type = (store.catalog, device, budget, kv_dtype), converter(convert, kv_dtype)
     with _lock:
-        if key not in tiers:
-            made = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype), keeps_puts=False)
-            tiers.update({key: made, **{k: tiers.pop(k) for k in list(tiers)}})  # the host's stays the last one
-    return store.below(tiers[key])
+        if (tier := _above.get(key)) is None:
+            _above[key] = tier = MemoryTier(budget, name="gpu", device=device, convert=as_type, keeps_puts=False)
+    store.put_above(tier)
+    return True
 
 
 def converter(convert: Convert | None, kv_dtype: KVDtype | None) -> Callable[[ChunkKV], ChunkKV] | None:
@@ -249,23 +206,14 @@ def _close_to_others(root: Path) -> None:
             log.warning("others had access to the KV store's directory %s; its rights were taken from them", path)
 
 
-def budget_of(config: StoreConfig) -> int:
-    """Return the budget of the host's memory tier, in bytes."""
-    limit = lesser(config.ram_bytes, config.ram_fraction, host_memory)
-    return config.ram_bytes if limit is None else limit
-
-
-def lesser(limit: int | None, fraction: float, total: Callable[[], int]) -> int | None:
-    """Return the lesser of a limit in bytes (``None``: none) and a fraction in [0, 1] of ``total()``; a fraction of 1 is no limit."""
+def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:
+    """Return the lesser of a limit in bytes (``None``: none) and a fraction of ``total()``; 1, or one of what nobody knows, is no limit."""
     if fraction >= 1:
         return limit
-    if not fraction:
-        return 0
-    try:
-        part = int(fraction * total())
-    except OSError:
-        return limit
-    return part if limit is None else min(limit, part)
+    with suppress(OSError):
+        part = int(fraction * total()) if fraction else 0
+        return part if limit is None else min(limit, part)
+    return limit
 
 
 def host_memory() -> int:
@@ -289,26 +237,15 @@ def file_system(path: str | os.PathLike[str]) -> int:
 
 
 def device_budget(limit: int | None, fraction: float, device: torch.device) -> int:
-    """Return the budget of a tier in an accelerator's memory, in bytes; 0: no tier.
-
-    Parameters
-    ----------
-    limit, fraction
-        As for :func:`lesser`. How much memory there is, is known for CUDA; elsewhere only ``limit`` counts.
-    device
-        The accelerator.
-    """
-    budget = lesser(limit, fraction, partial(_device_memory, device))
-    if budget is not None:
-        return budget
-    try:
-        return _device_memory(device)
-    except OSError as error:
-        log.warning("there is no memory tier on the accelerator: %s; set StoreConfig.gpu_bytes", error)
+    """Return the bytes of a tier in an accelerator's memory; 0: no tier. Only CUDA says how much there is; elsewhere ``limit`` counts."""
+    if device.type == "cpu" or limit == 0 or fraction == 0:
         return 0
-
-
-def _device_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        raise OSError(f"it is not known how much memory {device} has")
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cuda":
+        part = int(fraction * torch.cuda.get_device_properties(device).total_memory)
+        return part if limit is None else min(limit, part)
+    if limit is None:
+        log.warning(
+            "there is no memory tier on the accelerator: nobody knows how much memory %s has; set StoreConfig.gpu_bytes",
+            device,
+        )
+    return limit or 0

@@ -180,15 +180,17 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     victim = folder / "victim.safetensors"
     victim.write_text("x")
     row = store.catalog._rows.get(f"c {key(1)}")
-    for name in ("../../victim", str(victim.with_suffix("")), "a" * 63 + "/", ""):
+    for name in ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", ""):
         with store.catalog._rows.change():
             for kind in "cp":
                 store.catalog._rows.set(f"{kind} {name}", row)
         store.known([ChunkKey(name)])
         store.identity(ChunkKey(name))
         store.delete([ChunkKey(name)])
+        outcome.check(not store.known([ChunkKey(name)]), f"{name!r} is a chunk after it was erased")
         outcome.add("planted_rows")
     store.clear()
+    outcome.check(not store.catalog.present(), "there are rows after everything was erased")
     store.close()
     outcome.check(victim.read_text() == "x", "a file outside was erased")
 
