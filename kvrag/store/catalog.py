@@ -313,6 +313,8 @@ class Catalog:
                     count, num_bytes = (
                         (count + 1, num_bytes + chunk.num_bytes) if name[0] == "c" else (count, num_bytes)
                     )
+                else:
+                    self._rows.delete(name)  # what is there, if anything, is not of a row's form
             state = self._state()
             self._count(state._replace(generation=state.generation + 1), -count, -num_bytes)
         return count

@@ -62,7 +62,8 @@ def open_store(
     """Open the store of an engine.
 
     Stores of this process with the same directory, key and memory budget share one catalog and one memory tier. They are released when the
-    last one is closed.
+    last one is closed. Raises ``ConfigError`` and ``MissingDependencyError`` about the key, ``StoreFormatError`` if a newer kvrag wrote the
+    store, and ``StoreError`` if the directory can't be used; one that holds a store and can't be written to is opened for reading.
 
     Parameters
     ----------
@@ -72,34 +73,29 @@ def open_store(
         Budgets, limits and the key.
     convert
         Changes how a chunk is kept, for ``ram_dtype`` and ``gpu_dtype``.
-
-    Raises
-    ------
-    ConfigError, MissingDependencyError
-        If the key, or what it is needed for, can't be had.
-    StoreError
-        If the directory can't be used. One that holds a store and can't be written to is opened for reading.
-    StoreFormatError
-        If it was written by a newer kvrag.
     """
-    keys = Keys.of(config)
+    keys, ram = Keys.of(config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
     if kv_dir is None:
-        return _in_memory(config, keys)
+        if config.ram_dtype not in (None, config.kv_dtype):
+            log.warning("ram_dtype changes nothing without kv_dir: chunks are kept as kv_dtype=%r", config.kv_dtype)
+        catalog = Catalog(None, keys, may_have_blobs=lambda: False)
+        return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram, 0, 1.0, 1.0))
     root = Path(os.path.abspath(kv_dir))
-    read_only, ram = prepare(root, config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
+    read_only = prepare(root, config)
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram, config.ram_dtype)
+    host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
     with _lock:
-        shared = _shared[key] = _shared.get(key) or _open(root, config, keys, read_only, ram, convert)
+        shared = _shared[key] = _shared.get(key) or _open(root, config, keys, read_only, host)
         shared.users += 1
-    disk = lesser(config.disk_bytes, config.disk_fraction, partial(file_system, root))
+    disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
     budget = Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
     parts = ([shared.host], shared.blobs, shared.catalog, config)
     return TieredStore(*parts, keys=keys, budget=budget, is_last=partial(_leave, key))
 
 
-def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, ram: int, convert: Convert | None) -> _Shared:
+def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, host: MemoryTier) -> _Shared:
     durable, folder = config.durability == "durable", f"catalog-{keys.id}" if keys.id else "catalog"
-    host, blobs = MemoryTier(ram, convert=converter(convert, config.ram_dtype)), FileBlobs(root, durable=durable)
+    blobs = FileBlobs(root, durable=durable)
     if not read_only:
         blobs.sweep()
     may_have_blobs = (root / OBJECTS).is_dir
@@ -114,14 +110,6 @@ def _leave(key: object) -> bool:
         return not _shared[key].users and bool(_shared.pop(key))
 
 
-def _in_memory(config: StoreConfig, keys: Keys) -> TieredStore:
-    if config.ram_dtype not in (None, config.kv_dtype):
-        log.warning("ram_dtype changes nothing without kv_dir: chunks are kept as kv_dtype=%r", config.kv_dtype)
-    budget = Budget(lesser(config.ram_bytes, config.ram_fraction, host_memory), 0, 1.0, 1.0)
-    catalog = Catalog(None, keys, may_have_blobs=lambda: False)
-    return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=budget)
-
-
 def on_accelerator(
     store: TieredStore, device: torch.device, config: StoreConfig, *, convert: Convert | None = None
 ) -> bool:
@@ -130,15 +118,13 @@ def on_accelerator(
     Stores of one directory share it. ``config`` and ``convert`` are as for :func:`open_store`.
     """
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
-    if not budget:
-        return False
     kv_dtype = None if config.gpu_dtype in (None, config.ram_dtype or config.kv_dtype) else config.gpu_dtype
-    key, as_type = (store.catalog, device, budget, kv_dtype), converter(convert, kv_dtype)
-    with _lock:
-        if (tier := _above.get(key)) is None:
-            _above[key] = tier = MemoryTier(budget, name="gpu", device=device, convert=as_type, keeps_puts=False)
-    store.put_above(tier)
-    return True
+    key = (store.catalog, device, budget, kv_dtype)
+    if budget:
+        above = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype), keeps_puts=False)
+        with _lock:
+            store.put_above(_above.setdefault(key, above))
+    return budget > 0
 
 
 def converter(convert: Convert | None, kv_dtype: KVDtype | None) -> Callable[[ChunkKV], ChunkKV] | None:
@@ -152,8 +138,7 @@ def converter(convert: Convert | None, kv_dtype: KVDtype | None) -> Callable[[Ch
 
 def prepare(root: Path, config: StoreConfig) -> bool:
     """Make a directory a store, and return whether it is to be opened for reading only. Raises as :func:`open_store`."""
-    path = root / FORMAT_FILE
-    version = _version(path)
+    version = _version(root / FORMAT_FILE)
     if version is not None and version > FORMAT_VERSION:
         raise StoreFormatError(
             f"the KV store {root} was written by a newer kvrag (format {version}; this one has {FORMAT_VERSION}); update kvrag, or choose "
@@ -165,11 +150,7 @@ def prepare(root: Path, config: StoreConfig) -> bool:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _close_to_others(root)
         if version != FORMAT_VERSION:
-            draft = root / f".{FORMAT_FILE}.{os.getpid()}"
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "w") as file:
-                json.dump({"format": "kvrag", "version": FORMAT_VERSION}, file)
-            draft.replace(path)
+            _write_version(root)
         elif not os.access(root, os.W_OK):
             raise PermissionError("the directory is not writable")
     except OSError as error:
@@ -187,10 +168,16 @@ def _version(path: Path) -> int | None:
     try:
         version = json.loads(path.read_text())["version"]
         return version if type(version) is int else 0
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0 if path.is_file() else None
+
+
+def _write_version(root: Path) -> None:
+    draft = root / f".{FORMAT_FILE}.{os.getpid()}"
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump({"format": "kvrag", "version": FORMAT_VERSION}, file)
+    draft.replace(root / FORMAT_FILE)
 
 
 def _close_to_others(root: Path) -> None:
@@ -198,8 +185,7 @@ def _close_to_others(root: Path) -> None:
     own = (FORMAT_FILE, OBJECTS, TMP, "lock", "catalog", "index", "references", "quarantine", "llama_index")
     names = os.listdir(root)
     closed = [root / name for name in names if name.startswith(own)]
-    closed += [] if len(closed) < len(names) else [root]
-    for path in closed:
+    for path in closed if len(closed) < len(names) else [*closed, root]:
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
             path.chmod(status.st_mode & 0o700)
@@ -210,30 +196,19 @@ def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:
     """Return the lesser of a limit in bytes (``None``: none) and a fraction of ``total()``; 1, or one of what nobody knows, is no limit."""
     if fraction >= 1:
         return limit
-    with suppress(OSError):
+    with suppress(OSError, ValueError, AttributeError):
         part = int(fraction * total()) if fraction else 0
         return part if limit is None else min(limit, part)
     return limit
 
 
 def host_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's limit; raises ``OSError``."""
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, AttributeError) as error:
-        raise OSError("the system doesn't say how much memory it has") from error
+    """Bytes of memory that this process may use: the machine's, or its control group's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # no such group, or "max"
             total = min(total, int(Path(path).read_text()))
     return total
-
-
-def file_system(path: str | os.PathLike[str]) -> int:
-    """Bytes of the file system that a directory is on, or will be; raises ``OSError``."""
-    place = Path(path).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).total
 
 
 def device_budget(limit: int | None, fraction: float, device: torch.device) -> int:

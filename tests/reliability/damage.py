@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -179,11 +180,11 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     put(store, 1)
     victim = folder / "victim.safetensors"
     victim.write_text("x")
-    row = store.catalog._rows.get(f"c {key(1)}")
-    for name in ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", ""):
+    row = json.loads(store.catalog._rows.get(f"c {key(1)}"))
+    for name in ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", "A" * 64):
         with store.catalog._rows.change():
-            for kind in "cp":
-                store.catalog._rows.set(f"{kind} {name}", row)
+            for kind, value in zip("cp", (row, "no row"), strict=True):
+                store.catalog._rows.set(f"{kind} {name}", value)
         store.known([ChunkKey(name)])
         store.identity(ChunkKey(name))
         store.delete([ChunkKey(name)])
