@@ -24,6 +24,7 @@ from kvrag.store.blobs import OBJECTS, TMP, FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier
+from kvrag.store.rows import sync
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import Budget
 from kvrag.threads import fork_lock
@@ -147,7 +148,9 @@ def prepare(root: Path, config: StoreConfig) -> bool:
     if config.read_only:
         return True
     try:
+        absent = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync(*(path.parent for path in absent))  # its name must survive a power cut
         _close_to_others(root)
         if version != FORMAT_VERSION:
             _write_version(root)

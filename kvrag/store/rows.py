@@ -325,7 +325,7 @@ class Rows:
                 self._folder.mkdir(mode=0o700)
             with suppress(FileExistsError):  # SQLite gives its other files the mode of this one
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-                _sync(self._folder, self._folder.parent)
+                sync(self._folder, self._folder.parent)
             self._cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=JsonDisk, **self._settings)
             if self._source is None:
                 self._file = self._there()
@@ -378,7 +378,7 @@ os.register_at_fork(
 )
 
 
-def _sync(*folders: Path) -> None:
+def sync(*folders: Path) -> None:
     """Bring the names in folders to the disk."""
     for folder in folders:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

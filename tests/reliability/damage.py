@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -181,15 +182,17 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     victim = folder / "victim.safetensors"
     victim.write_text("x")
     row = json.loads(store.catalog._rows.get(f"c {key(1)}"))
-    for name in ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", "A" * 64):
+    names = ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", "A" * 64)
+    for name, value in itertools.product(names, (row, "of no form")):
         with store.catalog._rows.change():
-            for kind, value in zip("cp", (row, "no row"), strict=True):
+            for kind in "cp":
                 store.catalog._rows.set(f"{kind} {name}", value)
-        store.known([ChunkKey(name)])
-        store.identity(ChunkKey(name))
+        outcome.check(store.identity(ChunkKey(name)) is None, f"{name!r} is a chunk")
         store.delete([ChunkKey(name)])
-        outcome.check(not store.known([ChunkKey(name)]), f"{name!r} is a chunk after it was erased")
+        outcome.check(not store.known([ChunkKey(name)]), f"{name!r} is known after it was erased")
         outcome.add("planted_rows")
+        with store.catalog._rows.change():
+            store.catalog._rows.set(f"c {name}", value)
     store.clear()
     outcome.check(not store.catalog.present(), "there are rows after everything was erased")
     store.close()
