@@ -69,7 +69,7 @@ def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
 
 def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_data: bool = False) -> FsckReport:
     """Check the headers of all chunks of a store, and every byte of some (``keys``) or of all; what fails its proof is erased."""
-    report, wanted, catalog = FsckReport(), set(keys or ()), store.catalog
+    report, wanted = FsckReport(), set(keys or ())
     for key in sorted(store.blobs.keys()):
         try:
             blob = store.blob(key)
@@ -85,9 +85,8 @@ def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_d
             report.rejected.append((key, fault.reason))
             if fault.hole == "damaged":
                 store.delete([key])
-    report.dormant, since = store.erase_dormant(), catalog.generation()
-    lost = set(catalog.keys()) - store.blobs.keys()
-    report.unknown_rows = catalog.remove(lost, unless=lambda: not lost or catalog.generation() != since)
+    report.dormant = store.erase_dormant()
+    report.unknown_rows = sum(map(store.forget_row, set(store.catalog.keys()) - store.blobs.keys()))
     return report
 
 

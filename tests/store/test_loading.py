@@ -133,7 +133,7 @@ def test_memory_that_is_short_is_a_hole_and_not_the_files_fault(slow, gate, monk
 def test_a_fault_of_our_own_is_a_hole(slow, gate, monkeypatch):
     store = slow()
     gate.is_open.set()
-    monkeypatch.setattr("kvrag.store.tiers.Blob", lambda *args: 1 / 0)
+    monkeypatch.setattr("kvrag.store.reading.Blob", lambda *args: 1 / 0)
     assert store.get_many(CHUNKS[:1], timeout_s=PATIENT_S) == late(0)
 
 
@@ -254,7 +254,7 @@ def test_a_read_ahead_that_fails_is_over_and_the_next_one_reads(slow, gate, monk
     store = slow()
     gate.is_open.set()
     with monkeypatch.context() as patch:
-        patch.setattr("kvrag.store.tiers.Blob", lambda *args: 1 / 0)
+        patch.setattr("kvrag.store.reading.Blob", lambda *args: 1 / 0)
         assert store.prefetch(CHUNKS[:1]).wait(PATIENT_S)
     assert store.prefetch(CHUNKS[:1]).wait(PATIENT_S)
     assert held(store.tiers[0]) == [0]
