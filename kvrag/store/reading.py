@@ -208,12 +208,13 @@ class Reader:
     def forget_row(self, key: ChunkKey, *, is_sure: bool = False) -> int:
         """Remove the row of a chunk whose blob is gone, and return how many that were; not one that is stored again meanwhile."""
         for _ in range(ATTEMPTS):
-            since = self.catalog.generation()
-            if not self.catalog.known([key]) or not (is_sure or self._read(key, 0, 0) is None):
-                break
-            # Whoever stores it again finds no row, and whoever removed that has changed the generation.
-            if self.catalog.remove([key], unless=lambda: self.catalog.generation() != since):  # noqa: B023 - asked at once
-                return 1
+            with self._lock:  # what this store forgets meanwhile counts as erased, too
+                since = self.catalog.generation()
+                if not self.catalog.known([key]) or not (is_sure or self._read(key, 0, 0) is None):
+                    break
+                # Whoever stores it again finds no row, and whoever removed that has changed the generation.
+                if self.catalog.remove([key], unless=lambda: self.catalog.generation() != since):  # noqa: B023 - asked at once
+                    return 1
         return 0
 
     def _epochs(self) -> list[tuple[MemoryTier, int]]:

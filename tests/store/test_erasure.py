@@ -16,6 +16,7 @@ from stores import (
     fill,
     held,
     in_child,
+    path_of,
     present,
     put,
     traces_of,
@@ -223,6 +224,26 @@ def test_a_chunk_that_is_erased_while_it_is_promoted_from_memory_is_not_kept(han
     store.get(ME)
     monkeypatch.undo()
     assert (held(gpu), held(host)) == ([], [])
+
+
+def test_rows_whose_blobs_are_gone_go_unless_they_are_stored_again_meanwhile(handle, root, monkeypatch):
+    store, other = fill(handle(ram=0), *range(9)), handle()
+    real = store.catalog.remove
+    for number in range(9):
+        path_of(root, CHUNKS[number]).unlink()
+
+    def store_again_first(*args, **how):
+        monkeypatch.undo()
+        assert other.delete([KEYS[1]]) == 1
+        assert put(other, 1) > 0
+        return real(*args, **how)
+
+    monkeypatch.setattr(store.catalog, "remove", store_again_first)
+    assert store.get(ME) is None
+    assert same_bits(store.get(ME), KVS[1])
+    holes = store.get_many([CHUNKS[0], *CHUNKS[2:9]], timeout_s=PATIENT_S)
+    assert {hole.reason for hole in holes} == {"absent"}
+    assert present(store) == files(root) == [1]
 
 
 def test_threads_read_write_and_erase_at_once_and_the_accounts_stay_right(handle):
