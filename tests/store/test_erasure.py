@@ -76,7 +76,7 @@ def test_a_document_of_an_evicted_chunk_is_known_until_it_is_forgotten(handle, r
     assert f"doc {gone}" not in store.catalog.documents(NAMESPACE)
 
 
-def test_what_can_not_be_erased_is_an_error_and_can_be_erased_again(filled, root, monkeypatch):
+def test_what_can_not_be_erased_is_an_error_stays_whole_and_can_be_erased_again(filled, handle, root, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(30, "Read-only file system")
 
@@ -88,6 +88,15 @@ def test_what_can_not_be_erased_is_an_error_and_can_be_erased_again(filled, root
         assert len(filled.catalog.keys()) == 2
         assert SECRET in filled.catalog.documents(NAMESPACE), "it can be named again"
     assert filled.forget(NAMESPACE, SECRET) == 1
+    full = fill(handle(ram=0, budget=exactly(2)), 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrag.store.blobs.os.unlink", refuse)
+        with pytest.raises(StoreError, match="was not enough"):
+            put(full, 4)
+    assert present(full) == files(root) == [2, 3]
+    assert all(full.get(CHUNKS[number]) is not None for number in (2, 3))
+    assert put(full, 4) > 0
+    assert present(full) == files(root)
 
 
 # -- every tier of every process -----------------------------------------------------------------------------------------
