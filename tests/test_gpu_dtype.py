@@ -147,3 +147,7 @@ def test_the_tier_is_built_with_its_type() -> None:
     store = open_store(None, StoreConfig())
     config = StoreConfig(gpu_bytes=2**20, gpu_fraction=1.0, gpu_dtype="int8")
     assert on_accelerator(store, torch.device("meta"), config, convert=convert_kv)
+    store.put(make_identity(), make_kv(make_identity()), text=None)
+    kv = store.get(make_identity())
+    assert kv is not None
+    assert (kv.kv_dtype, kv.layers[0].keys.device.type) == ("int8", "meta")

@@ -55,10 +55,8 @@ class MemoryTier:
 
     Parameters
     ----------
-    max_bytes
-        The budget.
-    name
-        For statistics and events.
+    max_bytes, name
+        The budget, and what statistics and events call the tier.
     device
         Where the tensors are.
     convert

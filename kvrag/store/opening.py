@@ -7,9 +7,9 @@ import logging
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -41,17 +41,9 @@ Convert = Callable[[ChunkKV, KVDtype], ChunkKV]
 L = TypeVar("L", int, int | None)
 
 
-@dataclass(slots=True, eq=False)
-class _Shared:
-    """What the stores of one directory share, as long as one of them is open."""
-
-    blobs: FileBlobs
-    catalog: Catalog
-    host: MemoryTier
-    users: int = 0
-
-
-_shared: dict[object, _Shared] = {}
+_shared: dict[object, tuple[MemoryTier, FileBlobs, Catalog]] = {}
+"""What the stores of one directory share, as long as one of them is open."""
+_users = Counter[object]()
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
 """Tiers of accelerators, by catalog, device, budget and type."""
 _lock = fork_lock()
@@ -86,29 +78,32 @@ def open_store(
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram, config.ram_dtype)
     host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
     with _lock:
-        shared = _shared[key] = _shared.get(key) or _open(root, config, keys, read_only, host)
-        shared.users += 1
+        host, blobs, catalog = _shared[key] = _shared.get(key) or _open(root, config, keys, read_only, host)
+        _users[key] += 1
     disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
     budget = Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
-    parts = ([shared.host], shared.blobs, shared.catalog, config)
-    return TieredStore(*parts, keys=keys, budget=budget, is_last=partial(_leave, key))
+    return TieredStore([host], blobs, catalog, config, keys=keys, budget=budget, is_last=partial(_leave, key))
 
 
-def _open(root: Path, config: StoreConfig, keys: Keys, read_only: bool, host: MemoryTier) -> _Shared:
+def _open(
+    root: Path, config: StoreConfig, keys: Keys, read_only: bool, host: MemoryTier
+) -> tuple[MemoryTier, FileBlobs, Catalog]:
     durable, folder = config.durability == "durable", f"catalog-{keys.id}" if keys.id else "catalog"
     blobs = FileBlobs(root, durable=durable)
     if not read_only:
         blobs.sweep()
     may_have_blobs = (root / OBJECTS).is_dir
     catalog = Catalog(root / folder, keys, read_only=read_only, durable=durable, may_have_blobs=may_have_blobs)
-    return _Shared(blobs, catalog, host)
+    return host, blobs, catalog
 
 
 def _leave(key: object) -> bool:
     """Let go of what is shared; whether nobody uses it any more."""
     with _lock:
-        _shared[key].users -= 1
-        return not _shared[key].users and bool(_shared.pop(key))
+        _users[key] -= 1
+        if is_last := not _users[key]:
+            del _users[key], _shared[key]
+        return is_last
 
 
 def on_accelerator(
@@ -222,8 +217,5 @@ def device_budget(limit: int | None, fraction: float, device: torch.device) -> i
         part = int(fraction * torch.cuda.get_device_properties(device).total_memory)
         return part if limit is None else min(limit, part)
     if limit is None:
-        log.warning(
-            "there is no memory tier on the accelerator: nobody knows how much memory %s has; set StoreConfig.gpu_bytes",
-            device,
-        )
+        log.warning("no memory tier on %s: nobody knows how much memory it has; set StoreConfig.gpu_bytes", device)
     return limit or 0

@@ -36,14 +36,12 @@ class TieredStore(Reader):
         Memory, uppermost first; may be empty.
     blobs, catalog
         What is stored, and who has it.
-    config
-        Budgets and limits.
-    keys
-        The keys derived from the config's key.
+    config, keys
+        Limits, and the keys derived from the config's key.
     budget
         What the blobs may take; default: no limit.
     is_last
-        Asked when the store is closed: whether catalog, blobs and tiers are to be closed with it.
+        Asked when the store is closed: whether catalog and blobs are to be closed with it.
     """
 
     def __init__(

@@ -51,19 +51,14 @@ def filled(handle):
     return store
 
 
-def test_nothing_of_a_forgotten_document_is_left_on_the_disk(filled, root):
+@pytest.mark.parametrize("is_all", [False, True])
+def test_nothing_of_what_was_erased_is_left_on_the_disk(filled, root, is_all):
     assert len(traces(root)) >= 7
-    assert filled.forget(NAMESPACE, SECRET) == 1
+    assert (filled.clear() if is_all else filled.forget(NAMESPACE, SECRET)) == 1 + is_all
     assert traces(root) == []
     filled.close()
     assert traces(root) == []
-    assert files(root) == [2]
-
-
-def test_nothing_is_left_of_what_was_cleared(filled, root):
-    assert filled.clear() == 2
-    assert traces(root) == []
-    assert filled.catalog.texts(NAMESPACE, 0)[0] == []
+    assert files(root) == ([] if is_all else [2])
 
 
 def test_a_document_of_an_evicted_chunk_is_known_until_it_is_forgotten(handle, root):
@@ -172,51 +167,31 @@ def test_one_look_at_the_generation_serves_a_whole_request(handle, monkeypatch):
     assert looks == [1]
 
 
-@pytest.mark.parametrize("how", ["get", "get_many", "prefetch"])
-def test_what_is_erased_during_a_read_is_not_kept(handle, erase, monkeypatch, how):
-    store, other = handle(gpu=2**20), handle()
-    fill(other, 1)
-    real, reads = FileBlobs.read, []
-
-    def erase_then_answer(self, *args):
-        found = real(self, *args)
-        if args[0] == KEYS[1] and not reads:
-            reads.append(1)
-            erase(store)
-        return found
-
-    monkeypatch.setattr(FileBlobs, "read", erase_then_answer)
-    if how == "get":
-        store.get(ME)
-    elif how == "get_many":
-        store.get_many([ME], timeout_s=PATIENT_S)
-    else:
-        store.prefetch([ME]).wait(PATIENT_S)
-    assert [held(tier) for tier in store.tiers] == [[], []]
-    assert is_absent(store)
+READS = {
+    "get": lambda store: store.get(ME),
+    "get_many": lambda store: store.get_many([ME], timeout_s=PATIENT_S),
+    "prefetch": lambda store: store.prefetch([ME]).wait(PATIENT_S),
+}
 
 
-@pytest.mark.parametrize("how", ["get", "get_many", "prefetch"])
-def test_what_another_process_erases_during_a_read_is_not_answered_afterwards(handle, erase, monkeypatch, how):
+@pytest.mark.parametrize("is_own", [True, False], ids=["by this store", "by another process"])
+@pytest.mark.parametrize("how", READS)
+def test_what_is_erased_during_a_read_is_not_answered_afterwards(handle, erase, monkeypatch, how, is_own):
     store, other = handle(gpu=2**20), handle()
     fill(other, 1)
     real = FileBlobs.read
 
-    def erase_then_answer(self, key, *args):
-        found = real(self, key, *args)
+    def erase_then_answer(self, *args):
+        found = real(self, *args)
         monkeypatch.setattr(FileBlobs, "read", real)
-        erase(other)
+        erase(store if is_own else other)
         return found
 
     store.get(OTHER)  # has looked at the generation
     monkeypatch.setattr(FileBlobs, "read", erase_then_answer)
-    if how == "get":
-        store.get(ME)
-    elif how == "get_many":
-        store.get_many([ME], timeout_s=PATIENT_S)
-    else:
-        store.prefetch([ME]).wait(PATIENT_S)
+    READS[how](store)
     assert is_absent(store)
+    assert [held(tier) for tier in store.tiers] == [[], []]
 
 
 def test_a_chunk_that_is_erased_while_it_is_promoted_from_memory_is_not_kept(handle, erase, monkeypatch):
