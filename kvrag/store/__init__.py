@@ -2,10 +2,10 @@
 
 ::
 
-    engine → opening → tiers ──→ memory (host, gpu)
-                         ├─────→ catalog → rows (diskcache)
-                         ├─────→ format → layers, crypto
-                         └─────→ blobs (files, memory; later Redis, object stores)
+    engine → opening → tiers → reading ──→ memory (host, gpu)
+                                   ├─────→ catalog → rows (diskcache)
+                                   ├─────→ format → layers, crypto
+                                   └─────→ blobs (files, memory; later Redis, object stores)
     cli → check → tiers
 
 Imports ``types errors config threads`` and ``identity``; nothing else of kvrag.

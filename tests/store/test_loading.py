@@ -225,6 +225,8 @@ def test_wait_waits_beyond_the_deadline(slow, gate):
     gate.wait_for(AHEAD)
     threading.Timer(0.2, gate.is_open.set).start()
     assert is_right(store.get_many(CHUNKS[:4], timeout_s=0.01), *range(4))
+    gate.is_open.clear()
+    assert store.get_many(CHUNKS[5:6], timeout_s=0.1) == late(5), "nobody has prefetched it"
 
 
 def test_what_nobody_has_begun_can_be_cancelled_unless_another_wants_it(slow, gate):
