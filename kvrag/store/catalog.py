@@ -392,10 +392,6 @@ class Catalog:
         self.flush()
         self._rows.close()
 
-    def reset_after_fork(self) -> None:
-        """Let go of what is the parent's."""
-        self._touched = Counter()
-
     # -- rows ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, rows: Rows, is_other: bool) -> None:
