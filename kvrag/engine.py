@@ -201,9 +201,8 @@ class KVRagEngine:
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
-                below = self.store
-                self.store = on_accelerator(below, self._loaded.lm.device, self.store_config, convert=convert)
-                if self.store is below and self.store_config.gpu_dtype is not None:  # no tier that would round
+                has_tier = on_accelerator(self.store, self._loaded.lm.device, self.store_config, convert=convert)
+                if not has_tier and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)
                     self._gate = Gate(self.store_config.read_dtype)
             return self._loaded

@@ -13,7 +13,7 @@ from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.quantise import convert as convert_kv
 from kvrag.blend.quantise import pack
 from kvrag.precompute.quantise_check import Gate
-from kvrag.store import TieredStore, accelerator_tier, on_accelerator, open_store
+from kvrag.store import MemoryTier, TieredStore, on_accelerator, open_store, opening
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 
 CHUNKS = make_chunks(3, words=30, seed=17)
@@ -23,11 +23,11 @@ PATIENT_S = 30.0
 MakeEngine = Callable[..., KVRagEngine]
 
 
-def pretend(
-    store: TieredStore, device: torch.device, config: StoreConfig, budget: int = 2**20, **_: Any
-) -> TieredStore:
+def pretend(store: TieredStore, _: Any, config: StoreConfig, budget: int = 2**20, **__: Any) -> bool:
     """Put the accelerator's tier in the host's memory."""
-    return accelerator_tier(store, torch.device("cpu"), config, budget, convert=convert_kv)
+    as_type = opening.converter(convert_kv, config.gpu_dtype)
+    store.put_above(MemoryTier(budget, name="gpu", convert=as_type, keeps_puts=False))
+    return True
 
 
 def make(engine_of: MakeEngine, **options: Any) -> KVRagEngine:
@@ -43,8 +43,8 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("gpu_dtype", ["int8", "fp8", "int4"])
 def test_every_read_is_rounded_and_what_is_below_stays_exact(tmp_path: Any, gpu_dtype: Any, budget: int) -> None:
     config = StoreConfig(gpu_dtype=gpu_dtype, min_free_bytes=0)
-    below = open_store(tmp_path / "kv", config)
-    store = pretend(below, torch.device("cpu"), config, budget)
+    below, store = (open_store(tmp_path / "kv", config) for _ in range(2))
+    pretend(store, None, config, budget)
     identity = make_identity()
     exact = make_kv(identity)
     store.put(identity, exact, text=None)
@@ -53,12 +53,14 @@ def test_every_read_is_rounded_and_what_is_below_stays_exact(tmp_path: Any, gpu_
         assert same_bits(store.get_many([identity], timeout_s=PATIENT_S)[0], pack(exact, gpu_dtype))
     assert store.stats()["gpu"].num_bytes == (pack(exact, gpu_dtype).num_bytes if budget else 0)
     assert same_bits(below.get(identity), exact)
-    store.close()
+    for each in (store, below):
+        each.close()
 
 
 def test_codes_from_below_may_be_read_once(tmp_path: Any) -> None:
     config = StoreConfig(kv_dtype="int8", gpu_dtype="auto", min_free_bytes=0)
-    store = pretend(open_store(tmp_path / "kv", config), torch.device("cpu"), config)
+    store = open_store(tmp_path / "kv", config)
+    pretend(store, None, config)
     identity = make_identity()
     codes = pack(make_kv(identity), "int8")
     identity = type(identity)(**{**{f: getattr(identity, f) for f in identity.__slots__}, "kv_dtype": "int8"})
@@ -142,7 +144,10 @@ def test_nothing_is_rounded_twice(options: dict[str, Any], words: str) -> None:
 
 
 def test_the_tier_is_built_with_its_type() -> None:
-    below = open_store(None, StoreConfig())
+    store = open_store(None, StoreConfig())
     config = StoreConfig(gpu_bytes=2**20, gpu_fraction=1.0, gpu_dtype="int8")
-    store = on_accelerator(below, torch.device("meta"), config, convert=convert_kv)
-    assert store is not below
+    assert on_accelerator(store, torch.device("meta"), config, convert=convert_kv)
+    store.put(make_identity(), make_kv(make_identity()), text=None)
+    kv = store.get(make_identity())
+    assert kv is not None
+    assert (kv.kv_dtype, kv.layers[0].keys.device.type) == ("int8", "meta")

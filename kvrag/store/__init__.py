@@ -2,10 +2,10 @@
 
 ::
 
-    engine → opening → tiers ──→ memory (host, gpu)
-                         ├─────→ catalog → rows (diskcache)
-                         ├─────→ format → layers, crypto
-                         └─────→ blobs (files, memory; later Redis, object stores)
+    engine → opening → tiers → reading ──→ memory (host, gpu)
+                                   ├─────→ catalog → rows (diskcache)
+                                   ├─────→ format → layers, crypto
+                                   └─────→ blobs (files, memory; later Redis, object stores)
     cli → check → tiers
 
 Imports ``types errors config threads`` and ``identity``; nothing else of kvrag.
@@ -16,7 +16,7 @@ from kvrag.store.blobs import FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys, Naming
 from kvrag.store.memory import MemoryTier, Prefetch
-from kvrag.store.opening import accelerator_tier, on_accelerator, open_store
+from kvrag.store.opening import on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import Retention, check_retention
 
@@ -34,7 +34,6 @@ __all__ = [
     "StoreEvent",
     "StoreStats",
     "TieredStore",
-    "accelerator_tier",
     "below_collection",
     "check_retention",
     "members",

@@ -313,6 +313,8 @@ class Catalog:
                     count, num_bytes = (
                         (count + 1, num_bytes + chunk.num_bytes) if name[0] == "c" else (count, num_bytes)
                     )
+                else:
+                    self._rows.delete(name)  # what is there, if anything, is not of a row's form
             state = self._state()
             self._count(state._replace(generation=state.generation + 1), -count, -num_bytes)
         return count
@@ -389,10 +391,6 @@ class Catalog:
         """Release resources; idempotent. A closed catalog is empty and can't be changed."""
         self.flush()
         self._rows.close()
-
-    def reset_after_fork(self) -> None:
-        """Let go of what is the parent's."""
-        self._touched = Counter()
 
     # -- rows ------------------------------------------------------------------------------------------------------------
 

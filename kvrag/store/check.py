@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvrag.errors import StoreError
-from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.blobs import FileBlobs
-from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion
+from kvrag.store.format import BlobRejected, Foreign, OtherVersion
 from kvrag.store.tiers import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKey
+from kvrag.types import ChunkKey
 
 
 @dataclass(slots=True)
@@ -26,14 +25,10 @@ class FsckReport:
         Chunks whose headers were checked, and chunks of which every byte was.
     rejected
         ``(key, reason)`` of what was erased.
-    other_versions
-        Files of another version of the format; :func:`gc` removes them.
-    foreign
-        Files that are encrypted with another key, or not at all where there is a key; their damage can't be seen without it.
-    dormant
-        Intact files that the catalog did not know, which were erased.
-    unknown_rows
-        Rows without a file, which were removed.
+    other_versions, foreign
+        Files of another version of the format or with another key, which :func:`gc` removes (when asked to); their damage can't be seen.
+    dormant, unknown_rows
+        Intact files without a row, and rows without a file, which were erased.
     """
 
     checked: int = 0
@@ -73,22 +68,11 @@ def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
 
 
 def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_data: bool = False) -> FsckReport:
-    """Check the headers of all chunks, and every byte of some.
-
-    Parameters
-    ----------
-    store
-        Open for writing: what fails its proof is erased.
-    keys
-        Chunks to verify byte by byte, as of :func:`sample`.
-    verify_data
-        Verify all.
-    """
+    """Check the headers of all chunks of a store, and every byte of some (``keys``) or of all; what fails its proof is erased."""
     report, wanted = FsckReport(), set(keys or ())
-    files = store.blobs.keys()
-    for key in sorted(files):
+    for key in sorted(store.blobs.keys()):
         try:
-            blob = _open(store, key)
+            blob = store.blob(key)
             report.checked += 1
             if verify_data or key in wanted:
                 blob.load()
@@ -102,42 +86,29 @@ def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_d
             if fault.hole == "damaged":
                 store.delete([key])
     report.dormant = store.erase_dormant()
-    lost = set(store.catalog.keys()) - files - store.blobs.keys()
-    report.unknown_rows = store.catalog.remove(lost) if lost else 0
+    report.unknown_rows = sum(map(store.forget_row, set(store.catalog.keys()) - store.blobs.keys()))
     return report
-
-
-def _open(store: TieredStore, key: ChunkKey) -> Blob:
-    blob = Blob(partial(store.blobs.read, key), None, store.keys.cipher)
-    if chunk_key(blob.header.identity) != key:
-        raise BlobRejected("it belongs to another chunk")
-    return blob
 
 
 def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     """Remove what nobody needs: files of dead writers, dormant ones and those of other versions, and what is over budget.
 
-    Parameters
-    ----------
-    store
-        Open for writing.
-    with_foreign
-        Remove what is encrypted with other keys too, or not at all: chunks and catalogs. Whether others use it can't be seen.
-
-    Raises
-    ------
-    StoreError
-        If the store is open for reading only.
+    With ``with_foreign``, also chunks and catalogs of other keys, or of none; whether others use them can't be seen. Raises ``StoreError``
+    if the store is open for reading only.
     """
     if store.read_only:
         raise StoreError("the KV store is open for reading only; make its directory writable")
     blobs, catalog = store.blobs, store.catalog
-    report = GcReport(swept=blobs.sweep() if isinstance(blobs, FileBlobs) else 0)
-    report.other_versions = len(blobs.delete(set(_rejected_as(store, OtherVersion))))
-    if with_foreign:
-        report.foreign = len(blobs.delete(set(_rejected_as(store, Foreign))))
+    found: dict[type[BlobRejected], set[ChunkKey]] = {OtherVersion: set(), Foreign: set()}
+    for key in blobs.keys():  # noqa: SIM118 - blobs are no dict
+        try:
+            store.blob(key)
+        except BlobRejected as fault:
+            found.get(type(fault), set()).add(key)
+    report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
+    report.foreign = len(store.delete_blobs(found[Foreign])) if with_foreign else 0
     pending = catalog.pending()
-    blobs.delete(pending)  # a writer that lives writes it again
+    store.delete_blobs(pending)  # a writer that lives writes it again
     catalog.remove(pending)
     report.pending, report.dormant = len(pending), store.erase_dormant()
     before = catalog.totals()[0]
@@ -145,6 +116,7 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
         store.make_room()
     report.evicted = before - catalog.totals()[0]
     if isinstance(blobs, FileBlobs):
+        report.swept = blobs.sweep()
         own = f"catalog-{store.keys.id}" if store.keys.id else "catalog"
         for folder in blobs.root.glob("catalog*"):
             if folder.name.endswith(".damaged") or (with_foreign and folder.name != own):
@@ -153,58 +125,37 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     return report
 
 
-def _rejected_as(store: TieredStore, kind: type[BlobRejected]) -> Iterator[ChunkKey]:
-    """Yield the keys of files that are rejected for this reason."""
-    for key in store.blobs.keys():  # noqa: SIM118 - blobs are no dict
-        try:
-            _open(store, key)
-        except BlobRejected as fault:
-            if isinstance(fault, kind):
-                yield key
-
-
 def copy(
-    source: TieredStore, target: TieredStore, keys: Sequence[ChunkKey] | None = None, *, namespaces: Sequence[str] = ()
+    source: TieredStore,
+    target: TieredStore,
+    keys: Collection[ChunkKey] | None = None,
+    *,
+    namespaces: Sequence[str] = (),
 ) -> tuple[int, int, int]:
-    """Copy chunks with their texts, documents and retention; every byte is proven on the way, whoever wrote the source.
+    """Copy chunks (default: all) with their texts, documents and retention; every byte is proven on the way, whoever wrote the source.
 
-    A chunk that is there already keeps the retention that it has. Hits are not copied: they are those of another store.
-
-    Parameters
-    ----------
-    source, target
-        Open stores.
-    keys
-        Chunks to copy; default: all.
-    namespaces
-        Names of the namespaces to copy, where the stores have different keys: their digests differ then.
-
-    Returns
-    -------
-    tuple of int
-        Chunks copied, chunks that were there already, and chunks that could not be read, or are of another namespace.
+    A chunk that is there already keeps the retention that it has. Hits are not copied: they are those of another store. ``namespaces`` are
+    the names of those to copy, where the stores have different keys: their digests differ then. Returns how many chunks were copied, were
+    there already, and could not be read, or are of another namespace.
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
-    is_same = source.names == target.names
-    catalog = source.catalog
-    holders = _holders(source)
-    copied = there = failed = 0
+    catalog, holders, counts = source.catalog, _holders(source), [0, 0, 0]
     for key in sorted(catalog.keys() if keys is None else keys):
         identity = source.identity(key)
         kv = None if identity is None else source.get(identity)
-        namespace = None if identity is None else identity.namespace if is_same else names.get(identity.namespace)
+        namespace = None if identity is None else names.get(identity.namespace)
+        if identity is not None and source.names == target.names:
+            namespace = identity.namespace
         if identity is None or kv is None or namespace is None:
-            failed += 1
+            counts[2] += 1
             continue
-        other: ChunkIdentity = replace(identity, namespace=namespace)
-        texts = catalog.key_texts(key)
+        other, texts = replace(identity, namespace=namespace), catalog.key_texts(key)
         put = partial(target.put, other, kv, retention=catalog.retention(key), reason="import")
-        written = put(text=texts[0] if texts else None)
+        counts[0 if put(text=texts[0] if texts else None) else 1] += 1
         for text in texts:
             for doc_id in holders.get((identity.namespace, text.digest), [None]):
                 put(text=text, doc_id=doc_id)
-        copied, there = copied + (written > 0), there + (written == 0)
-    return copied, there, failed
+    return counts[0], counts[1], counts[2]
 
 
 def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
+from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Events, StoreStats
 from kvrag.store.layers import own_kv
 from kvrag.store.worth import Retention, Usage, order, token_ms
-from kvrag.threads import Pool
+from kvrag.threads import Pool, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
+
+log = logging.getLogger(__name__)
 
 SHARE = 16
 """One chunk of so many leaves with those that must, so that not every chunk that comes has to rank all."""
+
+READERS = Pool("kvrag-read", 4)
+"""Threads that read for requests."""
+
+AHEAD = Pool("kvrag-read-ahead", 2)
+"""Threads that prefetch: few, so that a request that comes meanwhile finds the disk free enough for its own reads."""
+
+Loaded = ChunkKV | Hole
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +55,8 @@ class MemoryTier:
 
     Parameters
     ----------
-    max_bytes
-        The budget.
-    name
-        For statistics and events.
+    max_bytes, name
+        The budget, and what statistics and events call the tier.
     device
         Where the tensors are.
     convert
@@ -65,27 +75,21 @@ class MemoryTier:
         keeps_puts: bool = True,
     ) -> None:
         self.max_bytes, self.name, self.device, self.keeps_puts = max_bytes, name, torch.device(device), keeps_puts
-        self._convert, self.events = convert, Events()
-        self.reset_after_fork()
-
-    def reset_after_fork(self) -> None:
-        """Forget everything: a thread of the parent may have been in the midst of a change."""
-        self._lock = threading.RLock()
-        self._entries: dict[ChunkKey, _Entry] = {}
+        self._convert, self.events, self.reads = convert, Events(), Reads(max_bytes)
+        self._lock, self._entries = fork_lock(), dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0
         self.epoch = 0
         """Changes when something was erased: a read that was begun before must not be kept."""
 
-    def get(self, key: ChunkKey, identity: ChunkIdentity, *, counts: bool = True) -> ChunkKV | None:
+    def get(self, key: ChunkKey, identity: ChunkIdentity) -> ChunkKV | None:
         """Return a chunk's KV, and count the use."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.identity != identity:
-                self._misses += counts
+                self._misses += 1
                 return None
-            if counts:
-                self._hits, self._now = self._hits + 1, self._now + 1
-                entry.hits, entry.last = entry.hits + 1, self._now
+            self._hits, self._now = self._hits + 1, self._now + 1
+            entry.hits, entry.last = entry.hits + 1, self._now
             return entry.kv
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
@@ -101,31 +105,20 @@ class MemoryTier:
     def keep(
         self, identity: ChunkIdentity, kv: ChunkKV, usage: Usage, *, epoch: int, reason: str = "promoted"
     ) -> ChunkKV:
-        """Keep a chunk if there is, or can be made, room for it, and return it as this tier gives it.
+        """Keep a chunk if there is, or can be made, room for it, and return it as this tier gives it; as it came if it can't be kept so.
 
-        Parameters
-        ----------
-        identity, kv
-            The chunk. With the reason ``"put"`` its tensors are copied: the caller may change them.
-        usage
-            What is known of its worth.
-        epoch
-            Value of :attr:`epoch` before the chunk was read; if it is another one now, the chunk may have been erased, and is not kept.
-        reason
-            For the event.
-
-        Raises
-        ------
-        StoreError
-            If it can't be converted.
+        With the reason ``"put"`` its tensors are copied: the caller may change them. If :attr:`epoch` is not any more what it was before
+        the chunk was read, the chunk may have been erased, and is not kept.
         """
-        given, key = kv if self._convert is None else self._convert(kv), chunk_key(identity)
-        entry = _Entry(identity, given, usage, given.num_bytes, len(identity.token_ids))
-        if self.device.type != "cpu":
-            given = own_kv(given, device=self.device)
-        elif reason == "put" and given is kv and entry.num_bytes <= self.max_bytes:
-            given = own_kv(kv, copy=True)
-        entry.kv = given
+        try:
+            given = kv if self._convert is None else self._convert(kv)
+            entry = _Entry(identity, given, usage, given.num_bytes, len(identity.token_ids))
+            if self.device.type != "cpu" or (reason == "put" and given is kv and entry.num_bytes <= self.max_bytes):
+                entry.kv = given = own_kv(given, device=self.device, copy=reason == "put")
+        except (StoreError, RuntimeError, MemoryError) as error:  # memory is short, or the type can't hold it
+            log.debug("a chunk is not kept in the tier %s: %s", self.name, error)
+            return kv
+        key = chunk_key(identity)
         with self._lock:
             gone = self._take(key, entry) if epoch == self.epoch else None
         if gone is not None:
@@ -133,30 +126,17 @@ class MemoryTier:
             self.events.removed(self.name, gone, "evicted")
         return given
 
-    def drop(self, keys: Iterable[ChunkKey], reason: str) -> None:
-        """Forget chunks that were erased below."""
+    def drop(self, keys: Iterable[ChunkKey], reason: str | None) -> None:
+        """Forget chunks that were erased below, and what is being read; without a reason, tell nobody."""
         with self._lock:
             self.epoch += 1
             gone = [key for key in keys if self._remove(key)]
-        self.events.removed(self.name, gone, reason)
-
-    def clear(self, namespace: str | None = None) -> None:
-        """Forget all chunks, or those of a namespace, because they were erased below."""
-        going = [k for k in self.keys() if namespace in (None, (e := self.identity(k)) and e.namespace)]
-        self.drop(going if namespace is not None else (), "deleted")
-        if namespace is None:
-            with self._lock:
-                self._entries.clear()
-                self._num_bytes = 0
-            self.events.cleared(self.name)
+        self.events.removed(self.name, gone if reason else (), reason or "")
 
     def release(self) -> int:
         """Forget all chunks for the sake of their memory, and return their bytes."""
-        with self._lock:
-            freed, gone = self._num_bytes, list(self._entries)
-            self._entries.clear()
-            self._num_bytes = 0
-        self.events.removed(self.name, gone, "evicted")
+        freed = self._num_bytes
+        self.drop(self.keys(), "evicted")
         return freed
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> None:
@@ -211,21 +191,12 @@ class MemoryTier:
         return entry is not None
 
 
-READERS = Pool("kvrag-read", 4)
-"""Threads that read for requests."""
-
-AHEAD = Pool("kvrag-read-ahead", 2)
-"""Threads that prefetch: few, so that a request that comes meanwhile finds the disk free enough for its own reads."""
-
-Loaded = ChunkKV | Hole
-
-
 @dataclass(slots=True, eq=False)
 class Read:
     """One chunk's read; ``wanted`` counts the prefetches that have not been cancelled, and is 0 for a request's own."""
 
+    future: Future[Loaded]
     num_bytes: int
-    future: Future[Loaded] = field(default_factory=Future)
     wanted: int = 0
 
 
@@ -240,31 +211,21 @@ class Prefetch:
         The reads begun or joined for the others; what found no room is not among them.
     """
 
-    def __init__(self, found: int, reads: Collection[Read] = ()) -> None:
-        self.found, self._reads, self._cancelled = found, list(reads), False
-
-    @property
-    def reads(self) -> int:
-        """Reads that were begun or joined."""
-        return len(self._reads)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no read is left."""
-        return all(read.future.done() for read in self._reads)
+    def __init__(self, found: int, reads: Sequence[Read]) -> None:
+        self.found, self.reads, self._reads, self._wanted = found, len(reads), reads, list(reads)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no read is left, or the time is over; return whether none is."""
         wait([read.future for read in self._reads], timeout_s)
-        return self.is_over
+        return all(read.future.done() for read in self._reads)
 
     def cancel(self) -> int:
         """Withdraw what nobody has begun and no other prefetch wants, and return how many reads that was; idempotent."""
         count = 0
-        for read in () if self._cancelled else self._reads:
+        while self._wanted:
+            read = self._wanted.pop()
             read.wanted -= 1
             count += read.wanted <= 0 and read.future.cancel()
-        self._cancelled = True
         return count
 
 
@@ -278,75 +239,50 @@ class Reads:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid, self._lock, self._reads = os.getpid(), threading.Lock(), dict[ChunkKey, Read]()
+        self._max_bytes, self._lock = max_bytes, fork_lock()
+        self._pid, self._reads = os.getpid(), dict[ChunkKey, Read]()
 
     def ahead(self, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
-        """Begin to prefetch a chunk, or join its read; ``None`` if there is no room. Raises ``RuntimeError`` if there is no thread."""
-        with self._locked():
-            read = self._current(key)
-            if read is None:
+        """Begin to prefetch a chunk, or join its read; ``None`` if there is no room, or no thread."""
+        with self._lock:
+            if (read := self._mine().get(key)) is None:
                 if num_bytes + sum(each.num_bytes for each in self._reads.values()) > self._max_bytes:
                     return None
                 read = self._begin(AHEAD, key, load, num_bytes)
-            read.wanted += 1
+            if read is not None:
+                read.wanted += 1
             return read
 
-    def read(self, key: ChunkKey, load: Callable[[], Loaded], policy: str) -> Future[Loaded] | None:
-        """Return a chunk's read for a request, begun or joined; raises ``RuntimeError`` if there is no thread.
+    def read(self, key: ChunkKey, load: Callable[[], Loaded], policy: str) -> Read | None:
+        """Return a chunk's read for a request, begun or joined; ``None`` if there is no thread.
 
         A prefetch that no thread has begun is withdrawn and read at once. With the policy ``"best_effort"``, ``None`` for a chunk that is
         being prefetched.
         """
-        with self._locked():
-            read = self._current(key)
+        with self._lock:
+            read = self._mine().get(key)
             if read is not None and read.wanted and policy == "best_effort":
                 return None
             if read is None or (read.wanted and policy == "timeout" and read.future.cancel()):
                 read = self._begin(READERS, key, load, 0)
-            return read.future
+            return read
 
     def cancel(self) -> None:
         """Withdraw all reads that nobody has begun."""
-        with self._locked():
-            for read in list(self._reads.values()):
-                read.future.cancel()
+        for read in list(self._mine().values()):
+            read.future.cancel()
 
-    def _locked(self) -> threading.Lock:
+    def _mine(self) -> dict[ChunkKey, Read]:
         if self._pid != os.getpid():
-            self._reset()
-        return self._lock
+            self._pid, self._reads = os.getpid(), {}
+        return self._reads
 
-    def _current(self, key: ChunkKey) -> Read | None:
-        """Return the read of a chunk; those that were withdrawn are forgotten."""
-        for other in [other for other, read in self._reads.items() if read.future.cancelled()]:
-            del self._reads[other]
-        return self._reads.get(key)
-
-    def _begin(self, pool: Pool, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read:
-        read = self._reads[key] = Read(num_bytes)
-
-        def work() -> None:
-            if not read.future.set_running_or_notify_cancel():
-                return
-            try:
-                result: Loaded = load()
-            except Exception as error:
-                self._end(key, read)
-                read.future.set_exception(error)
-            else:
-                self._end(key, read)
-                read.future.set_result(result)
-
-        try:
-            pool.submit(work)
-        except RuntimeError:
-            del self._reads[key]
-            raise
-        return read
+    def _begin(self, pool: Pool, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
+        with suppress(RuntimeError):  # no thread can be had
+            read = self._reads[key] = Read(pool.submit(load), num_bytes)
+            read.future.add_done_callback(lambda _: self._end(key, read))
+            return read
+        return None
 
     def _end(self, key: ChunkKey, read: Read) -> None:
         with self._lock:

@@ -1,5 +1,7 @@
 """Damage of stored bytes, hostile files, and values that must not be stored: all misses, nothing run, nothing slow."""
 
+import itertools
+import json
 import os
 import pickle
 import random
@@ -155,15 +157,19 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     put(store, 1)
     victim = folder / "victim.safetensors"
     victim.write_text("x")
-    row = store.catalog._rows.get(f"c {key(1)}")
-    for name in ("../../victim", str(victim.with_suffix("")), "a" * 63 + "/", ""):
+    row = json.loads(store.catalog._rows.get(f"c {key(1)}"))
+    names = ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", "A" * 64)
+    for name, value in itertools.product(names, (row, "of no form")):
         with store.catalog._rows.change():
             for kind in "cp":
-                store.catalog._rows.set(f"{kind} {name}", row)
-        store.known([ChunkKey(name)])
-        store.identity(ChunkKey(name))
+                store.catalog._rows.set(f"{kind} {name}", value)
+        outcome.check(store.identity(ChunkKey(name)) is None, f"{name!r} is a chunk")
         store.delete([ChunkKey(name)])
+        outcome.check(not store.known([ChunkKey(name)]), f"{name!r} is known after it was erased")
         outcome.add("planted_rows")
+        with store.catalog._rows.change():
+            store.catalog._rows.set(f"c {name}", value)
     store.clear()
+    outcome.check(not store.catalog.present(), "there are rows after everything was erased")
     store.close()
     outcome.check(victim.read_text() == "x", "a file outside was erased")

@@ -75,13 +75,11 @@ class TestMemoryAlone(StoreContract):
         return open_store(None, StoreConfig(ram_bytes=2**22))
 
 
-class TestHostAboveFiles(StoreContract):
+class TestHostAboveFilesInBfloat16(StoreContract):
+    dtype = torch.bfloat16
+
     def make_store(self, directory: Path) -> TieredStore:
         return TieredStore([MemoryTier(2**22)], FileBlobs(directory), Catalog(directory / "catalog"))
-
-
-class TestHostAboveFilesInBfloat16(TestHostAboveFiles):
-    dtype = torch.bfloat16
 
 
 class TestOpenedTwice(StoreContract):

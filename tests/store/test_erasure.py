@@ -16,6 +16,7 @@ from stores import (
     fill,
     held,
     in_child,
+    path_of,
     present,
     put,
     traces_of,
@@ -50,19 +51,14 @@ def filled(handle):
     return store
 
 
-def test_nothing_of_a_forgotten_document_is_left_on_the_disk(filled, root):
+@pytest.mark.parametrize("is_all", [False, True])
+def test_nothing_of_what_was_erased_is_left_on_the_disk(filled, root, is_all):
     assert len(traces(root)) >= 7
-    assert filled.forget(NAMESPACE, SECRET) == 1
+    assert (filled.clear() if is_all else filled.forget(NAMESPACE, SECRET)) == 1 + is_all
     assert traces(root) == []
     filled.close()
     assert traces(root) == []
-    assert files(root) == [2]
-
-
-def test_nothing_is_left_of_what_was_cleared(filled, root):
-    assert filled.clear() == 2
-    assert traces(root) == []
-    assert filled.catalog.texts(NAMESPACE, 0)[0] == []
+    assert files(root) == ([] if is_all else [2])
 
 
 def test_a_document_of_an_evicted_chunk_is_known_until_it_is_forgotten(handle, root):
@@ -75,7 +71,7 @@ def test_a_document_of_an_evicted_chunk_is_known_until_it_is_forgotten(handle, r
     assert f"doc {gone}" not in store.catalog.documents(NAMESPACE)
 
 
-def test_what_can_not_be_erased_is_an_error_and_can_be_erased_again(filled, root, monkeypatch):
+def test_what_can_not_be_erased_is_an_error_stays_whole_and_can_be_erased_again(filled, handle, root, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(30, "Read-only file system")
 
@@ -87,6 +83,15 @@ def test_what_can_not_be_erased_is_an_error_and_can_be_erased_again(filled, root
         assert len(filled.catalog.keys()) == 2
         assert SECRET in filled.catalog.documents(NAMESPACE), "it can be named again"
     assert filled.forget(NAMESPACE, SECRET) == 1
+    full = fill(handle(ram=0, budget=exactly(2)), 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrag.store.blobs.os.unlink", refuse)
+        with pytest.raises(StoreError, match="was not enough"):
+            put(full, 4)
+    assert present(full) == files(root) == [2, 3]
+    assert all(full.get(CHUNKS[number]) is not None for number in (2, 3))
+    assert put(full, 4) > 0
+    assert present(full) == files(root)
 
 
 # -- every tier of every process -----------------------------------------------------------------------------------------
@@ -162,51 +167,31 @@ def test_one_look_at_the_generation_serves_a_whole_request(handle, monkeypatch):
     assert looks == [1]
 
 
-@pytest.mark.parametrize("how", ["get", "get_many", "prefetch"])
-def test_what_is_erased_during_a_read_is_not_kept(handle, erase, monkeypatch, how):
-    store, other = handle(gpu=2**20), handle()
-    fill(other, 1)
-    real, reads = FileBlobs.read, []
-
-    def erase_then_answer(self, *args):
-        found = real(self, *args)
-        if args[0] == KEYS[1] and not reads:
-            reads.append(1)
-            erase(store)
-        return found
-
-    monkeypatch.setattr(FileBlobs, "read", erase_then_answer)
-    if how == "get":
-        store.get(ME)
-    elif how == "get_many":
-        store.get_many([ME], timeout_s=PATIENT_S)
-    else:
-        store.prefetch([ME]).wait(PATIENT_S)
-    assert [held(tier) for tier in store.tiers] == [[], []]
-    assert is_absent(store)
+READS = {
+    "get": lambda store: store.get(ME),
+    "get_many": lambda store: store.get_many([ME], timeout_s=PATIENT_S),
+    "prefetch": lambda store: store.prefetch([ME]).wait(PATIENT_S),
+}
 
 
-@pytest.mark.parametrize("how", ["get", "get_many", "prefetch"])
-def test_what_another_process_erases_during_a_read_is_not_answered_afterwards(handle, erase, monkeypatch, how):
+@pytest.mark.parametrize("is_own", [True, False], ids=["by this store", "by another process"])
+@pytest.mark.parametrize("how", READS)
+def test_what_is_erased_during_a_read_is_not_answered_afterwards(handle, erase, monkeypatch, how, is_own):
     store, other = handle(gpu=2**20), handle()
     fill(other, 1)
     real = FileBlobs.read
 
-    def erase_then_answer(self, key, *args):
-        found = real(self, key, *args)
+    def erase_then_answer(self, *args):
+        found = real(self, *args)
         monkeypatch.setattr(FileBlobs, "read", real)
-        erase(other)
+        erase(store if is_own else other)
         return found
 
     store.get(OTHER)  # has looked at the generation
     monkeypatch.setattr(FileBlobs, "read", erase_then_answer)
-    if how == "get":
-        store.get(ME)
-    elif how == "get_many":
-        store.get_many([ME], timeout_s=PATIENT_S)
-    else:
-        store.prefetch([ME]).wait(PATIENT_S)
+    READS[how](store)
     assert is_absent(store)
+    assert [held(tier) for tier in store.tiers] == [[], []]
 
 
 def test_a_chunk_that_is_erased_while_it_is_promoted_from_memory_is_not_kept(handle, erase, monkeypatch):
@@ -223,6 +208,26 @@ def test_a_chunk_that_is_erased_while_it_is_promoted_from_memory_is_not_kept(han
     store.get(ME)
     monkeypatch.undo()
     assert (held(gpu), held(host)) == ([], [])
+
+
+def test_rows_whose_blobs_are_gone_go_unless_they_are_stored_again_meanwhile(handle, root, monkeypatch):
+    store, other = fill(handle(ram=0), *range(9)), handle()
+    real = store.catalog.remove
+    for number in range(9):
+        path_of(root, CHUNKS[number]).unlink()
+
+    def store_again_first(*args, **how):
+        monkeypatch.undo()
+        assert other.delete([KEYS[1]]) == 1
+        assert put(other, 1) > 0
+        return real(*args, **how)
+
+    monkeypatch.setattr(store.catalog, "remove", store_again_first)
+    assert store.get(ME) is None
+    assert same_bits(store.get(ME), KVS[1])
+    holes = store.get_many([CHUNKS[0], *CHUNKS[2:9]], timeout_s=PATIENT_S)
+    assert {hole.reason for hole in holes} == {"absent"}
+    assert present(store) == files(root) == [1]
 
 
 def test_threads_read_write_and_erase_at_once_and_the_accounts_stay_right(handle):

@@ -133,7 +133,7 @@ def test_memory_that_is_short_is_a_hole_and_not_the_files_fault(slow, gate, monk
 def test_a_fault_of_our_own_is_a_hole(slow, gate, monkeypatch):
     store = slow()
     gate.is_open.set()
-    monkeypatch.setattr("kvrag.store.tiers.Blob", lambda *args: 1 / 0)
+    monkeypatch.setattr("kvrag.store.reading.Blob", lambda *args: 1 / 0)
     assert store.get_many(CHUNKS[:1], timeout_s=PATIENT_S) == late(0)
 
 
@@ -142,7 +142,7 @@ def no_threads(patch):
         raise RuntimeError("can't start new thread")
 
     patch.setattr(threading.Thread, "start", refuse)
-    for name in ("kvrag.store.tiers.POOL", "kvrag.store.memory.READERS", "kvrag.store.memory.AHEAD"):
+    for name in ("kvrag.threads.POOL", "kvrag.store.memory.READERS", "kvrag.store.memory.AHEAD"):
         patch.setattr(name, memory.Pool("without threads"))
 
 
@@ -166,7 +166,6 @@ def test_what_was_prefetched_is_in_memory(slow, gate):
     handle = store.prefetch([*CHUNKS[:2], KEYS[2], CHUNKS[0], CHUNKS[7], KEYS[8]])
     assert (handle.found, handle.reads) == (3, 3)
     assert handle.wait(PATIENT_S)
-    assert handle.is_over
     gate.is_open.clear()  # a read would hang
     assert is_right(store.get_many(CHUNKS[:3], timeout_s=PATIENT_S), 0, 1, 2)
     assert store.prefetch(CHUNKS[:3]).wait(0), "nothing to read"
@@ -226,6 +225,8 @@ def test_wait_waits_beyond_the_deadline(slow, gate):
     gate.wait_for(AHEAD)
     threading.Timer(0.2, gate.is_open.set).start()
     assert is_right(store.get_many(CHUNKS[:4], timeout_s=0.01), *range(4))
+    gate.is_open.clear()
+    assert store.get_many(CHUNKS[5:6], timeout_s=0.1) == late(5), "nobody has prefetched it"
 
 
 def test_what_nobody_has_begun_can_be_cancelled_unless_another_wants_it(slow, gate):
@@ -255,7 +256,7 @@ def test_a_read_ahead_that_fails_is_over_and_the_next_one_reads(slow, gate, monk
     store = slow()
     gate.is_open.set()
     with monkeypatch.context() as patch:
-        patch.setattr("kvrag.store.tiers.Blob", lambda *args: 1 / 0)
+        patch.setattr("kvrag.store.reading.Blob", lambda *args: 1 / 0)
         assert store.prefetch(CHUNKS[:1]).wait(PATIENT_S)
     assert store.prefetch(CHUNKS[:1]).wait(PATIENT_S)
     assert held(store.tiers[0]) == [0]

@@ -1,12 +1,14 @@
 """Opening a store: budgets are the lesser of bytes and fractions, and impossible options are named."""
 
+from types import SimpleNamespace
+
 import pytest
-from stores import CHUNKS, KVS, SIZE, config_of, fill
+from stores import CHUNKS, KVS, SIZE, fill
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.store import opening
-from kvrag.store.opening import budget_of, file_system, host_memory, lesser
+from kvrag.store.opening import host_memory, lesser
 from kvrag.testing.chunks import same_bits
 
 
@@ -23,15 +25,13 @@ def test_the_lesser_budget_wins(limit, fraction, expected):
     assert lesser(limit, fraction, lambda: 100) == expected
 
 
-def test_a_total_that_nobody_knows_limits_nothing(monkeypatch):
+def test_a_total_that_nobody_knows_limits_nothing(opened, monkeypatch):
     def unknown(*args):
         raise OSError("no such file system")
 
     assert lesser(7, 0.5, unknown) == 7
     monkeypatch.setattr("kvrag.store.opening.os.sysconf", lambda name: (_ for _ in ()).throw(ValueError("unknown")))
-    with pytest.raises(OSError, match="how much memory"):
-        host_memory()
-    assert budget_of(config_of(ram_bytes=100)) == 100
+    assert opened(ram_bytes=100).tiers[0].max_bytes == 100
 
 
 def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
@@ -40,12 +40,11 @@ def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
     limit.write_text("4096\n")
     monkeypatch.setattr(opening, "CGROUP_LIMITS", (str(tmp_path / "absent"), str(limit)))
     assert host_memory() == 4096
-    assert budget_of(config_of(ram_fraction=0.5)) == 2048
-    assert budget_of(config_of(ram_bytes=100)) == 100
+    assert opened(ram_fraction=0.5).tiers[0].max_bytes == 2048
+    assert opened(ram_bytes=100).tiers[0].max_bytes == 100
     limit.write_text("max\n")
     assert host_memory() > 4096
-    assert file_system(root / "not" / "yet") == file_system(tmp_path)
-    monkeypatch.setattr(opening, "file_system", lambda path: int(2.5 * SIZE))
+    monkeypatch.setattr(opening.shutil, "disk_usage", lambda path: SimpleNamespace(total=int(2.5 * SIZE)))
     store = opened(disk_fraction=0.9, high_watermark=1.0, low_watermark=1.0)
     fill(store, 0, 1, 2)
     assert store.stats()["disk"].chunks == 2

@@ -22,12 +22,12 @@ WRITER = """
 import sys, time
 from stores import config_of
 from test_processes import write_all
-from kvrag.store import open_store, tiers
+from kvrag.store import open_store, reading
 from kvrag.testing.chunks import make_identity
 store = open_store(sys.argv[1], config_of())
 print(write_all(store, "other"), flush=True)
 store.release()
-tiers.Blob = lambda *args: time.sleep(120)
+reading.Blob = lambda *args: time.sleep(120)
 print(store.get_many([make_identity()], timeout_s=0.1)[0].reason)
 """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from stores import CHUNKS, KEYS, KVS, PATIENT_S, SIZE, fill, held, put
 
-from kvrag.store import MemoryTier, Retention, accelerator_tier, memory, on_accelerator, worth
+from kvrag.store import MemoryTier, Retention, memory, on_accelerator, worth
 from kvrag.store.worth import HALF_LIFE, Usage
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
@@ -133,24 +133,21 @@ def test_a_tier_without_memory_costs_no_answer(tiers, monkeypatch, error, where)
     def full(*args, **options):
         raise error
 
-    if where == "put":
-        monkeypatch.setattr(host, "keep", full)
-        assert put(store, 0) == SIZE
-    else:
+    if where == "read":
         fill(store, 0)
-        monkeypatch.setattr(gpu, "keep", full)
+    monkeypatch.setattr(gpu if where == "read" else host, "_convert", full)
+    assert where == "read" or put(store, 0) == SIZE
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
     assert held(gpu) == ([0] if where == "put" else [])
 
 
 def test_tensors_are_where_their_tier_is(opened, root):
-    below = fill(opened(), 0)
-    store = on_accelerator(below, torch.device("meta"), store_config(below))
+    below, store = opened(), fill(opened(), 0)
+    assert on_accelerator(store, torch.device("meta"), store_config(store))
     assert store.get(CHUNKS[0]).layers[0].keys.device.type == "meta"
     assert store.get_many(CHUNKS[:1], timeout_s=PATIENT_S)[0].layers[1].values.device.type == "meta"
     assert same_bits(below.get(CHUNKS[0]), KVS[0])
     assert list(store.stats()) == ["gpu", "host", "disk"]
-    store.close()
 
 
 def store_config(store, **options):
@@ -159,37 +156,43 @@ def store_config(store, **options):
 
 
 def test_there_is_no_tier_for_a_model_on_the_cpu_nor_without_a_budget(opened):
-    below = opened()
-    assert on_accelerator(below, torch.device("cpu"), store_config(below)) is below
+    store = opened()
+    assert not on_accelerator(store, torch.device("cpu"), store_config(store))
     for options in ({"gpu_bytes": 0}, {"gpu_fraction": 0}):
-        assert on_accelerator(below, torch.device("meta"), store_config(below, **options)) is below
+        assert not on_accelerator(store, torch.device("meta"), store_config(store, **options))
+    assert len(store.tiers) == 1
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "meta"])
 def test_a_device_that_does_not_say_how_much_memory_it_has_takes_bytes(opened, kind, caplog):
-    below, device = opened(), torch.device(kind)
-    store = on_accelerator(below, device, store_config(below))
+    store, device = opened(), torch.device(kind)
+    for fraction in (0.1, 1.0):
+        assert not on_accelerator(store, device, store_config(store, gpu_bytes=None, gpu_fraction=fraction))
+        assert f"no memory tier on {kind}" in caplog.messages[-1]
+    caplog.clear()
+    assert on_accelerator(store, device, store_config(store))
     assert (store.tiers[0].max_bytes, store.tiers[0].device) == (2**20, device)
     assert not caplog.records
-    for fraction in (0.1, 1.0):
-        assert on_accelerator(below, device, store_config(below, gpu_bytes=None, gpu_fraction=fraction)) is below
-        assert f"how much memory {kind} has; set StoreConfig.gpu_bytes" in caplog.messages[-1]
 
 
 def test_stores_of_one_directory_share_their_tiers_and_their_catalog(opened, tmp_path):
     """However many engines there are: one memory tier, one catalog, released with the last of them."""
     one, two, elsewhere = fill(opened(), 0), opened(), opened(tmp_path / "other")
-    assert one.tiers == two.tiers
+    (host,) = one.tiers
+    assert two.tiers == (host,) != elsewhere.tiers
     assert one.catalog is two.catalog
-    assert elsewhere.tiers[0] is not one.tiers[0]
-    tops = [accelerator_tier(each, torch.device("meta"), each.config, 2**20) for each in (one, two)]
-    assert tops[0].tiers == tops[1].tiers
-    assert opened().tiers == one.tiers, "a store without an accelerator has the host's memory alone"
+    for store in (one, elsewhere, third := opened()):
+        assert on_accelerator(store, torch.device("meta"), store_config(store))
+    assert one.tiers == third.tiers != elsewhere.tiers
+    assert two.tiers == (host,), "a store without an accelerator has the host's memory alone"
     one.close()
+    assert one.tiers == ()
     assert same_bits(two.get(CHUNKS[0]), KVS[0])
-    tops[1].close()
-    tops[0].close()
-    assert opened(read_only=True).tiers[0] is not one.tiers[0]
+    two.close()
+    assert opened().tiers == (host,), "the third one is open"
+    for store in (third, opened()):
+        store.close()
+    assert opened(read_only=True).tiers != (host,)
 
 
 # -- what leaves memory --------------------------------------------------------------------------------------------------

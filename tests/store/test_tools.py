@@ -125,11 +125,6 @@ def test_gc_evicts_what_is_over_the_budget(opened, filled, key):
     assert {6, 7} < set(present(filled))
 
 
-def test_gc_of_a_store_for_reading_only_says_so(opened, filled, key):
-    with pytest.raises(StoreError, match="reading only; make its directory writable"):
-        gc(opened(key=key, read_only=True))
-
-
 @needs_cryptography
 @pytest.mark.parametrize(("mine", "other"), [(None, "cipher"), ("cipher", None), ("cipher", "wrong")])
 def test_what_other_keys_protect_is_counted_and_left_alone_unless_it_is_asked_for(opened, root, mine, other):
