@@ -29,8 +29,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvrag.store.base import Record
 from kvrag.store.crypto import Keys, Seal
-from kvrag.store.rows import FAULTS, Rows
-from kvrag.store.worth import Retention, Usage
+from kvrag.store.database import FAULTS
+from kvrag.store.rows import Rows
+from kvrag.store.worth import Retention, Sized, Usage
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey, TextEntry
 
@@ -126,9 +127,10 @@ class Catalog:
         may_have_blobs: Callable[[], bool] = lambda: True,
     ) -> None:
         self._seal = None if keys is None or keys.cipher is None else Seal(keys.cipher)
-        self._may_have_blobs, self.read_only = may_have_blobs, read_only
+        self._may_have_blobs = may_have_blobs
         self._touched: Counter[ChunkKey] = Counter()
         self._rows = Rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
+        self.read_only = self._rows.read_only  # or its disk is full
 
     # -- questions -------------------------------------------------------------------------------------------------------
 
@@ -242,11 +244,15 @@ class Catalog:
         retention = self.usage(key).retention()
         return None if retention == Retention() else retention
 
-    def usages(self) -> tuple[int, list[tuple[Record, Usage]]]:
-        """Return the number of accesses so far, and every stored chunk with its usage."""
+    def usages(self) -> tuple[int, list[Sized]]:
+        """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
         self.flush()
-        chunks = ((key, self._chunk(f"c {key}")) for key in self.keys())
-        return self._state().accesses, [(chunk.record(key), chunk.usage) for key, chunk in chunks if chunk is not None]
+        with self._rows.change():  # one look instead of one for each
+            chunks = ((key, self._chunk(f"c {key}")) for key in self.keys())
+            sized = [
+                Sized(key, each.num_tokens, each.num_bytes, each.usage) for key, each in chunks if each is not None
+            ]
+            return self._state().accesses, sized
 
     # -- changes ---------------------------------------------------------------------------------------------------------
 

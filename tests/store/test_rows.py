@@ -11,7 +11,7 @@ import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, fill, present, put
 
 from kvrag.errors import StoreError
-from kvrag.store.rows import METADATA, SETTINGS, JsonDisk, examine, own_schema
+from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, Strings, examine, own
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
 NUMBERS = range(5)
@@ -83,6 +83,8 @@ DAMAGES = {
     ),
     "view": execute("ALTER TABLE Cache RENAME TO C", "CREATE VIEW Cache AS SELECT * FROM C"),
     "foreign setting": execute("INSERT INTO Settings VALUES ('close', 1)"),
+    "other number in a setting": execute("UPDATE Settings SET value = 10 WHERE key = 'cull_limit'"),
+    "word in a setting that changes": execute("UPDATE Settings SET value = '1; x' WHERE key = 'sqlite_synchronous'"),
     "word in a setting": execute("UPDATE Settings SET value = '0; DROP TABLE Cache' WHERE key = 'sqlite_mmap_size'"),
 }
 
@@ -203,28 +205,24 @@ def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, ki
 
 
 def test_the_disk_of_the_cache_refuses_everything_but_strings(tmp_path, no_pickle):
-    with diskcache.Cache(str(tmp_path), disk=JsonDisk) as cache:
+    with diskcache.Cache(str(tmp_path), disk=Strings) as cache:
         for name, value in (((1, 2), "x"), ("x", {"a": 1}), ("x", b"bytes"), ("x", 5), (b"x", "x")):
             with pytest.raises(TypeError, match="string"):
                 cache.set(name, value)
-        with pytest.raises(TypeError, match="no file"):
-            cache.disk.filename()
 
 
 # -- what is assumed of diskcache ----------------------------------------------------------------------------------------
 
 
-def test_diskcache_has_the_schema_and_the_settings_that_are_examined():
-    """The names that it makes attributes and PRAGMAs of, and the tables that it believes."""
-    assert set(own_schema()) >= {"table Cache", "table Settings", "index Cache_key_raw"}
-    kinds = {name.partition(" ")[0] for name in own_schema()}
-    assert kinds == {"table", "index", "trigger"}
-    assert {"count", "size", "hits", "misses"} == set(METADATA)
-    assert set(SETTINGS) <= {
-        *diskcache.DEFAULT_SETTINGS,
-        "sqlite_trusted_schema",
-        "sqlite_cell_size_check",
-        "sqlite_secure_delete",
+def test_the_examination_sees_all_that_diskcache_makes_of_an_empty_folder():
+    """The tables, indices and triggers that it believes, and the settings that it makes attributes and PRAGMAs of."""
+    kinds = {(kind, name) for kind, name, _, _ in own(SCHEMA)}
+    assert kinds >= {("table", "Cache"), ("table", "Settings"), ("index", "Cache_key_raw")}
+    assert {kind for kind, _ in kinds} == {"table", "index", "trigger"}
+    assert dict(own(CHOICES)) == {
+        **diskcache.DEFAULT_SETTINGS,
+        **SETTINGS,
+        **dict.fromkeys(("count", "size", "hits", "misses", "sqlite_synchronous"), "integer"),
     }
 
 
@@ -237,7 +235,7 @@ def test_the_database_is_not_mapped_never_evicts_and_overwrites_what_is_erased(f
 
 
 def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, root, monkeypatch):
-    monkeypatch.setattr("kvrag.store.rows.BUSY_S", 0.05)
+    monkeypatch.setattr("kvrag.store.database.BUSY_S", 0.05)
     filled.catalog._rows._open()
     with closing(sqlite3.connect(database(root), isolation_level=None)) as blocker:
         blocker.execute("BEGIN IMMEDIATE")

@@ -1,0 +1,153 @@
+"""A database of diskcache that can be believed: nothing in it is unpickled, names a file, or runs.
+
+diskcache is used by its public API, with a ``Disk`` that only passes strings. But it believes the schema and the settings that it finds, so
+both are compared with those of a database that it has just made, before it opens one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import diskcache
+from diskcache.core import DBNAME, MODE_RAW
+
+log = logging.getLogger(__name__)
+
+BUSY_S = 10.0
+
+SETTINGS = {
+    "statistics": 0,
+    "tag_index": 0,
+    "eviction_policy": "none",
+    "size_limit": 2**62,
+    "cull_limit": 0,
+    "sqlite_mmap_size": 0,
+    "sqlite_trusted_schema": 0,
+    "sqlite_cell_size_check": 1,
+    "sqlite_secure_delete": 1,
+    "disk_pickle_protocol": 0,
+}
+SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+CHANGING = "key IN ('count', 'size', 'hits', 'misses', 'sqlite_synchronous')"
+CHOICES = f"SELECT key, CASE WHEN {CHANGING} THEN typeof(value) ELSE value END FROM Settings ORDER BY key"
+
+FAULTS = (sqlite3.Error, OSError, diskcache.Timeout)
+OUTAGES = ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM", "AUTH", "PROTOCOL")
+"""SQLite errors that say nothing against the file's content."""
+
+
+class Strings(diskcache.Disk):  # type: ignore[misc]
+    """diskcache's serialisation cut down to strings: it never pickles, and never touches a file that a row names."""
+
+    def put(self, key: Any) -> tuple[str, bool]:
+        """Pass a string key."""
+        if type(key) is not str:
+            raise TypeError(f"a row is named by a string, not by {type(key).__name__}")
+        return key, True
+
+    def get(self, key: Any, raw: Any) -> str:
+        """Pass a string key from the database; another one becomes one that no row has."""
+        return key if type(key) is str and raw else ""
+
+    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
+        """Pass a string value."""
+        if type(value) is not str or read:
+            raise TypeError("a row holds a string")
+        return 0, MODE_RAW, None, value
+
+    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
+        """Pass a string value from the database; diskcache takes ``OSError`` for absent."""
+        if mode != MODE_RAW or filename is not None or type(value) is not str or read:
+            raise OSError("the row is not one of kvrag's")
+        return value
+
+    def remove(self, file_path: Any) -> None:
+        """Leave the file alone: a planted row could name any file of the user's."""
+
+
+def connect(folder: Path, *, durable: bool) -> diskcache.Cache:
+    """Open the database of a folder, made with mode 0700 where it is absent; ``durable``: its changes survive a power cut."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    # SQLite gives its other files the mode of this one.
+    with suppress(FileExistsError), _opened(folder / DBNAME, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW):
+        for each in (folder, folder.parent):
+            with _opened(each, os.O_RDONLY | os.O_DIRECTORY) as fd:
+                os.fsync(fd)
+    level = {"sqlite_synchronous": 2 if durable else 1}
+    return diskcache.Cache(str(folder), timeout=BUSY_S, disk=Strings, **SETTINGS, **level)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, where the file system has locks."""
+    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def put_aside_if_damaged(folder: Path) -> None:
+    """Move a damaged database and its journals out of the way; only the latest is kept. Raises as :func:`examine`."""
+    if os.path.lexists(folder / DBNAME) and (fault := examine(folder / DBNAME)):
+        log.warning("the catalog %s is damaged (%s); it is moved aside and begun anew", folder, fault)
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+
+
+def examine(path: Path) -> str | None:
+    """Say what is wrong with a database; ``None`` if nothing is, or it is empty.
+
+    Raises
+    ------
+    sqlite3.Error
+        If it can't be read now, which says nothing about its content.
+    """
+    if path.is_symlink() or not path.is_file():
+        return "it is not a regular file"
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as database:
+            for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
+                database.execute(f"PRAGMA {pragma}")
+            ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
+            if outage := re.search(r"error code=(\d+)", str(verdict)):  # a page could not be read, which is no damage
+                raise sqlite3.OperationalError(f"error {outage[1]}")
+            if verdict != "ok":
+                return str(verdict)
+            schema = database.execute(SCHEMA).fetchall()
+            is_own = not schema or (schema == own(SCHEMA) and database.execute(CHOICES).fetchall() == own(CHOICES))
+            return None if is_own else "it has a foreign schema, or foreign settings"
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "IOERR").removeprefix("SQLITE_").startswith(OUTAGES):
+            raise
+        return str(error)
+
+
+@functools.cache
+def own(query: str) -> list[Any]:
+    """Answer a query as a database does that diskcache has just made."""
+    with tempfile.TemporaryDirectory(prefix="kvrag-") as folder:
+        connect(Path(folder), durable=False).close()
+        with closing(sqlite3.connect(Path(folder) / DBNAME)) as database:
+            return database.execute(query).fetchall()
