@@ -198,7 +198,7 @@ def copy(
             continue
         other: ChunkIdentity = replace(identity, namespace=namespace)
         texts = catalog.key_texts(key)
-        put = partial(target.put, other, kv, retention=catalog.retention(key), reason="import")
+        put = partial(target.put, other, kv, retention=catalog.usage(key).retention(), reason="import")
         written = put(text=texts[0] if texts else None)
         for text in texts:
             for doc_id in holders.get((identity.namespace, text.digest), [None]):
@@ -210,7 +210,8 @@ def copy(
 def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:
     """Return the documents that refer to each text."""
     found: dict[tuple[str, str], list[str | None]] = {}
-    for namespace, doc_id in store.catalog.all_documents():
-        for digest in store.catalog.document_texts(namespace, doc_id):
-            found.setdefault((namespace, digest), []).append(doc_id)
+    for namespace in {record.namespace for record in map(store.catalog.get, store.catalog.keys()) if record}:
+        for doc_id in store.catalog.documents(namespace):
+            for digest in store.catalog.document_texts(namespace, doc_id):
+                found.setdefault((namespace, digest), []).append(doc_id)
     return found

@@ -1,7 +1,6 @@
-"""A database of diskcache that can be believed: nothing in it is unpickled, names a file, or runs.
+"""The file of a database: made private, and examined before diskcache opens it.
 
-diskcache is used by its public API, with a ``Disk`` that only passes strings. But it believes the schema and the settings that it finds, so
-both are compared with those of a database that it has just made, before it opens one.
+diskcache believes the schema and the settings that it finds, so both are compared with those of a database that it has just made.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import diskcache
-from diskcache.core import DBNAME, MODE_RAW
+from diskcache.core import DBNAME
 
 log = logging.getLogger(__name__)
 
@@ -47,37 +46,8 @@ OUTAGES = ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "N
 """SQLite errors that say nothing against the file's content."""
 
 
-class Strings(diskcache.Disk):  # type: ignore[misc]
-    """diskcache's serialisation cut down to strings: it never pickles, and never touches a file that a row names."""
-
-    def put(self, key: Any) -> tuple[str, bool]:
-        """Pass a string key."""
-        if type(key) is not str:
-            raise TypeError(f"a row is named by a string, not by {type(key).__name__}")
-        return key, True
-
-    def get(self, key: Any, raw: Any) -> str:
-        """Pass a string key from the database; another one becomes one that no row has."""
-        return key if type(key) is str and raw else ""
-
-    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
-        """Pass a string value."""
-        if type(value) is not str or read:
-            raise TypeError("a row holds a string")
-        return 0, MODE_RAW, None, value
-
-    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
-        """Pass a string value from the database; diskcache takes ``OSError`` for absent."""
-        if mode != MODE_RAW or filename is not None or type(value) is not str or read:
-            raise OSError("the row is not one of kvrag's")
-        return value
-
-    def remove(self, file_path: Any) -> None:
-        """Leave the file alone: a planted row could name any file of the user's."""
-
-
-def connect(folder: Path, *, durable: bool) -> diskcache.Cache:
-    """Open the database of a folder, made with mode 0700 where it is absent; ``durable``: its changes survive a power cut."""
+def make(folder: Path) -> None:
+    """Make a folder and an empty database in it, unless they are there: private, and there after a power cut."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     # SQLite gives its other files the mode of this one.
@@ -85,8 +55,6 @@ def connect(folder: Path, *, durable: bool) -> diskcache.Cache:
         for each in (folder, folder.parent):
             with _opened(each, os.O_RDONLY | os.O_DIRECTORY) as fd:
                 os.fsync(fd)
-    level = {"sqlite_synchronous": 2 if durable else 1}
-    return diskcache.Cache(str(folder), timeout=BUSY_S, disk=Strings, **SETTINGS, **level)
 
 
 @contextmanager
@@ -148,6 +116,6 @@ def examine(path: Path) -> str | None:
 def own(query: str) -> list[Any]:
     """Answer a query as a database does that diskcache has just made."""
     with tempfile.TemporaryDirectory(prefix="kvrag-") as folder:
-        connect(Path(folder), durable=False).close()
+        diskcache.Cache(folder, **SETTINGS).close()
         with closing(sqlite3.connect(Path(folder) / DBNAME)) as database:
             return database.execute(query).fetchall()

@@ -1,4 +1,7 @@
-"""Named JSON rows in a database that threads and processes share, and that may be damaged, deleted or replaced at any moment."""
+"""Named JSON rows in a database of diskcache that threads and processes share, and that may be damaged, deleted or replaced at any moment.
+
+diskcache is used by its public API, with a ``Disk`` that only passes strings.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,47 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diskcache.core import DBNAME
+import diskcache
+from diskcache.core import DBNAME, MODE_RAW
 
 from kvrag.errors import StoreError
 from kvrag.store.crypto import Seal
-from kvrag.store.database import BUSY_S, FAULTS, connect, locked, put_aside_if_damaged
+from kvrag.store.database import BUSY_S, FAULTS, SETTINGS, locked, make, put_aside_if_damaged
 from kvrag.threads import fork_lock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROOM = 2**20  # free bytes without which a database can't be opened: its journal and its shared memory need some
+
+
+class Strings(diskcache.Disk):  # type: ignore[misc]
+    """diskcache's serialisation cut down to strings: it never pickles, and never touches a file that a row names."""
+
+    def put(self, key: Any) -> tuple[str, bool]:
+        """Pass a string key."""
+        if type(key) is not str:
+            raise TypeError(f"a row is named by a string, not by {type(key).__name__}")
+        return key, True
+
+    def get(self, key: Any, raw: Any) -> str:
+        """Pass a string key from the database; another one becomes one that no row has."""
+        return key if type(key) is str and raw else ""
+
+    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
+        """Pass a string value."""
+        if type(value) is not str or read:
+            raise TypeError("a row holds a string")
+        return 0, MODE_RAW, None, value
+
+    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
+        """Pass a string value from the database; diskcache takes ``OSError`` for absent."""
+        if mode != MODE_RAW or filename is not None or type(value) is not str or read:
+            raise OSError("the row is not one of kvrag's")
+        return value
+
+    def remove(self, file_path: Any) -> None:
+        """Leave the file alone: a planted row could name any file of the user's."""
 
 
 class _Mine(threading.local):
@@ -64,8 +97,11 @@ class Rows:
         durable: bool = True,
         begin: Callable[[Rows, bool], None],
     ) -> None:
-        self._seal, self._begin, self._durable = seal, begin, durable and folder is not None
-        self._folder, self._private, self._cache, self._mine = folder or Path(), "", None, _Mine()
+        self._seal, self._begin = seal, begin
+        self._settings = {**SETTINGS, "sqlite_synchronous": 2 if durable and folder is not None else 1}
+        self._folder, self._private, self._mine = folder or Path(), "", _Mine()
+        self._cache: Any = None
+        self._file: object = None
         # Changes take the first lock and then the second, looks only the second: a fork waits for both, and finds no connection.
         self._lock, self._looking = fork_lock(), fork_lock()
         self._is_closed = self._has_warned = False
@@ -87,32 +123,17 @@ class Rows:
         if folder is None or read_only:
             self._private = tempfile.mkdtemp(prefix="kvrag-")
             self._folder = Path(self._private, "catalog")
-        self._path, self._file = str(self._folder / DBNAME), None
+        self._path = str(self._folder / DBNAME)
         with self._looking:
             self._healed()
 
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read. Inside :meth:`change`, faults are raised."""
-        try:
-            text: str | None = self._look(lambda cache: cache.get(name))
-            return text if text is None or self._seal is None else self._seal.open(text, name)
-        except FAULTS as error:
-            if self._mine.cache is not None:
-                raise
-            if not self._is_closed and not self._has_warned:
-                self._has_warned = True
-                log.warning("the catalog %s can't be read (%s); it counts as empty", self._folder, error)
-            return None
-
-    def has(self, name: str) -> bool:
-        """Whether a row is there, whatever its value."""
-        try:
-            return self._look(lambda cache: name in cache)
-        except FAULTS:
-            return False
+        text: str | None = self._look(lambda cache: cache.get(name), None)
+        return text if text is None or self._seal is None else self._seal.open(text, name)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the rest of all names that begin with ``prefix``; quick for the first or last names. Raises :data:`FAULTS`."""
+        """Return the rest of all names that begin with ``prefix``, as :meth:`get` does; quick for the first or last names."""
         is_last = prefix >= "t"
 
         def listed(cache: Any) -> list[str]:
@@ -124,7 +145,7 @@ class Rows:
                     break
             return found[::-1] if is_last else found
 
-        return self._look(listed)
+        return self._look(listed, [])
 
     def set(self, name: str, value: Any) -> None:
         """Insert or replace a row, inside :meth:`change`."""
@@ -182,8 +203,7 @@ class Rows:
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
-        with suppress(*FAULTS):
-            self._look(lambda cache: cache.reset("sqlite_wal_checkpoint", "TRUNCATE", update=False))
+        self._look(lambda cache: cache.reset("sqlite_wal_checkpoint", "TRUNCATE", update=False), None)
 
     def close(self) -> None:
         """Close the database; idempotent. A closed one is empty and can't be changed."""
@@ -209,12 +229,18 @@ class Rows:
             self._cache.close()
         self._cache = None  # what other threads have open goes with it
 
-    def _look(self, action: Callable[[Any], T]) -> T:
-        """Read from the database, and inside a change from what it has changed."""
+    def _look(self, action: Callable[[Any], T], default: T) -> T:
+        """Read from the database, or what the change under way has made of it; only there faults are raised."""
         if self._mine.cache is not None:
             return action(self._mine.cache)
-        with self._looking:
-            return action(self._healed())
+        try:
+            with self._looking:
+                return action(self._healed())
+        except FAULTS as error:
+            if not self._is_closed and not self._has_warned:
+                self._has_warned = True
+                log.warning("the catalog %s can't be read (%s); it counts as empty", self._folder, error)
+            return default
 
     def _healed(self) -> Any:
         """Return the database that is there now, opened unless it is open."""
@@ -249,7 +275,8 @@ class Rows:
                 raise OSError("its folder is a link")
             if there != known:
                 put_aside_if_damaged(self._folder)
-            cache = connect(self._folder, durable=self._durable)
+            make(self._folder)
+            cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=Strings, **self._settings)
             file = self._there() if self._source is None else there
             is_other = self._source is None and known not in (None, file)
             if is_other or not len(cache):

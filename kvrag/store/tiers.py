@@ -97,7 +97,7 @@ class TieredStore:
         )
         self._lock = threading.Lock()
         self._hits = self._misses = self._rejected = 0
-        self._followed = catalog.generation() if tiers and not any(tier.keys() for tier in tiers) else None
+        self._followed = catalog.state().generation if tiers and not any(tier.keys() for tier in tiers) else None
         self._is_closed, self._warned_at = False, -WARN_S
         for tier in tiers:
             tier.events = self.events
@@ -116,7 +116,7 @@ class TieredStore:
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return a chunk's retention, with what is left of its duration; ``None`` if it was given none."""
-        return self.catalog.retention(key)
+        return self.catalog.usage(key).retention()
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``), uppermost first."""
@@ -286,7 +286,7 @@ class TieredStore:
 
     def _follow(self) -> None:
         """Drop from memory what any process has erased."""
-        generation = self.catalog.generation() if self.tiers else None
+        generation = self.catalog.state().generation if self.tiers else None
         if generation == self._followed:
             return
         for tier in self.tiers:
@@ -416,12 +416,12 @@ class TieredStore:
         self._check_writable()
         known = set[ChunkKey]()
         while True:
-            if self.catalog.may_have_dormant():
+            if self.catalog.state().dormant:
                 self.erase_dormant()
             going = self.catalog.only_held_by(namespace, doc_id)
             known |= self.catalog.known(going)
             self._delete_blobs(going)
-            if self.catalog.unlink(namespace, doc_id, going) and not self.catalog.may_have_dormant():
+            if self.catalog.unlink(namespace, doc_id, going) and not self.catalog.state().dormant:
                 break
         self._drop(known, "deleted")
         self.catalog.scrub()
@@ -444,7 +444,7 @@ class TieredStore:
         """
         self._check_writable()
         catalog = self.catalog
-        keys = {*catalog.keys(), *catalog.pending()} if namespace is None else catalog.of_namespace(namespace)
+        keys = catalog.present(namespace)
         self._delete_blobs(keys)
         count = catalog.clear(namespace)
         self.erase_dormant(namespace)
@@ -481,7 +481,7 @@ class TieredStore:
                 if fault.hole == "damaged" and namespace is None:
                     going.add(key)
         self._delete_blobs(going)
-        if namespace is None and self.catalog.may_have_dormant():
+        if namespace is None and self.catalog.state().dormant:
             self.catalog.no_dormant()
         return len(going)
 
@@ -567,7 +567,6 @@ class TieredStore:
     def reset_after_fork(self) -> None:
         """Let go of what threads of the parent may be in the midst of."""
         self._lock = threading.Lock()
-        self.catalog.reset_after_fork()
         for tier in self.tiers:
             tier.reset_after_fork()
 

@@ -77,12 +77,11 @@ class Usage(NamedTuple):
         cost = self.cost_ms if retention.cost_ms is None else float(retention.cost_ms)
         return self._replace(priority=retention.priority, until=until, cost_ms=cost)
 
-    def retention(self) -> Retention:
-        """Return what :meth:`retained` would be told now: the priority with the time that is left of it."""
-        left, cost = self.until - time.time(), None if self.cost_ms < 0 else self.cost_ms
-        if self.until < 0:
-            return Retention(self.priority, None, cost)
-        return Retention(self.priority, left, cost) if left > 0 else Retention(cost_ms=cost)
+    def retention(self) -> Retention | None:
+        """Return what :meth:`retained` would be told now, with the time that is left of the priority; ``None`` for the default."""
+        left, cost = None if self.until < 0 else self.until - time.time(), None if self.cost_ms < 0 else self.cost_ms
+        found = Retention(cost_ms=cost) if left is not None and left <= 0 else Retention(self.priority, left, cost)
+        return None if found == Retention() else found
 
     def touched(self, hits: int, now: int) -> Usage:
         """With more hits, at access ``now``."""

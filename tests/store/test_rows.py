@@ -11,7 +11,8 @@ import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, fill, present, put
 
 from kvrag.errors import StoreError
-from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, Strings, examine, own
+from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, examine, own
+from kvrag.store.rows import Strings
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
 NUMBERS = range(5)
@@ -195,7 +196,7 @@ def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, ki
         kv = store.get(CHUNKS[number])
         assert kv is None or same_bits(kv, KVS[number])
         store.catalog.variants("x")
-        store.catalog.retention(KEYS[number])
+        store.retention(KEYS[number])
     assert put(store, 0) in (0, KVS[0].num_bytes)
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
     store.forget(NAMESPACE, "doc 0")
