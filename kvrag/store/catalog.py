@@ -183,11 +183,12 @@ class Catalog:
 
         Another writer's note is taken over: both write the same bytes.
         """
-        key = record.key
+        r, key = record, record.key
+        own = (r.content, r.model, r.namespace, r.prefix, r.context, r.num_tokens, r.num_bytes)
         with self._rows.change():
             if self.link(key, text, doc_id):
                 return False
-            chunk = self._chunk(key) or Chunk(*astuple(record)[1:], digests=[], usage=Usage(), pending=True)
+            chunk = self._chunk(key) or Chunk(*own, [], Usage(), True)
             usage = chunk.usage if retention is None else chunk.usage.retained(retention)
             self._attach(key, chunk._replace(usage=usage), text, doc_id)
         return True

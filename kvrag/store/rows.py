@@ -28,6 +28,7 @@ from kvrag.threads import fork_lock
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+FILES = (DBNAME, f"{DBNAME}-wal")
 ROOM = 2**20  # free bytes without which a database can't be opened: its journal and its shared memory need some
 
 
@@ -35,23 +36,23 @@ class Strings(diskcache.Disk):  # type: ignore[misc]
     """diskcache's serialisation cut down to strings: it never pickles, and never touches a file that a row names."""
 
     def put(self, key: Any) -> tuple[str, bool]:
-        """Pass a string key."""
+        """Take a name."""
         if type(key) is not str:
             raise TypeError(f"a row is named by a string, not by {type(key).__name__}")
         return key, True
 
     def get(self, key: Any, raw: Any) -> str:
-        """Pass a string key from the database; another one becomes one that no row has."""
+        """Return a name; what is none becomes one that no row has."""
         return key if type(key) is str and raw else ""
 
     def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
-        """Pass a string value."""
+        """Take a value."""
         if type(value) is not str or read:
             raise TypeError("a row holds a string")
         return 0, MODE_RAW, None, value
 
     def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
-        """Pass a string value from the database; diskcache takes ``OSError`` for absent."""
+        """Return a value; diskcache takes ``OSError`` for absent."""
         if mode != MODE_RAW or filename is not None or type(value) is not str or read:
             raise OSError("the row is not one of kvrag's")
         return value
@@ -69,23 +70,10 @@ class _Mine(threading.local):
 class Rows:
     """Rows of one database. A damaged one is moved aside and begun anew; one that was deleted or replaced is opened again.
 
-    Parameters
-    ----------
-    folder
-        Where the database is; made, with mode 0700, if absent. ``None``: in a private temporary folder.
-    seal
-        Encrypts values; ``None``: they are plain.
-    read_only
-        Change nothing in the folder: rows are read from a private copy, made again when the database changes. So it is on a full disk.
-    durable
-        Whether a change survives a power cut.
-    begin
-        Called inside a transaction on a database that has no rows yet, and on one that has taken the place of another; told which.
-
-    Raises
-    ------
-    StoreError
-        If the folder can't be used.
+    Its ``folder`` is made if it is absent (``None``: in a private temporary one). With ``read_only``, or on a full disk, nothing there is
+    changed: rows are read from a private copy, made again when the database changes. A ``seal`` encrypts values; what is ``durable``
+    survives a power cut. ``begin`` is called inside a transaction on a database that has no rows yet, and on one that has taken the place of
+    another, told which. Raises ``StoreError`` if the folder can't be used.
     """
 
     def __init__(
@@ -123,7 +111,7 @@ class Rows:
         if folder is None or read_only:
             self._private = tempfile.mkdtemp(prefix="kvrag-")
             self._folder = Path(self._private, "catalog")
-        self._path = str(self._folder / DBNAME)
+        self._watched = [folder / name for name in FILES] if folder and read_only else [self._folder / DBNAME]
         with self._looking:
             self._healed()
 
@@ -162,13 +150,7 @@ class Rows:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Make several changes one step for all threads and processes.
-
-        Raises
-        ------
-        StoreError
-            If it can't be made; then nothing has changed.
-        """
+        """Make several changes one step for all threads and processes; where it can't be made, raise ``StoreError`` and change nothing."""
         if self._mine.cache is not None:  # part of the change under way
             yield
             return
@@ -252,27 +234,25 @@ class Rows:
 
     def _there(self) -> object:
         """Return what tells the database that is there from another one; of a source that is read, what changes with it."""
-        try:
-            if self._source is None:
-                status = os.stat(self._path)
-                return status.st_dev, status.st_ino
-            paths = (self._source / DBNAME, self._source / f"{DBNAME}-wal")
-            found = [os.stat(path) if path.exists() else None for path in paths]
-            return [s and (s.st_dev, s.st_ino, s.st_mtime_ns, s.st_size) for s in found]
-        except OSError:
-            return None
+        found = []
+        for path in self._watched:
+            with suppress(OSError):
+                status = os.stat(path)
+                change = () if self._source is None else (status.st_mtime_ns, status.st_size)
+                found.append((status.st_dev, status.st_ino, *change))
+        return found
 
     def _open(self) -> None:
         """Open the database, made anew where there is none or a damaged one."""
         self._let_go()
         known, there = self._file, self._there()
+        if (self._source or self._folder).is_symlink():
+            raise OSError("its folder is a link")
         if self._source is not None:
             self._copy(self._source)
         elif known is None:  # a directory that is taken away is not made again: it may be a mount
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(self._folder.parent / "lock"):
-            if self._folder.is_symlink():
-                raise OSError("its folder is a link")
             if there != known:
                 put_aside_if_damaged(self._folder)
             make(self._folder)
@@ -288,7 +268,7 @@ class Rows:
         """Copy a database and its journal without changing anything beside them; what changes meanwhile is copied at the next call."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
-        for name in (DBNAME, f"{DBNAME}-wal"):
+        for name in FILES:
             if (source / name).is_file() and not (source / name).is_symlink():
                 shutil.copyfile(source / name, self._folder / name)
 

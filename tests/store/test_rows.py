@@ -236,7 +236,7 @@ def test_the_database_is_not_mapped_never_evicts_and_overwrites_what_is_erased(f
 
 
 def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, root, monkeypatch):
-    monkeypatch.setattr("kvrag.store.database.BUSY_S", 0.05)
+    monkeypatch.setattr("kvrag.store.rows.BUSY_S", 0.05)
     filled.catalog._rows._open()
     with closing(sqlite3.connect(database(root), isolation_level=None)) as blocker:
         blocker.execute("BEGIN IMMEDIATE")
