@@ -9,26 +9,21 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from kvrag.store.base import Record
 from kvrag.store.crypto import Keys, Seal
-from kvrag.store.forms import CHUNK, PAGE, RANGE, STATE, STRINGS, TEXT, Chunk, Entry, State, Text
+from kvrag.store.ledger import PAGE, PER_PAGE, RANGE, STATE, Chunk, Entry, Ledger, State, Text
 from kvrag.store.rows import Rows
 from kvrag.store.worth import Retention, Sized, Usage
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey, TextEntry
 
-T = TypeVar("T")
-
-PER_PAGE = 64  # texts in one row
 MAX_TOUCHED = 128  # chunks whose hits are collected before they are written down, in the background
 
 
-class Catalog:
-    """The rows of one store; :mod:`kvrag.store.forms` describes them.
+class Catalog(Ledger):
+    """The rows of one store; what can be asked of them is said in :mod:`kvrag.store.ledger`.
 
     Parameters
     ----------
@@ -59,115 +54,6 @@ class Catalog:
         self._touched: Counter[ChunkKey] = Counter()
         self._rows = Rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
         self.read_only = self._rows.read_only
-
-    # -- questions -------------------------------------------------------------------------------------------------------
-
-    def get(self, key: ChunkKey) -> Record | None:
-        """Return what is known of a stored chunk."""
-        chunk = self._stored(key)
-        return None if chunk is None else chunk.record(key)
-
-    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys whose chunks are stored."""
-        return {key for key in keys if self._stored(key)}
-
-    def keys(self) -> list[ChunkKey]:
-        """Return the keys of all stored chunks."""
-        return [key for key, chunk in self._chunks() if not chunk.pending]
-
-    def pending(self) -> list[ChunkKey]:
-        """Return the keys of chunks that are being written, or whose writers were killed."""
-        return [key for key, chunk in self._chunks() if chunk.pending]
-
-    def present(self, namespace: str | None = None) -> set[ChunkKey]:
-        """Return the keys of all chunks, or a namespace's, stored or being written; raises ``StoreError`` rather than leave one out."""
-        with self._rows.change():
-            if namespace is None:
-                return {ChunkKey(key) for key in self._rows.names("c ")}
-            return {key for key, chunk in self._chunks() if chunk.namespace == namespace}
-
-    def variants(self, content: str) -> list[Record]:
-        """Return the stored chunks with this content key (behind any prefix and context), oldest first."""
-        return [record for key in self._strings(f"i {content}") if (record := self.get(ChunkKey(key)))]
-
-    def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
-        """Return the texts of a namespace that came after cursor ``after`` (0: all), and the new cursor.
-
-        A text that was erased meanwhile may be missing from the list or still be in it; its chunks are unknown then.
-        """
-        first, last = self._read(RANGE, f"n {namespace}") or (0, 0)
-        if last in (0, after):
-            return [], after
-        # A cursor beyond the end is that of a catalog that was lost since: begin again.
-        start, found = max(first, after + 1 if after < last else 0), list[TextEntry]()
-        for page in range(start // PER_PAGE, last // PER_PAGE + 1):
-            texts = self._read(PAGE, f"l {namespace} {page}") or {}
-            found += [TextEntry(*texts[number]) for number in sorted(texts) if start <= number <= last]
-        return found, last
-
-    def knows_text(self, namespace: str, digest: str) -> bool:
-        """Whether a text is registered, with or without KV; not after its last document was erased."""
-        return self._text(namespace, digest) is not None
-
-    def text_keys(self, namespace: str, digest: str) -> list[ChunkKey]:
-        """Return the keys of the stored chunks of a text."""
-        text = self._text(namespace, digest)
-        return [] if text is None else [key for key in text.keys if self._stored(key)]
-
-    def key_texts(self, key: ChunkKey) -> list[TextEntry]:
-        """Return the texts that a stored chunk is the KV of."""
-        chunk = self._stored(key)
-        return [] if chunk is None else [TextEntry(*text.entry) for text in self._texts(chunk.namespace, chunk.digests)]
-
-    def documents(self, namespace: str) -> list[str]:
-        """Return the ids of all documents of a namespace, whether or not their chunks are stored now."""
-        found = []
-        for name in self._rows.names(f"z {namespace} "):
-            text = name if self._seal is None else self._seal.open(name, "z")
-            with suppress(ValueError, TypeError, RecursionError):
-                found += [doc_id] if isinstance(doc_id := json.loads(text or ""), str) else []
-        return found
-
-    def document_texts(self, namespace: str, doc_id: str) -> list[str]:
-        """Return the digests of a document's texts."""
-        return self._strings(self._name("z", namespace, json.dumps(doc_id)))
-
-    def document_keys(self, namespace: str, doc_id: str) -> list[ChunkKey]:
-        """Return the keys of all stored chunks of a document's texts."""
-        found = (key for digest in self.document_texts(namespace, doc_id) for key in self.text_keys(namespace, digest))
-        return list(dict.fromkeys(found))
-
-    def only_held_by(self, namespace: str, doc_id: str) -> set[ChunkKey]:
-        """Return the keys, stored or being written, of chunks all of whose texts no other document refers to."""
-        mine = self.document_texts(namespace, doc_id)
-
-        def is_free(key: ChunkKey) -> bool:
-            texts = self._texts(namespace, chunk.digests) if (chunk := self._chunk(key)) else []
-            return not any(text.refs > (text.entry.digest in mine) for text in texts)
-
-        return {key for text in self._texts(namespace, mine) if text.refs <= 1 for key in text.keys if is_free(key)}
-
-    def state(self) -> State:
-        """Return the totals; its generation changes with each erasure or eviction by any process."""
-        return self._read(STATE, "s") or State(time.time_ns())
-
-    def totals(self) -> tuple[int, int]:
-        """Return how many chunks are stored, and their bytes."""
-        return self.state()[1:3]
-
-    def usage(self, key: ChunkKey) -> Usage:
-        """Return what eviction must know of a chunk."""
-        chunk = self._stored(key)
-        return Usage() if chunk is None else chunk.usage
-
-    def usages(self) -> tuple[int, list[Sized]]:
-        """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
-        self.flush()
-        with self._rows.change():  # one look instead of one for each
-            chunks = [Sized(key, c.num_tokens, c.num_bytes, c.usage) for key, c in self._chunks() if not c.pending]
-            return self.state().accesses, chunks
-
-    # -- changes ---------------------------------------------------------------------------------------------------------
 
     def link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add text and document to a stored chunk; whether it is stored."""
@@ -287,6 +173,13 @@ class Catalog:
                     self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses)))
             self._rows.set("s", state)
 
+    def usages(self) -> tuple[int, list[Sized]]:
+        """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
+        self.flush()
+        with self._rows.change():  # one look instead of one for each
+            chunks = [Sized(key, c.num_tokens, c.num_bytes, c.usage) for key, c in self._chunks() if not c.pending]
+            return self.state().accesses, chunks
+
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
         self._rows.scrub()
@@ -296,42 +189,11 @@ class Catalog:
         self.flush()
         self._rows.close()
 
-    # -- rows ------------------------------------------------------------------------------------------------------------
-
     def _begin(self, rows: Rows, is_other: bool) -> None:
         """Begin a new database; the blobs of one that another has taken the place of may be dormant."""
         self._rows = rows  # which are being opened
         state = self._read(STATE, "s") or State(time.time_ns(), dormant=self._may_have_blobs())
         rows.set("s", state._replace(dormant=state.dormant or is_other))
-
-    def _read(self, form: TypeAdapter[T], name: str) -> T | None:
-        """Return a row's value; ``None`` for one that is absent or of another form."""
-        text = self._rows.get(name)
-        with suppress(ValidationError):
-            return None if text is None else form.validate_json(text)
-        return None
-
-    def _chunk(self, key: ChunkKey) -> Chunk | None:
-        return self._read(CHUNK, f"c {key}")
-
-    def _stored(self, key: ChunkKey) -> Chunk | None:
-        return None if (chunk := self._chunk(key)) is None or chunk.pending else chunk
-
-    def _chunks(self) -> list[tuple[ChunkKey, Chunk]]:
-        return [(key, chunk) for key in map(ChunkKey, self._rows.names("c ")) if (chunk := self._chunk(key))]
-
-    def _text(self, namespace: str, digest: str) -> Text | None:
-        return self._read(TEXT, self._name("t", namespace, digest))
-
-    def _texts(self, namespace: str, digests: Iterable[str]) -> list[Text]:
-        return [text for digest in digests if (text := self._text(namespace, digest))]
-
-    def _strings(self, name: str) -> list[str]:
-        return self._read(STRINGS, name) or []
-
-    def _name(self, kind: str, namespace: str, text: str) -> str:
-        """Return the name of a row that must not tell whose it is."""
-        return f"{kind} {namespace} {text if self._seal is None else self._seal.seal(text, kind)}"
 
     def _keep(self, name: str, value: Any) -> None:
         """Write a row, or remove an empty one."""

@@ -72,7 +72,7 @@ class Rows:
 
     Its ``folder`` is made if it is absent (``None``: in a private temporary one). With ``read_only``, or on a full disk, nothing there is
     changed: rows are read from a private copy, made again when the database changes. A ``seal`` encrypts values; what is ``durable``
-    survives a power cut. ``begin`` is called inside a transaction on a database that has no rows yet, and on one that has taken the place of
+    survives a power cut. ``begin`` is called inside a transaction on a database without rows, and on one that has taken the place of
     another, told which. Raises ``StoreError`` if the folder can't be used.
     """
 

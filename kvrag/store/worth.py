@@ -54,14 +54,8 @@ def priority_of(retention: Retention | None) -> int:
 class Usage(NamedTuple):
     """What eviction must know of one chunk.
 
-    Parameters
-    ----------
-    priority, until
-        0 to 100, and the end of that in seconds since 1970 (UTC); -1: none.
-    hits, last
-        Hits, halved every :data:`HALF_LIFE` accesses, as of access ``last``.
-    cost_ms
-        Time that computing it took; -1 if nobody said.
+    ``priority`` ends at ``until``, in seconds since 1970 (UTC; -1: never). ``hits`` are halved every :data:`HALF_LIFE` accesses, as of
+    access ``last``. ``cost_ms`` is the time that computing it took, or -1 if nobody said.
     """
 
     # A row from elsewhere must not make a chunk one that never leaves.
@@ -97,7 +91,7 @@ class Usage(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """A chunk that may leave: its key, its size, and its usage."""
+    """A chunk that may leave."""
 
     key: ChunkKey
     num_tokens: int
@@ -163,14 +157,8 @@ class Budget:
 class Evictor:
     """Makes room: what is worth least leaves first, until the store is below its low watermark; or nothing, where that is not enough.
 
-    Parameters
-    ----------
-    budget
-        The limits.
-    totals, usages, free_bytes
-        Return chunks and bytes stored; the number of accesses so far and all chunks; and the free bytes of the file system.
-    evict
-        Erases chunks; raises ``OSError`` if they can't be.
+    ``totals``, ``usages`` and ``free_bytes`` return chunks and bytes stored, the number of accesses so far and all chunks, and the free
+    bytes of the file system. ``evict`` erases chunks, or raises ``OSError``.
     """
 
     def __init__(
@@ -186,13 +174,7 @@ class Evictor:
         self._free_bytes, self._in_vain_until = free_bytes, 0.0
 
     def make_room(self, need: int, *, priority: int) -> None:
-        """Evict until ``need`` bytes fit; chunks of a higher priority stay. Where that is not enough, all stay.
-
-        Raises
-        ------
-        StoreError
-            If they can't be made to fit.
-        """
+        """Evict until ``need`` bytes fit, nothing of a higher priority; nothing at all where that is not enough: raise ``StoreError``."""
         if self._budget.max_bytes is not None and need > self._budget.max_bytes:
             raise self._no_room(need, "they are more than its whole budget")
         for turn in range(PASSES):

@@ -23,7 +23,6 @@ QUICK = ("truncations", "truncations, rounded KV", "values that are not finite",
 
 
 OPEN = {
-    "full disk": "a store can't be opened on a disk without one free byte",
     "read-only": "where a file system becomes read-only under an open store, its chunks are misses until it is opened again",
     "power cuts": "the replay of a power cut finds a catalog without its latest rows; such chunks are computed again",
 }

@@ -17,7 +17,7 @@ from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, needs_cryp
 
 from kvrag.blend.quantise import pack
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
-from kvrag.store import Keys, forms
+from kvrag.store import Keys, ledger
 from kvrag.store.crypto import Seal
 from kvrag.store.format import ALIGNMENT, Blob, BlobRejected, Foreign, OtherVersion, record_of
 from kvrag.store.worth import Usage
@@ -53,18 +53,18 @@ PLAIN = [Sound.of(), *map(Sound.of, ("int8", "int4", "fp8"))]
 ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYPTOGRAPHY else []
 SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
 RECORD = record_of(ME, KV.num_bytes)
-ENTRY = forms.Entry("ab", 1, 2**64 - 1, 77)
-CHUNK = forms.Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0), False)
+ENTRY = ledger.Entry("ab", 1, 2**64 - 1, 77)
+CHUNK = ledger.Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0), False)
 VALUES: list[Any] = [
     CHUNK,
-    forms.Text(ENTRY, 7, [RECORD.key], 1),
-    forms.State(5, 1, 96, 3),
+    ledger.Text(ENTRY, 7, [RECORD.key], 1),
+    ledger.State(5, 1, 96, 3),
     [1, 2],
     {7: ENTRY},
     ["ab"],
 ]
 SAID = [json.dumps(value) for value in VALUES]
-FORMS = [forms.CHUNK, forms.TEXT, forms.STATE, forms.RANGE, forms.PAGE, forms.STRINGS]
+FORMS = [ledger.CHUNK, ledger.TEXT, ledger.STATE, ledger.RANGE, ledger.PAGE, ledger.STRINGS]
 
 
 def _load(raw: bytes, chunk: Sound) -> tuple[Blob, ChunkKV] | None:

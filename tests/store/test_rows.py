@@ -5,10 +5,11 @@ import pickle
 import shutil
 import sqlite3
 from contextlib import closing
+from types import SimpleNamespace
 
 import diskcache
 import pytest
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, fill, present, put
+from stores import CHUNKS, EVERY_KEY, KEYS, KVS, SIZE, fill, present, put
 
 from kvrag.errors import StoreError
 from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, examine, own
@@ -147,6 +148,27 @@ def test_damage_under_an_open_store_costs_no_wrong_answer(filled, opened, root):
     for number in NUMBERS:
         assert put(store, number) in (0, KVS[0].num_bytes)
         assert same_bits(store.get(CHUNKS[number]), KVS[number])
+
+
+def test_a_store_that_is_opened_on_a_full_disk_is_read(filled, opened, root, monkeypatch):
+    """From a private copy of the catalog: SQLite can't open one where it can write nothing."""
+    real = diskcache.Cache
+
+    def full(folder, **options):
+        if folder == str(root / "catalog"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return real(folder, **options)
+
+    monkeypatch.setattr(diskcache, "Cache", full)
+    with pytest.raises(StoreError, match="disk is full"):
+        opened(ram_bytes=SIZE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    store = opened(ram_bytes=SIZE)
+    assert same_bits(store.get(CHUNKS[1]), KVS[1])
+    with pytest.raises(StoreError, match="reading only"):
+        put(store, 9)
+    filled.delete([KEYS[1]])
+    assert store.get(CHUNKS[1]) is None
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
