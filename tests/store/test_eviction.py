@@ -102,14 +102,6 @@ def test_a_priority_may_be_changed_and_ends_with_its_duration(make, monkeypatch)
     assert present(store) == [2, 3, 4, 5]
 
 
-def test_of_two_alike_the_one_that_took_longer_to_compute_stays(make):
-    store = make()
-    for number in range(4):
-        keep(store, number, cost_ms=1.0 if number == 2 else 1000.0)
-    keep(store, 4, cost_ms=1000.0)
-    assert present(store) == [0, 1, 3, 4]
-
-
 @pytest.mark.parametrize("mean", [0.01, 100.0])
 def test_chunks_of_unknown_cost_are_taken_for_average_ones(make, mean):
     """Measured costs of one machine say nothing about an assumed one: those without must not all leave, or all stay."""

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import diskcache
 import pytest
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, SIZE, fill, present, put
+from stores import CHUNKS, EVERY_KEY, KEYS, KVS, SIZE, failing, fill, present, put
 
 from kvrag.errors import StoreError
-from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, examine, own
+from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, own
 from kvrag.store.rows import Strings
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
@@ -121,13 +121,6 @@ def test_an_empty_or_lost_catalog_is_begun_anew(filled, opened, root, damage):
     assert present(store) == []
     assert put(store, 0) == 0, "adopted: nothing is written"
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
-
-
-def test_a_sound_catalog_is_kept(filled, opened, root):
-    filled.close()
-    assert present(opened()) == list(NUMBERS)
-    assert not (root / "catalog.damaged").exists()
-    assert examine(database(root)) is None
 
 
 def test_damage_under_an_open_store_costs_no_wrong_answer(filled, opened, root):
@@ -249,8 +242,11 @@ def test_the_examination_sees_all_that_diskcache_makes_of_an_empty_folder():
     }
 
 
-def test_the_database_is_not_mapped_never_evicts_and_overwrites_what_is_erased(filled, root):
-    cache = filled.catalog._rows._cache
+def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is_erased(filled, opened, root):
+    filled.close()
+    store = opened()
+    assert (present(store), (root / "catalog.damaged").exists()) == (list(NUMBERS), False)
+    cache = store.catalog._rows._cache
     assert (cache.eviction_policy, cache.cull_limit, cache.statistics) == ("none", 0, 0)
     assert cache._sql("PRAGMA mmap_size").fetchall() in ([], [(0,)])
     assert cache._sql("PRAGMA secure_delete").fetchall() == [(1,)]
@@ -273,11 +269,8 @@ def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, ro
 
 
 def test_a_change_that_fails_changes_nothing(filled, monkeypatch):
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(filled.catalog, "_count", fail)
+        patch.setattr(filled.catalog, "_count", failing(28)(None))
         with pytest.raises(StoreError, match="No space left"):
             put(filled, 9)
     assert present(filled) == list(NUMBERS)
