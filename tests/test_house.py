@@ -67,11 +67,9 @@ LARGER_ROOMS: dict[str, int] = {}
 KNOWN: dict[str, dict[str, int] | set[str]] = {
     "long files": {
         "kvrag/store/blobs.py": 352,
-        "kvrag/store/catalog.py": 522,
         "kvrag/store/format.py": 524,
         "kvrag/store/memory.py": 354,
         "kvrag/store/opening.py": 315,
-        "kvrag/store/rows.py": 465,
         "kvrag/store/tiers.py": 583,
     },
     "long functions": {
@@ -83,6 +81,7 @@ KNOWN: dict[str, dict[str, int] | set[str]] = {
         "kvrag/store/opening.py::open_store": 50,
         "kvrag/verify.py::verify_prompts": 47,
     },
+    "large rooms": {"store": 14},
     "totals": {"lines of kvrag": 16100, "lines of kvrag/store": 4370, "lines of tests, per 100 lines of code": 168},
     "undrawn rooms": {"testing"},
 }

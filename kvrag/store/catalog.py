@@ -209,10 +209,9 @@ class Catalog(Ledger):
 
     def _has(self, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> bool:
         """Whether :meth:`_attach` would change nothing."""
-        if text is None:
-            return True
-        is_known = text.digest in chunk.digests and self.knows_text(chunk.namespace, text.digest)
-        return is_known and (doc_id is None or text.digest in self.document_texts(chunk.namespace, doc_id))
+        if text is None or text.digest not in chunk.digests or not self.knows_text(chunk.namespace, text.digest):
+            return text is None
+        return doc_id is None or text.digest in self.document_texts(chunk.namespace, doc_id)
 
     def _attach(self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> None:
         """Write a chunk's row, and let its text and its document know each other."""

@@ -26,20 +26,17 @@ log = logging.getLogger(__name__)
 BUSY_S = 10.0
 
 SETTINGS = {
-    "statistics": 0,
-    "tag_index": 0,
     "eviction_policy": "none",
-    "size_limit": 2**62,
     "cull_limit": 0,
     "sqlite_mmap_size": 0,
     "sqlite_trusted_schema": 0,
     "sqlite_cell_size_check": 1,
     "sqlite_secure_delete": 1,
     "disk_pickle_protocol": 0,
+    "disk_min_file_size": 2**62,
 }
 SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
-CHANGING = "key IN ('count', 'size', 'hits', 'misses', 'sqlite_synchronous')"
-CHOICES = f"SELECT key, CASE WHEN {CHANGING} THEN typeof(value) ELSE value END FROM Settings ORDER BY key"
+CHOICES = "SELECT key, CASE typeof(value) WHEN 'integer' THEN 0 ELSE value END FROM Settings ORDER BY key"
 
 FAULTS = (sqlite3.Error, OSError, diskcache.Timeout)
 OUTAGES = ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM", "AUTH", "PROTOCOL")

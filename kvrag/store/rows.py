@@ -33,32 +33,20 @@ ROOM = 2**20  # free bytes without which a database can't be opened: its journal
 
 
 class Strings(diskcache.Disk):  # type: ignore[misc]
-    """diskcache's serialisation cut down to strings: it never pickles, and never touches a file that a row names."""
-
-    def put(self, key: Any) -> tuple[str, bool]:
-        """Take a name."""
-        if type(key) is not str:
-            raise TypeError(f"a row is named by a string, not by {type(key).__name__}")
-        return key, True
+    """diskcache's serialisation without all but strings: it unpickles nothing, and touches no file that a row names."""
 
     def get(self, key: Any, raw: Any) -> str:
         """Return a name; what is none becomes one that no row has."""
         return key if type(key) is str and raw else ""
 
-    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
-        """Take a value."""
-        if type(value) is not str or read:
-            raise TypeError("a row holds a string")
-        return 0, MODE_RAW, None, value
-
     def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
         """Return a value; diskcache takes ``OSError`` for absent."""
-        if mode != MODE_RAW or filename is not None or type(value) is not str or read:
+        if mode != MODE_RAW or filename is not None or type(value) is not str:
             raise OSError("the row is not one of kvrag's")
         return value
 
     def remove(self, file_path: Any) -> None:
-        """Leave the file alone: a planted row could name any file of the user's."""
+        """Leave the file alone: it may be any of the user's."""
 
 
 class _Mine(threading.local):
