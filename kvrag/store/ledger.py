@@ -86,6 +86,7 @@ CHUNK, TEXT, STATE = TypeAdapter(Chunk), TypeAdapter(Text), TypeAdapter(State)
 PAGE, STRINGS, RANGE = TypeAdapter(dict[Count, Entry]), TypeAdapter(list[str]), TypeAdapter(tuple[Count, Count])
 
 PER_PAGE = 64  # texts in one row
+MOST_TEXTS = 10**7  # of a namespace: a row from elsewhere must not make reading endless
 
 
 class Ledger:
@@ -131,7 +132,7 @@ class Ledger:
         if last in (0, after):
             return [], after
         # A cursor beyond the end is that of a catalog that was lost since: begin again.
-        start, found = max(first, after + 1 if after < last else 0), list[TextEntry]()
+        start, found = max(first, after + 1 if after < last else 0, last - MOST_TEXTS), list[TextEntry]()
         for page in range(start // PER_PAGE, last // PER_PAGE + 1):
             texts = self._read(PAGE, f"l {namespace} {page}") or {}
             found += [TextEntry(*texts[number]) for number in sorted(texts) if start <= number <= last]

@@ -23,8 +23,9 @@ PASSES = 8  # times that room is made for one chunk: others may take it
 RETRY_S = 600.0  # seconds for which nothing more leaves for free space after none came of it
 IN_VAIN = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
 
-Given = Annotated[float, Field(strict=True, ge=0, le=1e15)]
-Known = Annotated[float, Field(ge=-1, lt=2**63)]
+MOST = 1e15  # seconds, or milliseconds
+Given = Annotated[float, Field(strict=True, ge=0, le=MOST)]
+Known = Annotated[float, Field(ge=-1, le=MOST)]
 
 
 @config_class
@@ -67,7 +68,7 @@ class Usage(NamedTuple):
 
     def retained(self, retention: Retention) -> Usage:
         """With another priority, from now on."""
-        until = -1.0 if retention.duration_s is None else time.time() + retention.duration_s
+        until = -1.0 if retention.duration_s is None else min(time.time() + retention.duration_s, MOST)
         cost = self.cost_ms if retention.cost_ms is None else float(retention.cost_ms)
         return self._replace(priority=retention.priority, until=until, cost_ms=cost)
 

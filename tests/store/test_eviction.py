@@ -272,7 +272,9 @@ def test_a_planted_usage_is_not_believed(row):
     form = TypeAdapter(Usage)
     with pytest.raises(ValidationError):
         form.validate_python(row)
-    assert form.validate_json(form.dump_json(Usage(priority=3))) == Usage(priority=3)
+    for usage in (Usage(3), Usage().retained(Retention(3, 1e15, 1e15))):
+        assert form.validate_json(form.dump_json(usage)) == usage
+        assert usage.retention().priority == 3
 
 
 @pytest.mark.parametrize(
