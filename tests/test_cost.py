@@ -45,7 +45,7 @@ def forward_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def costs(engine: KVRagEngine) -> list[tuple[int, float]]:
     """Tokens and milliseconds of every chunk but the prefix, shortest first."""
     found = engine.store.catalog.usages()[1]
-    return sorted((record.num_tokens, usage.cost_ms) for record, usage in found if usage.priority != PREFIX_PRIORITY)
+    return sorted((each.num_tokens, each.usage.cost_ms) for each in found if each.usage.priority != PREFIX_PRIORITY)
 
 
 def kept(engine: KVRagEngine) -> list[str]:
@@ -97,7 +97,7 @@ def test_the_prefix_has_a_time_of_its_own(
     engine = engine_of(prefix="Read.")
     forward_s[:] = [2.0]
     engine.precompute(CHUNKS[:1])
-    uses = [usage for _, usage in engine.store.catalog.usages()[1]]
+    uses = [each.usage for each in engine.store.catalog.usages()[1]]
     assert sorted((usage.priority, usage.cost_ms) for usage in uses) == [(35, 2000.0), (PREFIX_PRIORITY, 7000.0)]
 
 
@@ -107,7 +107,7 @@ def test_a_cost_that_the_user_gives_stands(engine_of: MakeEngine, forward_s: lis
     engine.precompute(CHUNKS[:1], retention=Retention(60, duration_s=100, cost_ms=7))
     engine.precompute(CHUNKS[1:2], retention=Retention(60))
     assert sorted(cost for _, cost in costs(engine)) == pytest.approx([7.0, 2000.0])
-    assert {usage.priority_now() for _, usage in engine.store.catalog.usages()[1]} == {60, PREFIX_PRIORITY}
+    assert {each.usage.priority_now() for each in engine.store.catalog.usages()[1]} == {60, PREFIX_PRIORITY}
 
 
 def test_a_forward_that_ran_out_of_memory_is_not_counted(

@@ -71,14 +71,8 @@ LARGER_ROOMS: dict[str, int] = {}
 """Rooms that may hold more files than :data:`ROOM_FILES`; none does."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {
-    "long files": {
-        "kvrag/store/blobs.py": 352,
-        "kvrag/store/catalog.py": 524,
-        "kvrag/store/format.py": 524,
-        "kvrag/store/rows.py": 465,
-    },
     "large rooms": {"store": 15},
-    "totals": {"lines of kvrag": 15760, "lines of kvrag/store": 4100},
+    "totals": {"lines of kvrag/store": 3600},
     "undrawn rooms": {"testing"},
 }
 """Violations so far: they may only become fewer. The table goes when it is empty."""

@@ -3,7 +3,7 @@
 ::
 
     engine → opening → tiers → reading ──→ memory (host, gpu)
-                                   ├─────→ catalog → rows (diskcache)
+                                   ├─────→ catalog → ledger → rows (diskcache) → database
                                    ├─────→ format → layers, crypto
                                    └─────→ blobs (files, memory; later Redis, object stores)
     cli → check → tiers

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -79,18 +78,9 @@ class Blobs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the catalog knows of one stored chunk.
+    """What the catalog knows of a stored chunk: the :class:`~kvrag.types.ChunkIdentity`, and the size of its KV.
 
-    Parameters
-    ----------
-    key
-        Address of the blob, :func:`kvrag.identity.fingerprint.chunk_key`.
-    content
-        Address without prefix and context, shared by the variants of one chunk: :func:`kvrag.identity.fingerprint.content_key`.
-    model, namespace, prefix, context
-        Fields of the :class:`~kvrag.types.ChunkIdentity`.
-    num_tokens, num_bytes
-        Size of the chunk's KV.
+    ``content`` is :func:`kvrag.identity.fingerprint.content_key`, which the variants of one chunk behind other prefixes and contexts share.
     """
 
     key: ChunkKey
@@ -116,22 +106,10 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
-    """A change of what is stored. Field names are those of vLLM's KV cache events.
+    """A change of what is stored in a tier, the ``medium``: ``"gpu"``, ``"host"`` or ``"disk"``. Names are those of vLLM's KV cache events.
 
-    Parameters
-    ----------
-    type
-        What happened.
-    medium
-        The tier: ``"gpu"``, ``"host"`` or ``"disk"``.
-    block_hashes
-        Keys of the chunks; none for ``AllBlocksCleared``.
-    reason
-        ``"put"``, ``"adopted"``, ``"import"`` or ``"promoted"``; ``"evicted"``, ``"deleted"`` or ``"rejected"``; ``"cleared"``.
-    block_size, num_bytes
-        Tokens and bytes of a stored chunk.
-    ts
-        Seconds since 1970 (UTC); not compared.
+    ``reason`` is ``"put"``, ``"adopted"``, ``"import"`` or ``"promoted"``; ``"evicted"``, ``"deleted"`` or ``"rejected"``; ``"cleared"``.
+    ``block_hashes`` are the chunks' keys, ``block_size`` and ``num_bytes`` the size of a stored one, and ``ts`` seconds since 1970 (UTC).
     """
 
     type: Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"]
@@ -144,19 +122,14 @@ class StoreEvent:
 
 
 class Events:
-    """Passes events to a callback and appends them to a file as JSON lines. A fault of either is logged once.
+    """Passes events to a callback, and appends them to a file as JSON lines, with mode 0600. A fault of either is logged once.
 
-    Parameters
-    ----------
-    on_event
-        Called in the thread that made the change; must be quick and must not use the store.
-    path
-        File of JSON lines, created with mode 0600; ``None``: none.
+    ``on_event`` is called in the thread that made the change; it must be quick and must not use the store.
     """
 
     def __init__(self, on_event: Callable[[StoreEvent], None] | None = None, path: str | None = None) -> None:
         self._on_event, self._path = on_event, path
-        self._warned = threading.Event()
+        self._has_warned = False
 
     def stored(self, medium: str, key: ChunkKey, reason: str, num_tokens: int, num_bytes: int) -> None:
         """Report a stored chunk; never raises."""
@@ -176,21 +149,15 @@ class Events:
             if self._on_event is not None:
                 self._on_event(event)
             if self._path is not None:
-                _append(self._path, event)
+                known = {name: value for name, value in asdict(event).items() if value is not None}
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+                # One write in append mode: lines of several processes do not mix.
+                with open(self._path, "ab", 0, opener=lambda path, _: os.open(path, flags, 0o600)) as file:
+                    file.write(json.dumps(known).encode() + b"\n")
         except Exception as error:
-            if not self._warned.is_set():
-                self._warned.set()
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning("an event of the KV store could not be reported: %s", error)
-
-
-def _append(path: str, event: StoreEvent) -> None:
-    line = json.dumps({name: value for name, value in asdict(event).items() if value is not None}).encode() + b"\n"
-    # One write in append mode: lines of several processes do not mix.
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.write(fd, line)
-    finally:
-        os.close(fd)
 
 
 def members(doc_ids: Iterable[str], collection: str) -> list[str]:
@@ -200,13 +167,7 @@ def members(doc_ids: Iterable[str], collection: str) -> list[str]:
 
 
 def below_collection(collection: str) -> str:
-    """Return what the ids of a collection's documents begin with.
-
-    Raises
-    ------
-    InputError
-        If ``collection`` is not a name: every document would be below it, or none.
-    """
+    """Return what the ids of a collection's documents begin with; raises ``InputError`` for what is no name: it would mean all, or none."""
     if not isinstance(collection, str) or not collection.strip("/"):
         raise InputError(f"collection is {collection!r}; pass the part of the document ids before a slash")
     return collection.rstrip("/") + "/"

@@ -107,7 +107,7 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
             found.get(type(fault), set()).add(key)
     report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
     report.foreign = len(store.delete_blobs(found[Foreign])) if with_foreign else 0
-    pending = catalog.pending()
+    pending = catalog.revisions(catalog.pending())
     store.delete_blobs(pending)  # a writer that lives writes it again
     catalog.remove(pending)
     report.pending, report.dormant = len(pending), store.erase_dormant()
@@ -150,7 +150,7 @@ def copy(
             counts[2] += 1
             continue
         other, texts = replace(identity, namespace=namespace), catalog.key_texts(key)
-        put = partial(target.put, other, kv, retention=catalog.retention(key), reason="import")
+        put = partial(target.put, other, kv, retention=catalog.usage(key).retention(), reason="import")
         counts[0 if put(text=texts[0] if texts else None) else 1] += 1
         for text in texts:
             for doc_id in holders.get((identity.namespace, text.digest), [None]):
@@ -161,7 +161,8 @@ def copy(
 def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:
     """Return the documents that refer to each text."""
     found: dict[tuple[str, str], list[str | None]] = {}
-    for namespace, doc_id in store.catalog.all_documents():
-        for digest in store.catalog.document_texts(namespace, doc_id):
-            found.setdefault((namespace, digest), []).append(doc_id)
+    for namespace in {record.namespace for record in map(store.catalog.get, store.catalog.keys()) if record}:
+        for doc_id in store.catalog.documents(namespace):
+            for digest in store.catalog.document_texts(namespace, doc_id):
+                found.setdefault((namespace, digest), []).append(doc_id)
     return found

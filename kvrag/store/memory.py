@@ -15,14 +15,14 @@ from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Events, StoreStats
 from kvrag.store.layers import own_kv
-from kvrag.store.worth import Retention, Usage, order, token_ms
+from kvrag.store.worth import Retention, Sized, Usage, leaving
 from kvrag.threads import Pool, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
 
 SHARE = 16
-"""One chunk of so many leaves with those that must, so that not every chunk that comes has to rank all."""
+"""One byte of so many leaves at least, so that not every chunk that comes has to rank all."""
 
 READERS = Pool("kvrag-read", 4)
 """Threads that read for requests."""
@@ -168,22 +168,15 @@ class MemoryTier:
     def _leaving(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
         """Choose what leaves for a chunk; ``None`` if that is not enough."""
         known = self._entries.get(key)
-        excess = self._num_bytes + new.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
-        if excess <= 0:
+        must = self._num_bytes + new.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
+        if must <= 0:
             return []
         if new.num_bytes > self.max_bytes:
             return None
-        priority = new.usage.priority_now()
-        rank = order(self._now, token_ms((entry, entry.used()) for entry in (new, *self._entries.values())))
-        going = [(k, e) for k, e in self._entries.items() if k != key and e.used().priority_now() <= priority]
-        going.sort(key=lambda item: rank((item[1], item[1].usage)))
-        chosen, spare = list[ChunkKey](), len(self._entries) // SHARE
-        for other, entry in going:
-            if excess <= 0 and len(chosen) >= spare:
-                break
-            chosen.append(other)
-            excess -= entry.num_bytes
-        return chosen if excess <= 0 else None
+        others = [Sized(k, e.num_tokens, e.num_bytes, e.used()) for k, e in self._entries.items() if k != key]
+        should = max(must, self._num_bytes // SHARE)
+        going = leaving(others, self._now, priority=new.usage.priority_now(), must=must, should=should)
+        return None if going is None else [each.key for each in going]
 
     def _remove(self, key: ChunkKey) -> bool:
         entry = self._entries.pop(key, None)

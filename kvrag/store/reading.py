@@ -28,9 +28,6 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ATTEMPTS = 3
-"""Times that something is tried that others hinder by erasing."""
-
 WARN_S = 60.0
 """Seconds between two warnings that chunks can't be read."""
 
@@ -80,7 +77,7 @@ class Reader:
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return a chunk's retention, with what is left of its duration; ``None`` if it was given none."""
-        return self.catalog.retention(key)
+        return self.catalog.usage(key).retention()
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``), uppermost first."""
@@ -207,15 +204,8 @@ class Reader:
 
     def forget_row(self, key: ChunkKey, *, is_sure: bool = False) -> int:
         """Remove the row of a chunk whose blob is gone, and return how many that were; not one that is stored again meanwhile."""
-        for _ in range(ATTEMPTS):
-            with self._lock:  # what this store forgets meanwhile counts as erased, too
-                since = self.catalog.generation()
-                if not self.catalog.known([key]) or not (is_sure or self._read(key, 0, 0) is None):
-                    break
-                # Whoever stores it again finds no row, and whoever removed that has changed the generation.
-                if self.catalog.remove([key], unless=lambda: self.catalog.generation() != since):  # noqa: B023 - asked at once
-                    return 1
-        return 0
+        row = self.catalog.revisions(self.catalog.known([key]))
+        return self.catalog.remove(row) if row and (is_sure or self._read(key, 0, 0) is None) else 0
 
     def _epochs(self) -> list[tuple[MemoryTier, int]]:
         """Return the tiers, each with what says later whether something was erased meanwhile."""
@@ -230,7 +220,7 @@ class Reader:
 
     def _follow(self) -> None:
         """Drop from memory what any process has erased."""
-        generation = self.catalog.generation()
+        generation = self.catalog.state().generation
         if generation == self._followed:
             return
         for tier in self.tiers:

@@ -20,9 +20,12 @@ from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.format import BlobRejected, Encoded, encode, record_of
 from kvrag.store.memory import MemoryTier
-from kvrag.store.reading import ATTEMPTS, Reader
+from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Retention, Usage, check_retention, priority_of
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+
+ATTEMPTS = 3
+"""Times that a chunk is written that others erase meanwhile."""
 
 
 class TieredStore(Reader):
@@ -183,12 +186,12 @@ class TieredStore(Reader):
         self._check_writable()
         known, is_over = set[ChunkKey](), False
         while not is_over:
-            if self.catalog.may_have_dormant():
+            if self.catalog.state().dormant:
                 self.erase_dormant()
-            going = self.catalog.only_held_by(namespace, doc_id)
+            going = self.catalog.revisions(self.catalog.only_held_by(namespace, doc_id))
             known |= self.catalog.known(going)
             self.delete_blobs(going)
-            is_over = self.catalog.unlink(namespace, doc_id, going) and not self.catalog.may_have_dormant()
+            is_over = self.catalog.unlink(namespace, doc_id, going) and not self.catalog.state().dormant
         self._drop(known, "deleted")
         self.catalog.scrub()
         return len(known)
@@ -199,7 +202,7 @@ class TieredStore(Reader):
         Returns how many chunks there were. What is encrypted with other keys is left alone. Raises ``StoreError``.
         """
         self._check_writable()
-        keys = self.catalog.present() if namespace is None else self.catalog.of_namespace(namespace)
+        keys = self.catalog.present(namespace)
         self.delete_blobs(keys)
         count = self.catalog.clear(namespace)
         self.erase_dormant(namespace)
@@ -229,7 +232,7 @@ class TieredStore(Reader):
                 is_going = fault.hole == "damaged" and namespace is None
             going |= {key} if is_going else set()
         self.delete_blobs(going)
-        if namespace is None and self.catalog.may_have_dormant():
+        if namespace is None and self.catalog.state().dormant:
             self.catalog.no_dormant()
         return len(going)
 
@@ -258,8 +261,9 @@ class TieredStore(Reader):
 
     def _erase(self, keys: Collection[ChunkKey], reason: str) -> set[ChunkKey]:
         """Erase chunks, blobs first, and return those that had a blob."""
+        rows = self.catalog.revisions(keys)
         gone = self.delete_blobs(keys)
-        self.catalog.remove(keys)
+        self.catalog.remove(rows)
         self._drop(keys, reason, gone)
         return gone
 

@@ -1,47 +1,31 @@
-"""What a chunk is worth keeping, and which chunks leave when room is short.
-
-Time is logical where it can be (accesses counted by the catalog) and otherwise the time since the machine's start: a clock that is set to
-another year changes nothing.
-"""
+"""What a chunk is worth keeping, and which chunks leave when room is short. Hits fade with the accesses that the catalog counts."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from kvrag.config import config_class
 from kvrag.errors import ConfigError, StoreError
-from kvrag.store.base import Record
 from kvrag.types import ChunkKey
 
 DEFAULT_PRIORITY = 35
-
-HALF_LIFE = 4096
-"""Accesses of the store after which a hit counts half."""
-
-TOKEN_MS = 1.0
-"""Assumed cost of a token where none was measured in the whole store; only ratios matter."""
-
-PROBE = 4
-"""Chunks that leave for the sake of free space before it is checked whether any came of it: snapshots and open files keep theirs."""
-
-PASSES = 8
-"""Times that room is made for one chunk."""
-
-RETRY_S = 600.0
-"""Seconds for which nothing more leaves for the sake of free space after none came of it."""
-
-Since = Annotated[float, Field(ge=-1, lt=2**63)]
-
+HALF_LIFE = 4096  # accesses of the store after which a hit counts half
+TOKEN_MS = 1.0  # assumed cost of a token where none was measured in the whole store; only ratios matter
+PROBE = 4  # chunks that leave for free space before it is checked whether any came of it: snapshots and open files keep theirs
+PASSES = 8  # times that room is made for one chunk: others may take it
+RETRY_S = 600.0  # seconds for which nothing more leaves for free space after none came of it
 IN_VAIN = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+
+MOST = 1e15  # seconds, or milliseconds
+Given = Annotated[float, Field(strict=True, ge=0, le=MOST)]
+Known = Annotated[float, Field(ge=-1, le=MOST)]
 
 
 @config_class
@@ -50,9 +34,9 @@ class Retention:
 
     priority: Annotated[int, Field(strict=True, ge=0, le=100)] = DEFAULT_PRIORITY
     """0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30."""
-    duration_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    duration_s: Given | None = None
     """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
-    cost_ms: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    cost_ms: Given | None = None
     """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
 
 
@@ -68,76 +52,31 @@ def priority_of(retention: Retention | None) -> int:
     return DEFAULT_PRIORITY if retention is None else retention.priority
 
 
-def since_boot() -> float:
-    """Seconds since the machine's start, standby included."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if clock is None else time.clock_gettime(clock)
-
-
-@functools.cache
-def boot_id() -> str:
-    """Name of the machine's present run; empty where the kernel has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-class Sized(Protocol):
-    """A chunk's size."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the chunk."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its KV."""
-
-
 class Usage(NamedTuple):
     """What eviction must know of one chunk.
 
-    Parameters
-    ----------
-    priority
-        0 to 100.
-    boot, deadline, duration_s
-        The priority lasts until ``deadline`` (seconds since the start named ``boot``), ``duration_s`` in all; -1: for ever. After a
-        restart of the machine the duration begins anew.
-    hits, last
-        Hits, halved every :data:`HALF_LIFE` accesses, as of access ``last``.
-    cost_ms
-        Time that computing it took; -1 if nobody said.
+    ``priority`` ends at ``until``, in seconds since 1970 (UTC; -1: never). ``hits`` are halved every :data:`HALF_LIFE` accesses, as of
+    access ``last``. ``cost_ms`` is the time that computing it took, or -1 if nobody said.
     """
 
     # A row from elsewhere must not make a chunk one that never leaves.
     priority: Annotated[int, Field(ge=0, le=100)] = DEFAULT_PRIORITY
-    boot: str = ""
-    deadline: Since = -1.0
-    duration_s: Since = -1.0
+    until: Known = -1.0
     hits: Annotated[float, Field(ge=0, lt=2**63)] = 0.0
     last: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    cost_ms: Since = -1.0
+    cost_ms: Known = -1.0
 
     def retained(self, retention: Retention) -> Usage:
         """With another priority, from now on."""
-        duration = -1.0 if retention.duration_s is None else float(retention.duration_s)
-        return self._replace(
-            priority=retention.priority,
-            boot=boot_id(),
-            deadline=-1.0 if duration < 0 else since_boot() + duration,
-            duration_s=duration,
-            cost_ms=self.cost_ms if retention.cost_ms is None else float(retention.cost_ms),
-        )
+        until = -1.0 if retention.duration_s is None else min(time.time() + retention.duration_s, MOST)
+        cost = self.cost_ms if retention.cost_ms is None else float(retention.cost_ms)
+        return self._replace(priority=retention.priority, until=until, cost_ms=cost)
 
-    def retention(self) -> Retention:
-        """Return what :meth:`retained` would be told now: the priority with the time that is left of it."""
-        cost = None if self.cost_ms < 0 else self.cost_ms
-        if self.deadline < 0:
-            return Retention(self.priority, None, cost)
-        left = self._ends_at() - since_boot()
-        return Retention(self.priority, left, cost) if left > 0 else Retention(cost_ms=cost)
+    def retention(self) -> Retention | None:
+        """Return what :meth:`retained` would be told now, with the time that is left of the priority; ``None`` for the default."""
+        left, cost = None if self.until < 0 else self.until - time.time(), None if self.cost_ms < 0 else self.cost_ms
+        found = Retention(cost_ms=cost) if left is not None and left <= 0 else Retention(self.priority, left, cost)
+        return None if found == Retention() else found
 
     def touched(self, hits: int, now: int) -> Usage:
         """With more hits, at access ``now``."""
@@ -148,49 +87,53 @@ class Usage(NamedTuple):
         return float(self.hits * 0.5 ** (min(max(now - self.last, 0), 2**20) / HALF_LIFE))
 
     def priority_now(self) -> int:
-        """Priority at present; the default again when its duration is over."""
-        return self.priority if self.deadline < 0 or since_boot() < self._ends_at() else DEFAULT_PRIORITY
+        """Priority at present; the default again when its time is over."""
+        return self.priority if self.until < 0 or time.time() < self.until else DEFAULT_PRIORITY
 
-    def _ends_at(self) -> float:
-        """Seconds since the machine's start at which the priority ends, if it does; after a restart its duration begins anew."""
-        return self.deadline if self.boot == boot_id() else since_boot() + self.duration_s
 
-    def worth(self, chunk: Sized, now: int, token_ms: float = TOKEN_MS) -> float:
+class Sized(NamedTuple):
+    """A chunk that may leave."""
+
+    key: ChunkKey
+    num_tokens: int
+    num_bytes: int
+    usage: Usage
+
+    def worth(self, now: int, token_ms: float = TOKEN_MS) -> float:
         """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes. ``token_ms`` stands in for an unknown cost."""
-        cost = self.cost_ms if self.cost_ms >= 0 else chunk.num_tokens * token_ms
-        return cost * (1.0 + self.recent_hits(now)) / max(1, chunk.num_bytes)
+        cost = self.usage.cost_ms if self.usage.cost_ms >= 0 else self.num_tokens * token_ms
+        return cost * (1.0 + self.usage.recent_hits(now)) / max(1, self.num_bytes)
 
 
-def token_ms(chunks: Iterable[tuple[Sized, Usage]]) -> float:
+def token_ms(chunks: Iterable[Sized]) -> float:
     """Mean cost of a token of those chunks whose cost is known: chunks of which it is not must not seem dearer or cheaper."""
-    known = [(usage.cost_ms, chunk.num_tokens) for chunk, usage in chunks if usage.cost_ms >= 0]
+    known = [(chunk.usage.cost_ms, chunk.num_tokens) for chunk in chunks if chunk.usage.cost_ms >= 0]
     tokens = sum(count for _, count in known)
     return sum(cost for cost, _ in known) / tokens if tokens else TOKEN_MS
 
 
-def order(now: int, token_ms: float = TOKEN_MS) -> Callable[[tuple[Sized, Usage]], tuple[int, float, int]]:
-    """Sort key: what is to be evicted first comes first."""
+def leaving(chunks: list[Sized], now: int, *, priority: int, must: int, should: int) -> list[Sized] | None:
+    """Choose what leaves, what is worth least first and nothing above a priority; ``None`` if all of it is less than ``must`` bytes.
 
-    def key(item: tuple[Sized, Usage]) -> tuple[int, float, int]:
-        chunk, usage = item
-        return usage.priority_now(), usage.worth(chunk, now, token_ms), usage.last
-
-    return key
+    ``should`` bytes leave if there are as many. Else half will do, but ``must``: it is no reason to take everything.
+    """
+    mean = token_ms(chunks)
+    ranks = ((each.usage.priority_now(), each.worth(now, mean), each.usage.last, each) for each in chunks)
+    going = [rank[-1] for rank in sorted(ranks) if rank[0] <= priority]
+    there = sum(chunk.num_bytes for chunk in going)
+    if there < must:
+        return None
+    goal = should if should <= there else max(must, there // 2)
+    sizes = accumulate((chunk.num_bytes for chunk in going), initial=0)
+    return [chunk for chunk, size in zip(going, sizes, strict=False) if size < goal]
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of the lowest tier; see :class:`kvrag.StoreConfig`.
+    """Limits of the lowest tier, as of :class:`kvrag.StoreConfig`; ``max_bytes`` of ``None`` and ``min_free_bytes`` of 0 are none.
 
-    Parameters
-    ----------
-    max_bytes
-        Most bytes of KV; ``None``: no limit.
-    min_free_bytes
-        Bytes of the file system that are left to others; 0: never evict for others.
-    high, low
-        Eviction begins above ``high`` × ``max_bytes`` and ends below ``low`` × ``max_bytes``. Where free space is short, it begins at
-        once, and ends when ``high`` - ``low`` of what is stored left beyond that.
+    Eviction begins above ``high`` × ``max_bytes`` and ends below ``low`` × ``max_bytes``. Where free space is short, it begins at once, and
+    ends when ``high`` - ``low`` of what is stored left beyond that.
     """
 
     max_bytes: int | None = None
@@ -198,34 +141,25 @@ class Budget:
     high: float = 0.95
     low: float = 0.85
 
-    def short(self, stored: int, free: int, need: int) -> tuple[int, int]:
-        """Return the bytes that must leave before ``need`` more are written: for the budget, and for the file system."""
-        kv = 0 if self.max_bytes is None else stored + need - self.max_bytes
-        return max(0, kv), max(0, self.min_free_bytes + need - free if self.min_free_bytes else 0)
+    def excess(self, stored: int, free: int, need: int) -> tuple[int, int, int]:
+        """Return the bytes that must leave before ``need`` more are written, that should, and that must for the file system's sake.
 
-    def excess(self, stored: int, free: int, need: int) -> tuple[int, int]:
-        """Return the bytes that should leave then: more than must, so that not every write has to evict."""
-        kv, disk = 0, self.short(stored, free, need)[1]
-        if self.max_bytes is not None and stored + need > self.high * self.max_bytes:
-            kv = stored + need - int(self.low * self.max_bytes)
-        return kv, disk and disk + int((self.high - self.low) * stored)
+        More should than must, so that not every write has to evict.
+        """
+        must, should, full = 0, 0, stored + need
+        if self.max_bytes is not None and full > self.high * self.max_bytes:
+            must, should = max(0, full - self.max_bytes), full - int(self.low * self.max_bytes)
+        disk = max(0, self.min_free_bytes + need - free) if self.min_free_bytes else 0
+        if disk:
+            must, should = max(must, disk), max(should, disk + int((self.high - self.low) * stored))
+        return must, should, disk
 
 
 class Evictor:
     """Makes room: what is worth least leaves first, until the store is below its low watermark; or nothing, where that is not enough.
 
-    Parameters
-    ----------
-    budget
-        The limits.
-    totals
-        Returns chunks and bytes stored.
-    usages
-        Returns the number of accesses so far, and every chunk with its usage.
-    free_bytes
-        Returns the free bytes of the file system.
-    evict
-        Erases chunks; raises ``OSError`` if they can't be.
+    ``totals``, ``usages`` and ``free_bytes`` return chunks and bytes stored, the number of accesses so far and all chunks, and the free
+    bytes of the file system. ``evict`` erases chunks, or raises ``OSError``.
     """
 
     def __init__(
@@ -233,7 +167,7 @@ class Evictor:
         budget: Budget,
         *,
         totals: Callable[[], tuple[int, int]],
-        usages: Callable[[], tuple[int, list[tuple[Record, Usage]]]],
+        usages: Callable[[], tuple[int, list[Sized]]],
         free_bytes: Callable[[], int],
         evict: Callable[[list[ChunkKey]], object],
     ) -> None:
@@ -241,56 +175,34 @@ class Evictor:
         self._free_bytes, self._in_vain_until = free_bytes, 0.0
 
     def make_room(self, need: int, *, priority: int) -> None:
-        """Evict until ``need`` bytes fit; chunks of a higher priority stay. Where that is not enough, all stay.
-
-        Raises
-        ------
-        StoreError
-            If they can't be made to fit.
-        """
-        budget = self._budget
-        if budget.max_bytes is not None and need > budget.max_bytes:
+        """Evict until ``need`` bytes fit, nothing of a higher priority; nothing at all where that is not enough: raise ``StoreError``."""
+        if self._budget.max_bytes is not None and need > self._budget.max_bytes:
             raise self._no_room(need, "they are more than its whole budget")
-        for _ in range(PASSES):  # others may take the room that was made
-            state = self._state()
-            excess, short = budget.excess(*state, need), budget.short(*state, need)
-            if not any(excess):
+        for turn in range(PASSES):
+            free = self._free()
+            must, should, disk = self._budget.excess(self._totals()[1], free, need)
+            if not (must if turn else should):
                 return
-            if short[1] and time.monotonic() < self._in_vain_until:
+            if disk and time.monotonic() < self._in_vain_until:
                 raise self._no_room(need, IN_VAIN)
-            victims = self._victims(priority)
-            there = sum(record.num_bytes for record in victims)
-            if there < max(short):
+            now, chunks = self._usages()
+            going = leaving(chunks, now, priority=priority, must=must, should=should)
+            if going is None:
                 raise self._no_room(need, "nothing more may leave it that would be enough")
-            # A watermark that can't be reached is no reason to take everything: half of it will do for a while.
-            goal = max(excess) if max(excess) <= there else max(*short, there // 2)
-            sizes = accumulate((record.num_bytes for record in victims), initial=0)
-            chosen = [record for record, size in zip(victims, sizes, strict=False) if size < goal]
-            self._leave(chosen[:PROBE])
-            if short[1] and self._state()[1] <= state[1] + sum(record.num_bytes for record in chosen[:PROBE]) // 4:
-                self._in_vain_until = time.monotonic() + RETRY_S
-                raise self._no_room(need, IN_VAIN)
-            self._leave(chosen[PROBE:])
-            if not any(budget.short(*self._state(), need)):
-                return
+            for part in (going[:PROBE], going[PROBE:]):
+                with suppress(OSError):
+                    self._evict([chunk.key for chunk in part])
+                if disk and self._free() <= free + sum(chunk.num_bytes for chunk in going[:PROBE]) // 4:
+                    self._in_vain_until = time.monotonic() + RETRY_S
+                    raise self._no_room(need, IN_VAIN)
         raise self._no_room(need, "what left it was not enough")
 
-    def _leave(self, chunks: list[Record]) -> None:
-        with suppress(OSError):
-            self._evict([record.key for record in chunks])
-
-    def _victims(self, max_priority: int) -> list[Record]:
-        """Return what may leave, what is worth least first."""
-        now, chunks = self._usages()
-        going = [(record, usage) for record, usage in chunks if usage.priority_now() <= max_priority]
-        return [record for record, _ in sorted(going, key=order(now, token_ms(chunks)))]
-
-    def _state(self) -> tuple[int, int]:
-        """Return the bytes that are stored, and those that are free."""
-        free = 2**62
-        with suppress(OSError):  # the write will tell
-            free = self._free_bytes() if self._budget.min_free_bytes else free
-        return self._totals()[1], free
+    def _free(self) -> int:
+        """Return the bytes that are free, as far as that matters."""
+        try:
+            return self._free_bytes() if self._budget.min_free_bytes else 2**62
+        except OSError:  # the write will tell
+            return 2**62
 
     def _no_room(self, need: int, why: str) -> StoreError:
         return StoreError(

@@ -21,7 +21,6 @@ QUICK = ("bit flips, rounded KV", "identities", "clocks")
 
 
 OPEN = {
-    "full disk": "a store can't be opened on a disk without one free byte",
     "read-only": "where a file system becomes read-only under an open store, its chunks are misses until it is opened again",
 }
 """What does not hold yet; docs/promises.md says the same."""

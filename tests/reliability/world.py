@@ -225,7 +225,7 @@ def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = 
     its knowing.
     """
     files, rows, pending = store.blobs.keys(), set(store.catalog.keys()), set(store.catalog.pending())
-    is_known = files <= rows | pending or may_lose or store.catalog.may_have_dormant()
+    is_known = files <= rows | pending or may_lose or store.catalog.state().dormant
     outcome.check(is_known, f"{where}: a file has no row")
     outcome.check(not rows & pending, f"{where}: a chunk is stored, and waits to be written")
     if is_whole:

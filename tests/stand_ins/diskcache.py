@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 DBNAME, MODE_RAW = "cache.db", 1
-DEFAULT_SETTINGS: dict[str, Any] = {}
-METADATA: dict[str, Any] = {}
 
 _ROWS: dict[str, dict[str, str]] = defaultdict(dict)
 _LOCK = threading.RLock()

@@ -15,8 +15,7 @@ from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, in_order, 
 
 from kvrag.blend.quantise import pack
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
-from kvrag.store import Keys
-from kvrag.store import catalog as rows
+from kvrag.store import Keys, ledger
 from kvrag.store.crypto import Seal
 from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion, record_of
 from kvrag.store.worth import Usage
@@ -52,18 +51,18 @@ PLAIN = [Sound.of(), *map(Sound.of, ("int8", "int4", "fp8"))]
 ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYPTOGRAPHY else []
 SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
 RECORD = record_of(ME, KV.num_bytes)
-ENTRY = rows._Entry("ab", 1, 2**64 - 1, 77)
-CHUNK = rows._Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0))
+ENTRY = ledger.Entry("ab", 1, 2**64 - 1, 77)
+CHUNK = ledger.Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0), False)
 VALUES: list[Any] = [
     CHUNK,
-    rows._Text(ENTRY, 7, [RECORD.key], 1),
-    rows._State(5, 1, 96, 3),
+    ledger.Text(ENTRY, 7, [RECORD.key], 1),
+    ledger.State(5, 1, 96, 3),
     [1, 2],
-    [ENTRY, None],
+    {7: ENTRY},
     ["ab"],
 ]
 SAID = [json.dumps(value) for value in VALUES]
-FORMS = [rows._CHUNK, rows._TEXT, rows._STATE, rows._PAIR, rows._LOG, rows._STRINGS]
+FORMS = [ledger.CHUNK, ledger.TEXT, ledger.STATE, ledger.RANGE, ledger.PAGE, ledger.STRINGS]
 
 
 def _load(raw: bytes, chunk: Sound) -> tuple[Blob, ChunkKV] | None:
@@ -116,14 +115,14 @@ def header_in_order(data: bytes) -> bool:
 def row(data: bytes) -> bool:
     """Parse a value of the catalog as every kind of row; what is accepted is within its bounds."""
     found = [_parsed(form, data) for form in FORMS]
-    chunk, text, state, _, log, _ = found
+    chunk, text, state, _, page, _ = found
     if chunk is not None:
         assert 0 <= chunk.record(RECORD.key).num_bytes < 2**62
         assert 0 <= chunk.usage.recent_hits(10**6) < 2**64
         assert 0 <= chunk.usage.priority_now() <= 100
     assert state is None or 0 <= state.generation < 2**62
     spans = SpanIndex()  # every prompt is scanned for all texts: none may be the end of that
-    spans.add([TextEntry(*entry) for entry in [*(log or []), text and text.entry] if entry is not None])
+    spans.add([TextEntry(*entry) for entry in [*(page or {}).values(), text and text.entry] if entry is not None])
     spans.scan("a" * ANCHOR_CHARS)
     return any(value is not None for value in found)
 

@@ -161,8 +161,8 @@ def test_what_another_process_evicts_takes_no_memory(handle):
 def test_one_look_at_the_generation_serves_a_whole_request(handle, monkeypatch):
     store, looks = fill(handle(), 1, 2, 3), []
     store.get(ME)
-    real = store.catalog.generation
-    monkeypatch.setattr(store.catalog, "generation", lambda: (looks.append(1), real())[1])
+    real = store.catalog.state
+    monkeypatch.setattr(store.catalog, "state", lambda: (looks.append(1), real())[1])
     assert all(isinstance(kv, ChunkKV) for kv in store.get_many(CHUNKS[1:4], timeout_s=PATIENT_S))
     assert looks == [1]
 

@@ -8,8 +8,8 @@ from pydantic import TypeAdapter, ValidationError
 from stores import CHUNKS, KEYS, KVS, SIZE, fill, present, put
 
 from kvrag.errors import ConfigError, StoreError
-from kvrag.store import Catalog, FileBlobs, Retention, worth
-from kvrag.store.worth import PROBE, RETRY_S, TOKEN_MS, Usage, token_ms
+from kvrag.store import Catalog, FileBlobs, Retention
+from kvrag.store.worth import HALF_LIFE, PROBE, RETRY_S, TOKEN_MS, Sized, Usage, leaving, token_ms
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
 GIGABYTE = 10**9
@@ -35,17 +35,6 @@ def free(monkeypatch):
 
     monkeypatch.setattr(FileBlobs, "free_bytes", lambda blobs: Free.bytes - SIZE * len(blobs.keys()) * Free.counts)
     return Free
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The time since the machine's start, which stands still unless it is set."""
-
-    class Clock:
-        now = worth.since_boot()
-
-    monkeypatch.setattr(worth, "since_boot", lambda: Clock.now)
-    return Clock
 
 
 def keep(store, number, priority=35, **retention):
@@ -100,32 +89,17 @@ def test_more_priority_does_not_make_room_for_less(make):
     assert store.catalog.pending() == []
 
 
-def test_a_priority_may_be_changed_and_ends_with_its_duration(make, clock):
+def test_a_priority_may_be_changed_and_ends_with_its_duration(make, monkeypatch):
     store = make()
     for number in range(4):
         keep(store, number, 50)
-    assert store.retain(KEYS[:1], Retention(90, duration_s=5)) == 1
-    clock.now += 1000
-    keep(store, 4, 40)
-    assert present(store) == [1, 2, 3, 4]
-
-
-def test_a_duration_begins_anew_after_a_restart_and_no_clock_change_ends_it(monkeypatch, clock):
-    kept = Usage().retained(Retention(90, duration_s=60))
-    monkeypatch.setattr(time, "time", lambda: 10**10)
-    assert kept.priority_now() == 90
-    clock.now += 10_000
-    assert kept.priority_now() == 35
-    monkeypatch.setattr(worth, "boot_id", lambda: "another")
-    assert kept.priority_now() == 90
-
-
-def test_of_two_alike_the_one_that_took_longer_to_compute_stays(make):
-    store = make()
-    for number in range(4):
-        keep(store, number, cost_ms=1.0 if number == 2 else 1000.0)
-    keep(store, 4, cost_ms=1000.0)
-    assert present(store) == [0, 1, 3, 4]
+    assert store.retain(KEYS[:1], Retention(90, duration_s=500)) == 1
+    keep(store, 4, 50)
+    assert present(store) == [0, 2, 3, 4]
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 1000)
+    keep(store, 5, 40)
+    assert present(store) == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("mean", [0.01, 100.0])
@@ -135,20 +109,43 @@ def test_chunks_of_unknown_cost_are_taken_for_average_ones(make, mean):
     put(store, 0)
     keep(store, 1, cost_ms=3 * mean * 0.5)
     keep(store, 2, cost_ms=3 * mean * 1.5)
-    assert token_ms((r, u) for r, u in store.catalog.usages()[1]) == pytest.approx(mean)
+    assert token_ms(store.catalog.usages()[1]) == pytest.approx(mean)
     keep(store, 3, cost_ms=3 * mean * 1.2)
     assert present(store) == [0, 2, 3]
 
 
-def test_hits_fade_and_a_cost_of_nothing_is_known(make):
-    store = fill(make(), 0)
-    record = store.catalog.get(KEYS[0])
+def sized(usage=None, *, key="key", tokens=3, num_bytes=10):
+    return Sized(key, tokens, num_bytes, usage or Usage())
+
+
+def test_hits_fade_and_a_cost_of_nothing_is_known():
     once = Usage().touched(1, now=10)
-    assert once.worth(record, 10) == pytest.approx(2 * Usage().worth(record, 10))
-    assert once.recent_hits(10 + worth.HALF_LIFE) == pytest.approx(0.5)
-    assert once.worth(record, 10**9) == pytest.approx(Usage().worth(record, 0))
-    assert token_ms([(record, Usage(cost_ms=0.0)), (record, Usage(cost_ms=6.0)), (record, Usage())]) == 1.0
+    assert sized(once).worth(10) == pytest.approx(2 * sized().worth(10))
+    assert once.recent_hits(10 + HALF_LIFE) == pytest.approx(0.5)
+    assert sized(once).worth(10**9) == pytest.approx(sized().worth(0))
+    assert token_ms([sized(Usage(cost_ms=0.0)), sized(Usage(cost_ms=6.0)), sized()]) == 1.0
     assert token_ms([]) == TOKEN_MS
+
+
+@pytest.mark.parametrize(
+    ("must", "should", "going"),
+    [
+        (0, 0, ""),
+        (1, 1, "c"),
+        (10, 11, "ca"),
+        (30, 30, "cab"),
+        (10, 40, "ca"),
+        (20, 40, "ca"),
+        (21, 40, "cab"),
+        (31, 31, None),
+    ],
+)
+def test_as_much_leaves_as_should_or_half_of_what_may(must, should, going):
+    """Of 30 bytes that may: c is worth least, then a, then b; d has a higher priority."""
+    usages = {"a": Usage(last=2), "b": Usage(last=3), "c": Usage(last=1), "d": Usage(50)}
+    chunks = [sized(usage, key=key) for key, usage in usages.items()]
+    found = leaving(chunks, 4, priority=35, must=must, should=should)
+    assert (None if found is None else "".join(chunk.key for chunk in found)) == going
 
 
 def test_eviction_goes_from_the_high_to_the_low_watermark(make):
@@ -200,7 +197,7 @@ def test_free_space_is_left_to_others(make, free):
 def test_eviction_that_frees_nothing_ends_soon_and_is_not_repeated(make, free, monkeypatch):
     """Snapshots and open files keep the space of what is erased; so does a file system that frees late."""
     now = [1000.0]
-    monkeypatch.setattr(worth.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     free.bytes = 2 * GIGABYTE
     store = fill(make(None, min_free_bytes=GIGABYTE), *range(11))
     free.bytes, free.counts = GIGABYTE - 5 * SIZE, False
@@ -265,13 +262,9 @@ def test_hits_reach_other_processes_and_outlive_this_one(make, handle):
 @pytest.mark.parametrize(
     "row",
     [
-        *(None, [1] * 7, [35, "", -1.0, -1.0, float("nan"), 0, -1.0], [35, "", -1.0, -1.0, 1e300, 0, -1.0]),
-        *(
-            [101, "", -1.0, -1.0, 0.0, 0, -1.0],
-            [-1, "", -1.0, -1.0, 0.0, 0, -1.0],
-            [10**9, "", -1.0, -1.0, 0.0, 0, -1.0],
-        ),
-        *([35, "", -1.0, -1.0, -1.0, 0, -1.0], [35, "", -1.0, -1.0, 0.0, -1, -1.0]),
+        *(None, [1] * 7, [35, -1.0, float("nan"), 0, -1.0], [35, -1.0, 1e300, 0, -1.0], [35, 1e300, 0.0, 0, -1.0]),
+        *([101, -1.0, 0.0, 0, -1.0], [-1, -1.0, 0.0, 0, -1.0], [10**9, -1.0, 0.0, 0, -1.0]),
+        *([35, -1.0, -1.0, 0, -1.0], [35, -1.0, 0.0, -1, -1.0], [35, -1.0, 0.0, 0, -2.0]),
     ],
 )
 def test_a_planted_usage_is_not_believed(row):
@@ -279,11 +272,21 @@ def test_a_planted_usage_is_not_believed(row):
     form = TypeAdapter(Usage)
     with pytest.raises(ValidationError):
         form.validate_python(row)
-    assert form.validate_json(form.dump_json(Usage(priority=3))) == Usage(priority=3)
+    for usage in (Usage(3), Usage().retained(Retention(3, 1e15, 1e15))):
+        assert form.validate_json(form.dump_json(usage)) == usage
+        assert usage.retention().priority == 3
 
 
 @pytest.mark.parametrize(
-    "options", [{"priority": 101}, {"priority": -1}, {"priority": 1.0}, {"duration_s": -1}, {"cost_ms": float("nan")}]
+    "options",
+    [
+        {"priority": 101},
+        {"priority": -1},
+        {"priority": 1.0},
+        {"duration_s": -1},
+        {"cost_ms": float("nan")},
+        {"duration_s": 1e300},
+    ],
 )
 def test_a_retention_out_of_range_is_named(options):
     with pytest.raises(ConfigError, match=r"Retention\."):

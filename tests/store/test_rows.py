@@ -5,13 +5,14 @@ import pickle
 import shutil
 import sqlite3
 from contextlib import closing
+from types import SimpleNamespace
 
 import diskcache
 import pytest
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, fill, present, put
+from stores import CHUNKS, EVERY_KEY, KEYS, KVS, SIZE, failing, fill, present, put
 
 from kvrag.errors import StoreError
-from kvrag.store.rows import METADATA, SETTINGS, JsonDisk, examine, own_schema
+from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, own
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
 NUMBERS = range(5)
@@ -83,6 +84,9 @@ DAMAGES = {
     ),
     "view": execute("ALTER TABLE Cache RENAME TO C", "CREATE VIEW Cache AS SELECT * FROM C"),
     "foreign setting": execute("INSERT INTO Settings VALUES ('close', 1)"),
+    "other word in a setting": execute(
+        "UPDATE Settings SET value = 'least-recently-used' WHERE key = 'eviction_policy'"
+    ),
     "word in a setting": execute("UPDATE Settings SET value = '0; DROP TABLE Cache' WHERE key = 'sqlite_mmap_size'"),
 }
 
@@ -119,18 +123,11 @@ def test_an_empty_or_lost_catalog_is_begun_anew(filled, opened, root, damage):
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
 
 
-def test_a_sound_catalog_is_kept(filled, opened, root):
-    filled.close()
-    assert present(opened()) == list(NUMBERS)
-    assert not (root / "catalog.damaged").exists()
-    assert examine(database(root)) is None
-
-
 def test_what_looks_damaged_once_is_kept(filled, opened, root, monkeypatch):
     """A page that can't be read is damage in the words of some versions of SQLite; it can be read the next time."""
     filled.close()
     verdicts = iter(["it has a foreign schema", None])
-    monkeypatch.setattr("kvrag.store.rows.fault_of", lambda _: next(verdicts))
+    monkeypatch.setattr("kvrag.store.database._fault_at", lambda _: next(verdicts))
     assert present(opened()) == list(NUMBERS)
     assert not (root / "catalog.damaged").exists()
 
@@ -153,6 +150,27 @@ def test_damage_under_an_open_store_costs_no_wrong_answer(filled, opened, root):
     for number in NUMBERS:
         assert put(store, number) in (0, KVS[0].num_bytes)
         assert same_bits(store.get(CHUNKS[number]), KVS[number])
+
+
+def test_a_store_that_is_opened_on_a_full_disk_is_read(filled, opened, root, monkeypatch):
+    """From a private copy of the catalog: SQLite can't open one where it can write nothing."""
+    real = diskcache.Cache
+
+    def full(folder, **options):
+        if folder == str(root / "catalog"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return real(folder, **options)
+
+    monkeypatch.setattr(diskcache, "Cache", full)
+    with pytest.raises(StoreError, match="disk is full"):
+        opened(ram_bytes=SIZE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    store = opened(ram_bytes=SIZE)
+    assert same_bits(store.get(CHUNKS[1]), KVS[1])
+    with pytest.raises(StoreError, match="reading only"):
+        put(store, 9)
+    filled.delete([KEYS[1]])
+    assert store.get(CHUNKS[1]) is None
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
@@ -202,7 +220,7 @@ def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, ki
         kv = store.get(CHUNKS[number])
         assert kv is None or same_bits(kv, KVS[number])
         store.catalog.variants("x")
-        store.catalog.retention(KEYS[number])
+        store.retention(KEYS[number])
     assert put(store, 0) in (0, KVS[0].num_bytes)
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
     store.forget(NAMESPACE, "doc 0")
@@ -211,34 +229,33 @@ def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, ki
     assert victim.read_bytes() == PICKLE
 
 
-def test_the_disk_of_the_cache_refuses_everything_but_strings(tmp_path, no_pickle):
-    with diskcache.Cache(str(tmp_path), disk=JsonDisk) as cache:
-        for name, value in (((1, 2), "x"), ("x", {"a": 1}), ("x", b"bytes"), ("x", 5), (b"x", "x")):
-            with pytest.raises(TypeError, match="string"):
-                cache.set(name, value)
-        with pytest.raises(TypeError, match="no file"):
-            cache.disk.filename()
+def test_a_row_of_any_length_is_in_the_database(filled, root):
+    """diskcache would keep long ones in files, which it takes their names for."""
+    rows, long = filled.catalog._rows, "x" * 2**20
+    with rows.change():
+        rows.set("a", long)
+    assert rows.get("a") == f'"{long}"'
+    assert {path.name for path in (root / "catalog").iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm"}
 
 
 # -- what is assumed of diskcache ----------------------------------------------------------------------------------------
 
 
-def test_diskcache_has_the_schema_and_the_settings_that_are_examined():
-    """The names that it makes attributes and PRAGMAs of, and the tables that it believes."""
-    assert set(own_schema()) >= {"table Cache", "table Settings", "index Cache_key_raw"}
-    kinds = {name.partition(" ")[0] for name in own_schema()}
-    assert kinds == {"table", "index", "trigger"}
-    assert {"count", "size", "hits", "misses"} == set(METADATA)
-    assert set(SETTINGS) <= {
-        *diskcache.DEFAULT_SETTINGS,
-        "sqlite_trusted_schema",
-        "sqlite_cell_size_check",
-        "sqlite_secure_delete",
-    }
+def test_the_examination_sees_all_that_diskcache_makes_of_an_empty_folder():
+    """The tables, indices and triggers that it believes, and the settings that it makes attributes and PRAGMAs of."""
+    kinds = {(kind, name) for kind, name, _, _ in own(SCHEMA)}
+    assert kinds >= {("table", "Cache"), ("table", "Settings"), ("index", "Cache_key_raw")}
+    assert {kind for kind, _ in kinds} == {"table", "index", "trigger"}
+    words = {"eviction_policy": "none", "sqlite_journal_mode": "wal"}
+    names = {*diskcache.DEFAULT_SETTINGS, *SETTINGS, "count", "size", "hits", "misses"}
+    assert dict(own(CHOICES)) == {**dict.fromkeys(names, 0), **words}, "whole numbers may differ: they are set anew"
 
 
-def test_the_database_is_not_mapped_never_evicts_and_overwrites_what_is_erased(filled, root):
-    cache = filled.catalog._rows._cache
+def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is_erased(filled, opened, root):
+    filled.close()
+    store = opened()
+    assert (present(store), (root / "catalog.damaged").exists()) == (list(NUMBERS), False)
+    cache = store.catalog._rows._cache
     assert (cache.eviction_policy, cache.cull_limit, cache.statistics) == ("none", 0, 0)
     assert cache._sql("PRAGMA mmap_size").fetchall() in ([], [(0,)])
     assert cache._sql("PRAGMA secure_delete").fetchall() == [(1,)]
@@ -261,11 +278,8 @@ def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, ro
 
 
 def test_a_change_that_fails_changes_nothing(filled, monkeypatch):
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(filled.catalog, "_count", fail)
+        patch.setattr(filled.catalog, "_count", failing(28)(None))
         with pytest.raises(StoreError, match="No space left"):
             put(filled, 9)
     assert present(filled) == list(NUMBERS)

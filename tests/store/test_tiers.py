@@ -1,12 +1,13 @@
 """Memory above the disk: hits are kept in every tier above, budgets hold, and what is worth least leaves memory first."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from stores import CHUNKS, KEYS, KVS, PATIENT_S, SIZE, fill, held, put
 
-from kvrag.store import MemoryTier, Retention, memory, on_accelerator, worth
+from kvrag.store import MemoryTier, Retention, memory, on_accelerator
 from kvrag.store.worth import HALF_LIFE, Usage
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
@@ -70,8 +71,8 @@ def test_a_priority_a_duration_and_a_cost_go_along_to_every_tier(tiers, monkeypa
         put(store, number)
         store.get(CHUNKS[number])
     assert (held(gpu), 0 in held(host)) == ([0], True)
-    now = worth.since_boot()
-    monkeypatch.setattr(worth, "since_boot", lambda: now + 61)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 61)
     for number in (4, 5, 6):
         put(store, number)
         store.get(CHUNKS[number])
@@ -259,10 +260,10 @@ def test_what_is_asked_for_now_takes_the_place_of_what_was_asked_for_before(hand
 
 
 def test_many_chunks_leave_by_few_rankings(monkeypatch):
-    tier, rankings, real = MemoryTier(64 * SIZE), [], memory.order
+    tier, rankings, real = MemoryTier(64 * SIZE), [], memory.leaving
     for number in range(64):
         keep(tier, number, cost_ms=1.0 + number)
-    monkeypatch.setattr(memory, "order", lambda *args: rankings.append(args) or real(*args))
+    monkeypatch.setattr(memory, "leaving", lambda *args, **how: rankings.append(args) or real(*args, **how))
     for number in range(100, 112):
         keep(tier, number, cost_ms=1000.0)
     assert len(rankings) == 3, "one for four chunks of sixty-four"

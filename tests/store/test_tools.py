@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from stores import (
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import Keys, Retention, blobs, worth
+from kvrag.store import Keys, Retention, blobs
 from kvrag.store.check import copy, fsck, gc, sample
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -179,8 +180,8 @@ def test_a_copy_with_another_key_is_called_otherwise(opened, tmp_path, old, new)
 
 
 def test_copies_keep_priority_duration_and_cost_and_what_is_there_its_own(filled, opened, tmp_path, key, monkeypatch):
-    clock = [worth.since_boot()]
-    monkeypatch.setattr(worth, "since_boot", lambda: clock[0])
+    clock = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
     keys = KEYS[:4]
     filled.retain(keys[:1], Retention(90, duration_s=1000, cost_ms=12.5))
     filled.retain(keys[1:2], Retention(90, duration_s=10))

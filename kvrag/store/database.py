@@ -1,0 +1,127 @@
+"""The file of a database: made private, and examined before diskcache opens it.
+
+diskcache believes the schema and the settings that it finds, so both are compared with those of a database that it has just made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import diskcache
+from diskcache.core import DBNAME
+
+log = logging.getLogger(__name__)
+
+BUSY_S = 10.0
+
+SETTINGS = {
+    "eviction_policy": "none",
+    "cull_limit": 0,
+    "sqlite_mmap_size": 0,
+    "sqlite_trusted_schema": 0,
+    "sqlite_cell_size_check": 1,
+    "sqlite_secure_delete": 1,
+    "disk_pickle_protocol": 0,
+    "disk_min_file_size": 2**62,
+}
+SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
+CHOICES = "SELECT key, CASE typeof(value) WHEN 'integer' THEN 0 ELSE value END FROM Settings ORDER BY key"
+
+FAULTS = (sqlite3.Error, OSError, diskcache.Timeout)
+OUTAGES = ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM", "AUTH", "PROTOCOL")
+"""SQLite errors that say nothing against the file's content."""
+
+
+def make(folder: Path) -> None:
+    """Make a folder and an empty database in it, unless they are there: private, and there after a power cut."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    # SQLite gives its other files the mode of this one.
+    with suppress(FileExistsError), _opened(folder / DBNAME, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW):
+        sync(folder, folder.parent)
+
+
+def sync(*folders: Path) -> None:
+    """Let the names in folders survive a power cut."""
+    for folder in folders:
+        with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            os.fsync(fd)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, where the file system has locks."""
+    with _opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def put_aside_if_damaged(folder: Path) -> None:
+    """Move a damaged database and its journals out of the way; only the latest is kept. Raises as :func:`examine`."""
+    if os.path.lexists(folder / DBNAME) and (fault := examine(folder / DBNAME)):
+        log.warning("the catalog %s is damaged (%s); it is moved aside and begun anew", folder, fault)
+        aside = folder.with_name(folder.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+
+
+def examine(path: Path) -> str | None:
+    """Say what is wrong with a database; ``None`` if nothing is, or it is empty.
+
+    Raises
+    ------
+    sqlite3.Error
+        If it can't be read now, which says nothing about its content.
+    """
+    return _fault_at(path) and _fault_at(path)  # SQLite may take a page that could not be read, once, for damage
+
+
+def _fault_at(path: Path) -> str | None:
+    if path.is_symlink() or not path.is_file():
+        return "it is not a regular file"
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as database:
+            for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
+                database.execute(f"PRAGMA {pragma}")
+            ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
+            if outage := re.search(r"error code=(\d+)", str(verdict)):  # a page could not be read, which is no damage
+                raise sqlite3.OperationalError(f"error {outage[1]}")
+            if verdict != "ok":
+                return str(verdict)
+            schema = database.execute(SCHEMA).fetchall()
+            is_own = not schema or (schema == own(SCHEMA) and database.execute(CHOICES).fetchall() == own(CHOICES))
+            return None if is_own else "it has a foreign schema, or foreign settings"
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorname", "IOERR").removeprefix("SQLITE_").startswith(OUTAGES):
+            raise
+        return str(error)
+
+
+@functools.cache
+def own(query: str) -> list[Any]:
+    """Answer a query as a database does that diskcache has just made."""
+    with tempfile.TemporaryDirectory(prefix="kvrag-") as folder:
+        diskcache.Cache(folder, **SETTINGS).close()
+        with closing(sqlite3.connect(Path(folder) / DBNAME)) as database:
+            return database.execute(query).fetchall()
