@@ -35,12 +35,11 @@ from kvrag.types import (
 )
 
 if TYPE_CHECKING:
-    from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
+    from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig
     from kvrag.engine import KVRagEngine
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.model.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
     from kvrag.prompt.template import TemplatePrefix
-    from kvrag.store import Retention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -78,12 +77,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "kvrag.config": ("RepairConfig", "SamplingConfig", "StoreConfig"),
+    "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
     "kvrag.model.flash": ("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
     "kvrag.prompt.template": ("TemplatePrefix",),
-    "kvrag.store": ("Retention",),
 }
 """Modules that are imported at first use of one of their names: ``import kvrag`` imports neither torch nor transformers."""
 

@@ -303,6 +303,23 @@ class StoreConfig:
     __deepcopy__ = __copy__
 
 
+DEFAULT_PRIORITY = 35
+MOST = 1e15  # seconds, or milliseconds
+Given = Annotated[float, Field(strict=True, ge=0, le=MOST)]
+
+
+@config_class
+class Retention:
+    """How much a chunk is worth keeping."""
+
+    priority: Annotated[int, Field(strict=True, ge=0, le=100)] = DEFAULT_PRIORITY
+    """0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30."""
+    duration_s: Given | None = None
+    """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
+    cost_ms: Given | None = None
+    """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
+
+
 @config_class
 class SamplingConfig:
     """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``."""

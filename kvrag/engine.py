@@ -16,7 +16,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.blend.quantise import convert
-from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
+from kvrag.config import (
+    MODES,
+    RepairConfig,
+    Retention,
+    SamplingConfig,
+    StoreConfig,
+    as_config,
+    check_mode,
+    refuse_misplaced,
+)
 from kvrag.errors import ConfigError, InputError
 from kvrag.generate.sequence import Answering, EngineStats, Request
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
@@ -24,12 +33,19 @@ from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
-from kvrag.precompute.documents import check_items, check_kv_dir, check_namespace, chosen_documents, chosen_keys
+from kvrag.precompute.documents import (
+    check_items,
+    check_kv_dir,
+    check_namespace,
+    chosen_documents,
+    chosen_keys,
+    members,
+)
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute, replaced_ids
 from kvrag.prompt.template import Prefix, Prompt, PromptEncoder, prefix_text
-from kvrag.store import Prefetch, Retention, TieredStore, members, on_accelerator, open_store
+from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.threads import fork_lock
 from kvrag.types import (
     Chunk,

@@ -117,7 +117,7 @@ def kept_bytes_per_token(shape: ModelShape, kv_dtype: KVDtype, *, chunk_tokens: 
         return kv_bytes_per_token(shape, dtype)
     import torch  # here alone: the layout of codes and scales has one definition
 
-    from kvrag.store.layers import parts
+    from kvrag.layers import parts
 
     one = (shape.num_kv_heads, chunk_tokens, shape.head_dim)
     size = sum(part.num_bytes for part in parts(kv_dtype, torch.bfloat16, one, one))

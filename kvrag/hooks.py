@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError
 from kvrag.precompute.documents import in_collection
 from kvrag.prompt.template import Prefix
-from kvrag.store import Retention
 from kvrag.threads import POOL
 from kvrag.types import PrecomputeReport, SyncReport
 

@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "config", "fields", "threads"},
+    {"types", "errors", "config", "fields", "threads", "layers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -39,7 +39,7 @@ RANKS = (
 )
 """Rooms and modules of the facade. Each imports from its own room and from the ranks before its own; modules of the facade that share a
 rank may import each other."""
-FACADE = {"types", "errors", "config", "fields", "threads", "engine", "hooks", "verify", "estimate"}
+FACADE = {"types", "errors", "config", "fields", "threads", "layers", "engine", "hooks", "verify", "estimate"}
 ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
@@ -56,7 +56,7 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 500, "kvrag/config.py": 340, "kvrag/types.py": 390, "kvrag/testing/store.py": 470}
+LONGER_FILES = {"kvrag/engine.py": 500, "kvrag/config.py": 360, "kvrag/types.py": 390, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 54,
@@ -71,7 +71,6 @@ LARGER_ROOMS: dict[str, int] = {}
 """Rooms that may hold more files than :data:`ROOM_FILES`; none does."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {
-    "large rooms": {"store": 15},
     "totals": {"lines of kvrag/store": 3600},
     "undrawn rooms": {"testing"},
 }

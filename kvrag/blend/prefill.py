@@ -18,12 +18,12 @@ from kvrag.blend.stitch import stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.layers import parts
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.store.layers import parts
 from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
 from kvrag.blend.quantise import unpack
+from kvrag.layers import GROUP
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
-from kvrag.store.layers import GROUP
 from kvrag.types import ChunkKV, LayerKV, Scales
 
 LAYERS_PER_LAUNCH = (

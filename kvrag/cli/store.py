@@ -147,7 +147,7 @@ def rm(
     if not document and not collection:
         raise InputError("nothing is named to erase; pass --document ID, --collection NAME or --all")
     with _existing_store(kv_dir) as store:
-        from kvrag.store import members
+        from kvrag.precompute.documents import members
 
         space = store.names.namespace(namespace)
         known = store.catalog.documents(space)

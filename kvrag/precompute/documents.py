@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.template import check_chunk_text
-from kvrag.store import Catalog, below_collection, members
+from kvrag.store import Catalog
 from kvrag.types import ChunkKey
 
 Item = tuple[str | None, str]
@@ -94,3 +94,16 @@ def chosen_keys(
         if record is not None and record.namespace == namespace and model in (None, record.model):
             found.append(key)
     return list(dict.fromkeys(found))
+
+
+def members(doc_ids: Iterable[str], collection: str) -> list[str]:
+    """Return the documents of a collection, which are those below ``collection/``; raises as :func:`below_collection`."""
+    below = below_collection(collection)
+    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
+
+
+def below_collection(collection: str) -> str:
+    """Return what the ids of a collection's documents begin with; raises ``InputError`` for what is no name: it would mean all, or none."""
+    if not isinstance(collection, str) or not collection.strip("/"):
+        raise InputError(f"collection is {collection!r}; pass the part of the document ids before a slash")
+    return collection.rstrip("/") + "/"

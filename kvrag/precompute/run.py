@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tqdm.auto import tqdm
 
 from kvrag.blend.quantise import pack
-from kvrag.config import StoreConfig
+from kvrag.config import Retention, StoreConfig
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, ids_digest
 from kvrag.model import CausalLM
@@ -21,7 +21,7 @@ from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.spans import text_entry
-from kvrag.store import Retention, TieredStore
+from kvrag.store import TieredStore
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 

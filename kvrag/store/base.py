@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
-from kvrag.errors import InputError
 from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
@@ -158,16 +157,3 @@ class Events:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("an event of the KV store could not be reported: %s", error)
-
-
-def members(doc_ids: Iterable[str], collection: str) -> list[str]:
-    """Return the documents of a collection, which are those below ``collection/``; raises as :func:`below_collection`."""
-    below = below_collection(collection)
-    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
-
-
-def below_collection(collection: str) -> str:
-    """Return what the ids of a collection's documents begin with; raises ``InputError`` for what is no name: it would mean all, or none."""
-    if not isinstance(collection, str) or not collection.strip("/"):
-        raise InputError(f"collection is {collection!r}; pass the part of the document ids before a slash")
-    return collection.rstrip("/") + "/"

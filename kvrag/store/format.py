@@ -25,9 +25,9 @@ import xxhash
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
+from kvrag.layers import FLOATS, MAX_LAYERS, NAMES, Part, Shapes, own_kv, parts, scanned, shapes_of, view_layer
 from kvrag.store.base import Bytes, LateHead, Record
 from kvrag.store.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
-from kvrag.store.layers import FLOATS, MAX_LAYERS, NAMES, Part, Shapes, own_kv, parts, scanned, shapes_of, view_layer
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, KVDtype, LayerKV
 

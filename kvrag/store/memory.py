@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.layers import own_kv
 from kvrag.store.base import Events, StoreStats
-from kvrag.store.layers import own_kv
-from kvrag.store.worth import Retention, Sized, Usage, leaving
+from kvrag.store.worth import Sized, Usage, leaving
 from kvrag.threads import Pool, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 

@@ -22,8 +22,8 @@ from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
+from kvrag.store.catalog.database import sync
 from kvrag.store.crypto import Keys
-from kvrag.store.database import sync
 from kvrag.store.memory import MemoryTier
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import Budget

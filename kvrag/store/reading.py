@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from kvrag.config import StoreConfig
+from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Events, StoreStats
 from kvrag.store.blobs import KEY, MemoryBlobs
@@ -21,7 +21,7 @@ from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion
 from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads
-from kvrag.store.worth import Retention, Usage
+from kvrag.store.worth import Usage
 from kvrag.threads import Deadline, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from kvrag.config import StoreConfig
+from kvrag.config import Retention, StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Record
@@ -21,7 +21,7 @@ from kvrag.store.crypto import Keys
 from kvrag.store.format import BlobRejected, Encoded, encode, record_of
 from kvrag.store.memory import MemoryTier
 from kvrag.store.reading import Reader
-from kvrag.store.worth import Budget, Evictor, Retention, Usage, check_retention, priority_of
+from kvrag.store.worth import Budget, Evictor, Usage, check_retention, priority_of
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 ATTEMPTS = 3

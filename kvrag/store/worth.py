@@ -11,11 +11,10 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from kvrag.config import config_class
+from kvrag.config import DEFAULT_PRIORITY, MOST, Retention
 from kvrag.errors import ConfigError, StoreError
 from kvrag.types import ChunkKey
 
-DEFAULT_PRIORITY = 35
 HALF_LIFE = 4096  # accesses of the store after which a hit counts half
 TOKEN_MS = 1.0  # assumed cost of a token where none was measured in the whole store; only ratios matter
 PROBE = 4  # chunks that leave for free space before it is checked whether any came of it: snapshots and open files keep theirs
@@ -23,21 +22,7 @@ PASSES = 8  # times that room is made for one chunk: others may take it
 RETRY_S = 600.0  # seconds for which nothing more leaves for free space after none came of it
 IN_VAIN = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
 
-MOST = 1e15  # seconds, or milliseconds
-Given = Annotated[float, Field(strict=True, ge=0, le=MOST)]
 Known = Annotated[float, Field(ge=-1, le=MOST)]
-
-
-@config_class
-class Retention:
-    """How much a chunk is worth keeping."""
-
-    priority: Annotated[int, Field(strict=True, ge=0, le=100)] = DEFAULT_PRIORITY
-    """0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30."""
-    duration_s: Given | None = None
-    """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
-    cost_ms: Given | None = None
-    """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
 
 
 def check_retention(value: object, *, is_needed: bool = False) -> None:

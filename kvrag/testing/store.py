@@ -25,9 +25,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvrag.config import Retention
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key, content_key, namespace_digest
-from kvrag.store import Blobs, Retention, TieredStore
+from kvrag.store import Blobs, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, LayerKV
 

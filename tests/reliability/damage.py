@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from world import PLAIN, Kind, Outcome, identity, key, path_of, put, state
 
+from kvrag.layers import MAX_LAYERS
 from kvrag.store.format import Blob, BlobRejected, Header, encode
-from kvrag.store.layers import MAX_LAYERS
 from kvrag.types import ChunkKey
 
 TRIES = 5

@@ -15,7 +15,8 @@ from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, in_order, 
 
 from kvrag.blend.quantise import pack
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
-from kvrag.store import Keys, ledger
+from kvrag.store import Keys
+from kvrag.store.catalog import ledger
 from kvrag.store.crypto import Seal
 from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion, record_of
 from kvrag.store.worth import Usage

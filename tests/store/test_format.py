@@ -12,9 +12,9 @@ from stores import CHUNKS, KVS, blob_of, head_of, path_of
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION
+from kvrag.layers import MAX_LAYERS, SCAN_BYTES
 from kvrag.store import MemoryBlobs, format
 from kvrag.store.format import Blob, encode
-from kvrag.store.layers import MAX_LAYERS, SCAN_BYTES
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

@@ -12,7 +12,7 @@ import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, SIZE, failing, fill, present, put
 
 from kvrag.errors import StoreError
-from kvrag.store.database import CHOICES, SCHEMA, SETTINGS, own
+from kvrag.store.catalog.database import CHOICES, SCHEMA, SETTINGS, own
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
 NUMBERS = range(5)
@@ -127,7 +127,7 @@ def test_what_looks_damaged_once_is_kept(filled, opened, root, monkeypatch):
     """A page that can't be read is damage in the words of some versions of SQLite; it can be read the next time."""
     filled.close()
     verdicts = iter(["it has a foreign schema", None])
-    monkeypatch.setattr("kvrag.store.database._fault_at", lambda _: next(verdicts))
+    monkeypatch.setattr("kvrag.store.catalog.database._fault_at", lambda _: next(verdicts))
     assert present(opened()) == list(NUMBERS)
     assert not (root / "catalog.damaged").exists()
 
@@ -263,7 +263,7 @@ def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is
 
 
 def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, root, monkeypatch):
-    monkeypatch.setattr("kvrag.store.rows.BUSY_S", 0.05)
+    monkeypatch.setattr("kvrag.store.catalog.rows.BUSY_S", 0.05)
     filled.catalog._rows._open()
     with closing(sqlite3.connect(database(root), isolation_level=None)) as blocker:
         blocker.execute("BEGIN IMMEDIATE")

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvrag.identity.fingerprint import namespace_digest
-from kvrag.store import below_collection
+from kvrag.precompute.documents import below_collection
 
 logger = logging.getLogger(__name__)
 

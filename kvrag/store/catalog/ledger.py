@@ -25,8 +25,8 @@ from typing import Annotated, NamedTuple, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvrag.store.base import Record
+from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Seal
-from kvrag.store.rows import Rows
 from kvrag.store.worth import Usage
 from kvrag.types import ChunkKey, TextEntry
 

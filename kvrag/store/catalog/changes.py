@@ -12,11 +12,12 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from kvrag.config import Retention
 from kvrag.store.base import Record
+from kvrag.store.catalog.ledger import PAGE, PER_PAGE, RANGE, STATE, Chunk, Entry, Ledger, State, Text
+from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Keys, Seal
-from kvrag.store.ledger import PAGE, PER_PAGE, RANGE, STATE, Chunk, Entry, Ledger, State, Text
-from kvrag.store.rows import Rows
-from kvrag.store.worth import Retention, Sized, Usage
+from kvrag.store.worth import Sized, Usage
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey, TextEntry
 
@@ -24,12 +25,12 @@ MAX_TOUCHED = 128  # chunks whose hits are collected before they are written dow
 
 
 class Catalog(Ledger):
-    """The rows of one store; what can be asked of them is said in :mod:`kvrag.store.ledger`.
+    """The rows of one store; what can be asked of them is said in :mod:`kvrag.store.catalog.ledger`.
 
     Parameters
     ----------
     folder, read_only, durable
-        As for :class:`~kvrag.store.rows.Rows`.
+        As for :class:`~kvrag.store.catalog.rows.Rows`.
     keys
         With a key, digests of texts, ids of documents and all values are encrypted.
     may_have_blobs

@@ -22,8 +22,8 @@ import diskcache
 from diskcache.core import DBNAME, MODE_RAW
 
 from kvrag.errors import StoreError
+from kvrag.store.catalog.database import BUSY_S, FAULTS, SETTINGS, locked, make, put_aside_if_damaged
 from kvrag.store.crypto import Seal
-from kvrag.store.database import BUSY_S, FAULTS, SETTINGS, locked, make, put_aside_if_damaged
 from kvrag.threads import fork_lock
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,11 @@
+"""Who has what: chunks, texts, documents, and what chunks are worth. Processes share it; each change is one transaction.
+
+::
+
+    changes → ledger → rows (diskcache) → database
+
+"""
+
+from kvrag.store.catalog.changes import Catalog
+
+__all__ = ["Catalog"]
