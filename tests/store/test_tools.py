@@ -85,7 +85,7 @@ def test_samples_are_everything_once(filled):
 
 def test_rows_without_files_are_removed_and_files_without_rows_erased(filled, root):
     path_of(root, CHUNKS[4]).unlink()
-    filled.catalog.remove([KEYS[5]])
+    filled.catalog.remove(filled.catalog.revisions([KEYS[5]]))
     report = fsck(filled)
     assert (report.ok, report.unknown_rows, report.dormant) == (True, 1, 1)
     assert present(filled) == files(root) == [0, 1, 2, 3, 6, 7]
@@ -102,7 +102,7 @@ def test_gc_removes_what_nobody_needs(filled, root, monkeypatch, key):
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(raw)
     (root / "tmp" / "left").write_text("x")
-    filled.catalog.remove([KEYS[5]])
+    filled.catalog.remove(filled.catalog.revisions([KEYS[5]]))
     filled.catalog.begin(filled.catalog.get(KEYS[6]) and record(filled, 9), make_text("9"), "doc 9", None)
     (root / "catalog.damaged").mkdir()
     report = gc(filled)
