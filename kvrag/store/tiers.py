@@ -19,7 +19,7 @@ from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.format import BlobRejected, Encoded, encode, record_of
-from kvrag.store.memory import MemoryTier
+from kvrag.store.memory import MemoryTier, tell
 from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Usage, check_retention, priority_of
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
@@ -85,17 +85,17 @@ class TieredStore(Reader):
         Raises ``StoreError`` if it can't be written, or there is no room for it; nothing of it is left then.
         """
         self._check_writable()
-        check_retention(retention)
+        priority = priority_of(retention)
         key, epochs = chunk_key(identity), self._epochs()
         if self.catalog.link(key, text, doc_id):
             return 0
         encoded = encode(identity, kv, self.keys.cipher)
         record = record_of(identity, encoded.header.num_bytes)
-        self._evictor.make_room(record.num_bytes, priority=priority_of(retention))
+        self._evictor.make_room(record.num_bytes, priority=priority)
         written = self._write(record, encoded, text, doc_id, retention)
         if written is None:
             return 0
-        self.events.stored(self.name, key, reason, record.num_tokens, record.num_bytes)
+        tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
         usage = Usage() if retention is None else Usage().retained(retention)
         for tier, epoch in epochs:
             if tier.keeps_puts:
@@ -152,9 +152,8 @@ class TieredStore(Reader):
             return False
         if not self.catalog.begin(record, text, doc_id, None):
             return True
-        is_stored = self.catalog.confirm(key)
-        if is_stored:
-            self.events.stored(self.name, key, "adopted", record.num_tokens, record.num_bytes)
+        if is_stored := self.catalog.confirm(key):
+            tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
@@ -210,9 +209,8 @@ class TieredStore(Reader):
             self._drop(keys, "deleted")
         else:
             for tier in self.tiers:
-                tier.drop(tier.keys(), None)
-            for name in self.stats():
-                self.events.cleared(name)
+                tier.drop(tier.keys(), "cleared")
+            tell(self.listeners, self.name, (), "cleared")
         self._followed = None  # what was kept meanwhile is looked up
         self.catalog.scrub()
         return count
@@ -248,9 +246,12 @@ class TieredStore(Reader):
     def close(self) -> None:
         """Release resources; idempotent. What other stores of the process share stays open for them."""
         with self._lock:
-            was_closed, self._is_closed, self.tiers = self._is_closed, True, ()
+            was_closed, self._is_closed, tiers, self.tiers = self._is_closed, True, self.tiers, ()
         if was_closed:
             return
+        for tier in tiers:
+            for each in self.listeners:
+                tier.listeners.remove(each)
         self.catalog.flush()
         if self._is_last():
             self.reads.cancel()
