@@ -21,10 +21,8 @@ class FsckReport:
 
     Parameters
     ----------
-    checked, verified
-        Chunks whose headers were checked, and chunks of which every byte was.
-    rejected
-        ``(key, reason)`` of what was erased.
+    checked, verified, rejected
+        Chunks whose headers were checked, those of which every byte was, and ``(key, reason)`` of what was erased.
     other_versions, foreign
         Files of another version of the format or with another key, which :func:`gc` removes (when asked to); their damage can't be seen.
     dormant, unknown_rows
@@ -142,19 +140,15 @@ def copy(
     catalog, holders, counts = source.catalog, _holders(source), [0, 0, 0]
     for key in sorted(catalog.keys() if keys is None else keys):
         identity = source.identity(key)
-        kv = None if identity is None else source.get(identity)
-        namespace = None if identity is None else names.get(identity.namespace)
-        if identity is not None and source.names == target.names:
-            namespace = identity.namespace
-        if identity is None or kv is None or namespace is None:
+        space = identity and (identity.namespace if source.names == target.names else names.get(identity.namespace))
+        kv = source.get(identity) if identity and space else None
+        if identity is None or space is None or kv is None:
             counts[2] += 1
             continue
-        other, texts = replace(identity, namespace=namespace), catalog.key_texts(key)
-        put = partial(target.put, other, kv, retention=catalog.usage(key).retention(), reason="import")
-        counts[0 if put(text=texts[0] if texts else None) else 1] += 1
-        for text in texts:
-            for doc_id in holders.get((identity.namespace, text.digest), [None]):
-                put(text=text, doc_id=doc_id)
+        other, texts = replace(identity, namespace=space), catalog.key_texts(key)
+        held = [(text, doc) for text in texts for doc in holders.get((identity.namespace, text.digest), [None])]
+        put = partial(target.put, other, kv, retention=source.retention(key), reason="import")
+        counts[0 if any([put(text=text, doc_id=doc_id) for text, doc_id in held or [(None, None)]]) else 1] += 1
     return counts[0], counts[1], counts[2]
 
 

@@ -60,14 +60,10 @@ class MemoryTier:
 
     Parameters
     ----------
-    max_bytes, name
-        The budget, and what statistics and events call the tier.
-    device
-        Where the tensors are.
+    max_bytes, name, device
+        The budget, what statistics and events call the tier, and where the tensors are.
     convert
         Changes how chunks are kept, and so how they are given; raises ``StoreError`` if it can't. ``None``: as they come.
-    keeps_puts
-        Whether a chunk that is put is kept at once, and not only when it is read.
     """
 
     def __init__(
@@ -77,9 +73,8 @@ class MemoryTier:
         name: str = "host",
         device: torch.device | str = "cpu",
         convert: Callable[[ChunkKV], ChunkKV] | None = None,
-        keeps_puts: bool = True,
     ) -> None:
-        self.max_bytes, self.name, self.device, self.keeps_puts = max_bytes, name, torch.device(device), keeps_puts
+        self.max_bytes, self.name, self.device = max_bytes, name, torch.device(device)
         self._convert, self.listeners, self.reads = convert, list[Listener](), Reads(max_bytes)
         self._lock, self._entries = fork_lock(), dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0

@@ -117,7 +117,7 @@ def on_accelerator(
     kv_dtype = None if config.gpu_dtype in (None, config.ram_dtype or config.kv_dtype) else config.gpu_dtype
     key = (store.catalog, device, budget, kv_dtype)
     if budget:
-        above = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype), keeps_puts=False)
+        above = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype))
         with _lock:
             store.put_above(_above.setdefault(key, above))
     return budget > 0

@@ -35,14 +35,10 @@ class TieredStore(Reader):
 
     Parameters
     ----------
-    tiers
-        Memory, uppermost first; may be empty.
-    blobs, catalog
-        What is stored, and who has it.
-    config, keys
-        Limits, and the keys derived from the config's key.
-    budget
-        What the blobs may take; default: no limit.
+    tiers, blobs, catalog
+        Memory, uppermost first, may be empty; what is stored, and who has it.
+    config, keys, budget
+        Limits, the keys derived from the config's key, and what the blobs may take.
     is_last
         Asked when the store is closed: whether catalog and blobs are to be closed with it.
     """
@@ -67,8 +63,6 @@ class TieredStore(Reader):
             free_bytes=getattr(blobs, "free_bytes", lambda: 2**62),
             evict=partial(self._erase, reason="evicted"),
         )
-
-    # -- writing ---------------------------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -97,9 +91,8 @@ class TieredStore(Reader):
             return 0
         tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
         usage = Usage() if retention is None else Usage().retained(retention)
-        for tier, epoch in epochs:
-            if tier.keeps_puts:
-                tier.keep(identity, kv, usage, epoch=epoch, reason="put")
+        for tier, epoch in epochs[-1:] if self.name == "disk" else ():  # the host's
+            tier.keep(identity, kv, usage, epoch=epoch, reason="put")
         return record.num_bytes if written else 0
 
     def _write(
@@ -168,8 +161,6 @@ class TieredStore(Reader):
         for tier in self.tiers:
             tier.retain(keys, retention)
         return found
-
-    # -- erasing ---------------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Collection[ChunkKey]) -> int:
         """Erase chunks from every tier and return how many were there. Documents that refer to them stay. Raises ``StoreError``."""
@@ -257,8 +248,6 @@ class TieredStore(Reader):
             self.reads.cancel()
             self.catalog.close()
             self.blobs.close()
-
-    # -- internals -------------------------------------------------------------------------------------------------------
 
     def _erase(self, keys: Collection[ChunkKey], reason: str) -> set[ChunkKey]:
         """Erase chunks, blobs first, and return those that had a blob."""
