@@ -18,7 +18,7 @@ from kvrag.store.base import Blobs, Bytes, Listener, StoreStats
 from kvrag.store.blobs import KEY, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion
+from kvrag.store.format import Blob, BlobRejected
 from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, tell
 from kvrag.store.worth import Usage
 from kvrag.threads import Deadline, fork_lock
@@ -160,12 +160,13 @@ class Reader:
 
     def _from_blob(self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None = None) -> T | Hole:
         """Take something from the blob of a chunk that the catalog knows; one that is not what it should be is forgotten."""
-        if not self.catalog.known([key]):
+        row = self.catalog.revisions(self.catalog.known([key]))
+        if not row:
             return self._hole(key)
         try:
             return take(self.blob(key, identity))
         except BlobRejected as fault:
-            self._reject(key, fault)
+            self._reject(row, fault)
             return self._hole(key, fault.hole, fault.layer)
         except (MemoryError, RuntimeError) as error:
             log.warning("a stored chunk could not be read (%s); computing instead", error)
@@ -182,25 +183,21 @@ class Reader:
         # Who can write to a catalog that is not encrypted can name any file in it.
         return self.blobs.read(key, start, length) if KEY.fullmatch(key) else None
 
-    def _reject(self, key: ChunkKey, fault: BlobRejected) -> None:
+    def _reject(self, row: Mapping[ChunkKey, int], fault: BlobRejected) -> None:
         """Erase a damaged blob, and forget a chunk without one; what other keys or versions protect stays in its place."""
         if fault.hole == "unreadable":
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("stored chunks can't be read: %s; computing instead", fault.reason)
             return
+        [key] = row
         if fault.hole == "damaged":
             log.warning("the stored chunk %s is rejected: %s; computing instead", key[:12], fault.reason)
         if not self.read_only:
             with suppress(OSError):
                 gone = self.blobs.delete([key]) if fault.hole == "damaged" else set()
-                self.forget_row(key, is_sure=isinstance(fault, (Foreign, OtherVersion)))
-                self._drop([key], "rejected", gone)
-
-    def forget_row(self, key: ChunkKey, *, is_sure: bool = False) -> int:
-        """Remove the row of a chunk whose blob is gone, and return how many that were; not one that is stored again meanwhile."""
-        row = self.catalog.revisions(self.catalog.known([key]))
-        return self.catalog.remove(row) if row and (is_sure or self._read(key, 0, 0) is None) else 0
+                self.catalog.remove(row)
+                self._drop(row, "rejected", gone)
 
     def _epochs(self) -> list[tuple[MemoryTier, int]]:
         """Return the tiers, each with what says later whether something was erased meanwhile."""
