@@ -18,7 +18,7 @@ from kvrag.store.base import Blobs, Record
 from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.format import BlobRejected, Encoded, encode, record_of
+from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, encode, record_of
 from kvrag.store.memory import MemoryTier, tell
 from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Usage, check_retention, priority_of
@@ -100,23 +100,24 @@ class TieredStore(Reader):
     ) -> int | None:
         """Write a chunk's rows and its blob; ``None`` if another writer was first."""
         key = record.key
-        for _ in range(ATTEMPTS):
-            if not self.catalog.begin(record, text, doc_id, retention):
-                return None
-            try:
-                with refusal("the chunk can't be written to the KV store"):
+        try:
+            with refusal("the chunk can't be written to the KV store"):
+                for _ in range(ATTEMPTS):
+                    if not self.catalog.begin(record, text, doc_id, retention):
+                        return None
                     written = self._write_blob(key, encoded)
-                    if self.catalog.confirm(key):
+                    if self.catalog.confirm(
+                        key
+                    ):  # else the blob stays for the next attempt: another writer may count on it
                         return written
+            raise StoreError("the chunk is erased from the KV store as fast as it is written; try again later")
+        except StoreError:
+            with suppress(OSError):
+                self.catalog.cancel(key, text, doc_id)
+            with suppress(OSError):
+                if not self.catalog.known([key]):
                     self.blobs.delete([key])
-            except StoreError:
-                with suppress(OSError):
-                    self.catalog.cancel(key, text, doc_id)
-                with suppress(OSError):
-                    if not self.catalog.known([key]):
-                        self.blobs.delete([key])
-                raise
-        raise StoreError("the chunk is erased from the KV store as fast as it is written; try again later")
+            raise
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, also in the place of one that is not this chunk's; 0 if this chunk's is there."""
@@ -124,8 +125,9 @@ class TieredStore(Reader):
             return written
         try:
             self.blob(key, encoded.header.identity)
-        except BlobRejected:
-            self.blobs.delete([key])
+        except BlobRejected as fault:
+            if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):  # what is gone may be back by now
+                self.blobs.delete([key])
             return self.blobs.write(key, encoded.parts)
         return 0
 

@@ -250,6 +250,27 @@ def test_what_is_stored_again_while_it_is_erased_keeps_row_and_file_together(han
     assert present(other) == files(root) == []
 
 
+def test_a_writer_whose_row_was_erased_leaves_the_blob_that_another_one_counts_on(handle, root, monkeypatch):
+    slow, other = handle(ram=0), handle(ram=0)
+    write, confirm = slow.blobs.write, slow.catalog.confirm
+
+    def erased_first(*args):
+        other.catalog.remove(other.catalog.revisions([KEYS[1]]))
+        return write(*args)
+
+    def others_write_first(key):
+        is_there = confirm(key)
+        monkeypatch.undo()
+        put(other, 1)
+        return is_there
+
+    monkeypatch.setattr(slow.blobs, "write", erased_first)
+    monkeypatch.setattr(slow.catalog, "confirm", others_write_first)
+    put(slow, 1)
+    assert present(slow) == files(root) == [1]
+    assert same_bits(slow.get(ME), KVS[1])
+
+
 def test_threads_read_write_and_erase_at_once_and_the_accounts_stay_right(handle):
     stores, wrong = (handle(gpu=600, ram=1000), handle()), []
 
