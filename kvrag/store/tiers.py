@@ -89,8 +89,8 @@ class TieredStore(Reader):
         written = self._write(record, encoded, text, doc_id, retention)
         if written is None:
             return 0
-        tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
         usage = Usage() if retention is None else Usage().retained(retention)
+        tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
         for tier, epoch in epochs[-1:] if self.name == "disk" else ():  # the host's
             tier.keep(identity, kv, usage, epoch=epoch, reason="put")
         return record.num_bytes if written else 0
