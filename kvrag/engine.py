@@ -33,17 +33,10 @@ from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
-from kvrag.precompute.documents import (
-    check_items,
-    check_kv_dir,
-    check_namespace,
-    chosen_documents,
-    chosen_keys,
-    members,
-)
+from kvrag.precompute.documents import check_kv_dir, check_namespace, chosen_documents, chosen_keys, members
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
-from kvrag.precompute.run import Precompute, replaced_ids
+from kvrag.precompute.run import Precompute, check_items, replaced_ids
 from kvrag.prompt.template import Prefix, Prompt, PromptEncoder, prefix_text
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.threads import fork_lock

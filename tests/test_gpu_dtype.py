@@ -26,7 +26,7 @@ MakeEngine = Callable[..., KVRagEngine]
 def pretend(store: TieredStore, _: Any, config: StoreConfig, budget: int = 2**20, **__: Any) -> bool:
     """Put the accelerator's tier in the host's memory."""
     as_type = opening.converter(convert_kv, config.gpu_dtype)
-    store.put_above(MemoryTier(budget, name="gpu", convert=as_type, keeps_puts=False))
+    store.put_above(MemoryTier(budget, name="gpu", convert=as_type))
     return True
 
 

@@ -17,7 +17,7 @@ BUDGETS = {
     "precompute, 4 chunks": {"modules": 26, "moves": 700},
     "delete one document": {"modules": 14},
 }
-KNOWN: dict[str, dict[str, int]] = {"precompute, 4 chunks": {"modules": 28}}
+KNOWN: dict[str, dict[str, int]] = {}
 """Counts that are over budget so far. They may only fall; the table goes when it is empty."""
 
 

@@ -92,7 +92,7 @@ def test_an_engine_uses_a_tier_in_the_accelerators_memory(engine_of: MakeEngine)
     engine = engine_of(store_config=StoreConfig(ram_bytes=0))
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1), mode="full")
-    engine.store.put_above(MemoryTier(2**24, name="gpu", keeps_puts=False))
+    engine.store.put_above(MemoryTier(2**24, name="gpu"))
     engine._query_side = None
     for hits in (0, 3):  # the prefix and two chunks
         result = engine.prefill(ask(0, 1), mode="stitch", repair=ALL)

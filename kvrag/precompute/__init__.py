@@ -2,7 +2,7 @@
 
 ::
 
-    texts, ids ─▶ documents (checked) ─▶ run ─▶ encode (one forward per batch) ─▶ store
+    texts, ids ─▶ run (checked; documents knows collections) ─▶ encode (one forward per batch) ─▶ store
     missed chunks ─▶ on_miss (in the background, between requests) ─▶ run
     kv_dtype ─▶ quantise_check (once per model, before anything is rounded)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,19 +13,23 @@ from tqdm.auto import tqdm
 
 from kvrag.blend.quantise import pack
 from kvrag.config import Retention, StoreConfig
-from kvrag.errors import StoreError, is_out_of_memory
+from kvrag.errors import ConfigError, InputError, StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, ids_digest
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
-from kvrag.precompute.documents import Item
+from kvrag.precompute.documents import in_collection
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.spans import text_entry
+from kvrag.prompt.template import check_chunk_text
 from kvrag.store import TieredStore
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
+
+Item = tuple[str | None, str]
+"""A document id, if there is one, and a text."""
 
 PREFIX_PRIORITY = 85
 """Priority of a prefix's KV: it is small, and every prompt begins with it."""
@@ -54,6 +58,36 @@ class Guard:
     def storing(self, entry: TextEntry | None) -> AbstractContextManager[object]:
         """Return the context to write a chunk in. A ``StoreError`` fails the chunk, anything else ends the run."""
         return nullcontext()
+
+
+def check_items(
+    texts: Sequence[str], ids: Sequence[str | None] | None, collection: str | None, batch_size: object
+) -> list[Item]:
+    """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`; return ``(id in its collection, stripped text)`` of each text."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
+        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
+    if len(names) != len(texts):
+        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
+    found, seen = list[Item](), dict[str, str]()
+    for number, (name, text) in enumerate(zip(names, texts, strict=True)):
+        try:
+            body = check_chunk_text(text).strip()
+        except InputError as error:
+            raise InputError(f"chunk {number} (id {name!r}): {error}") from None
+        if name is not None:
+            if not isinstance(name, str):
+                raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
+            if seen.setdefault(name, body) != body:
+                raise InputError(f"the id {name!r} has two different texts; give each text its own id")
+        found.append((name, body))
+    if collection is None:
+        return found
+    stored = in_collection((name for name, _ in found), collection)
+    return [(name, text) for name, (_, text) in zip(stored, found, strict=True)]
 
 
 def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:

@@ -103,6 +103,9 @@ class StoreStats:
     rejected: int
 
 
+EventType = Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+
+
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
     """A change of what is stored in a tier, the ``medium``: ``"gpu"``, ``"host"`` or ``"disk"``. Names are those of vLLM's KV cache events.
@@ -111,7 +114,7 @@ class StoreEvent:
     ``block_hashes`` are the chunks' keys, ``block_size`` and ``num_bytes`` the size of a stored one, and ``ts`` seconds since 1970 (UTC).
     """
 
-    type: Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+    type: EventType
     medium: str
     block_hashes: tuple[str, ...] = ()
     reason: str = ""
@@ -120,40 +123,29 @@ class StoreEvent:
     ts: float = field(default_factory=time.time, compare=False)
 
 
-class Events:
-    """Passes events to a callback, and appends them to a file as JSON lines, with mode 0600. A fault of either is logged once.
+@dataclass(slots=True)
+class Listener:
+    """A callback that events are passed to, and a file, with mode 0600, that they are appended to as JSON lines.
 
-    ``on_event`` is called in the thread that made the change; it must be quick and must not use the store.
+    ``on_event`` is called in the thread that made the change; it must be quick and must not use the store. A fault is logged once.
     """
 
-    def __init__(self, on_event: Callable[[StoreEvent], None] | None = None, path: str | None = None) -> None:
-        self._on_event, self._path = on_event, path
-        self._has_warned = False
+    on_event: Callable[[StoreEvent], None] | None
+    path: str | None
+    has_warned: bool = field(default=False, compare=False)
 
-    def stored(self, medium: str, key: ChunkKey, reason: str, num_tokens: int, num_bytes: int) -> None:
-        """Report a stored chunk; never raises."""
-        self._emit(StoreEvent("BlockStored", medium, (key,), reason, num_tokens, num_bytes))
-
-    def removed(self, medium: str, keys: Iterable[ChunkKey], reason: str) -> None:
-        """Report removed chunks, one event each; never raises."""
-        for key in keys:
-            self._emit(StoreEvent("BlockRemoved", medium, (key,), reason))
-
-    def cleared(self, medium: str) -> None:
-        """Report that everything was erased; never raises."""
-        self._emit(StoreEvent("AllBlocksCleared", medium, reason="cleared"))
-
-    def _emit(self, event: StoreEvent) -> None:
+    def hear(self, event: StoreEvent) -> None:
+        """Pass an event on; never raises."""
         try:
-            if self._on_event is not None:
-                self._on_event(event)
-            if self._path is not None:
+            if self.on_event is not None:
+                self.on_event(event)
+            if self.path is not None:
                 known = {name: value for name, value in asdict(event).items() if value is not None}
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
                 # One write in append mode: lines of several processes do not mix.
-                with open(self._path, "ab", 0, opener=lambda path, _: os.open(path, flags, 0o600)) as file:
+                with open(self.path, "ab", 0, opener=lambda path, _: os.open(path, flags, 0o600)) as file:
                     file.write(json.dumps(known).encode() + b"\n")
         except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
+            if not self.has_warned:
+                self.has_warned = True
                 log.warning("an event of the KV store could not be reported: %s", error)

@@ -12,23 +12,15 @@ from kvrag.errors import StoreError
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.format import BlobRejected, Foreign, OtherVersion
 from kvrag.store.tiers import TieredStore
-from kvrag.types import ChunkKey
+from kvrag.types import ChunkKey, TextEntry
 
 
 @dataclass(slots=True)
 class FsckReport:
-    """What a check found.
+    """What a check found: chunks whose headers were checked, those of which every byte was, and ``(key, reason)`` of what was erased.
 
-    Parameters
-    ----------
-    checked, verified
-        Chunks whose headers were checked, and chunks of which every byte was.
-    rejected
-        ``(key, reason)`` of what was erased.
-    other_versions, foreign
-        Files of another version of the format or with another key, which :func:`gc` removes (when asked to); their damage can't be seen.
-    dormant, unknown_rows
-        Intact files without a row, and rows without a file, which were erased.
+    Files of another version of the format, or ``foreign`` ones, with another key, may be damaged unseen; :func:`gc` removes them, if asked.
+    Intact files without a row (``dormant``) and rows without a file were erased.
     """
 
     checked: int = 0
@@ -86,7 +78,9 @@ def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_d
             if fault.hole == "damaged":
                 store.delete([key])
     report.dormant = store.erase_dormant()
-    report.unknown_rows = sum(map(store.forget_row, set(store.catalog.keys()) - store.blobs.keys()))
+    rows = store.catalog.revisions(store.catalog.keys())
+    gone = rows.keys() - store.blobs.keys()
+    report.unknown_rows = store.catalog.remove({key: rows[key] for key in gone}) if gone else 0
     return report
 
 
@@ -139,22 +133,21 @@ def copy(
     there already, and could not be read, or are of another namespace.
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
-    catalog, holders, counts = source.catalog, _holders(source), [0, 0, 0]
+    catalog, holders, counts, is_same = source.catalog, _holders(source), [0, 0, 0], source.names == target.names
     for key in sorted(catalog.keys() if keys is None else keys):
         identity = source.identity(key)
-        kv = None if identity is None else source.get(identity)
-        namespace = None if identity is None else names.get(identity.namespace)
-        if identity is not None and source.names == target.names:
-            namespace = identity.namespace
-        if identity is None or kv is None or namespace is None:
+        space = names.get(identity.namespace, identity.namespace if is_same else None) if identity else None
+        if identity is None or space is None or (kv := source.get(identity)) is None:
             counts[2] += 1
             continue
-        other, texts = replace(identity, namespace=namespace), catalog.key_texts(key)
-        put = partial(target.put, other, kv, retention=catalog.usage(key).retention(), reason="import")
-        counts[0 if put(text=texts[0] if texts else None) else 1] += 1
-        for text in texts:
-            for doc_id in holders.get((identity.namespace, text.digest), [None]):
-                put(text=text, doc_id=doc_id)
+        put = partial(
+            target.put, replace(identity, namespace=space), kv, retention=source.retention(key), reason="import"
+        )
+        texts, written = list[TextEntry | None](catalog.key_texts(key)), 0
+        for text in texts or [None]:
+            for doc_id in holders.get((identity.namespace, text.digest), [None]) if text else [None]:
+                written += put(text=text, doc_id=doc_id)
+        counts[0 if written else 1] += 1
     return counts[0], counts[1], counts[2]
 
 

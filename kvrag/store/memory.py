@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.layers import own_kv
-from kvrag.store.base import Events, StoreStats
+from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
 from kvrag.store.worth import Sized, Usage, leaving
 from kvrag.threads import Pool, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
@@ -34,21 +33,26 @@ AHEAD = Pool("kvrag-read-ahead", 2)
 Loaded = ChunkKV | Hole
 
 
+def tell(listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int) -> None:
+    """Report a change of a tier, one event per chunk; to listeners of several stores that are the same, once.
+
+    ``size`` is the number of tokens and bytes of what was stored.
+    """
+    known = list(listeners)
+    for hashes in [()] if reason == "cleared" else [(key,) for key in keys] if known else []:
+        kind: EventType = "BlockStored" if size else "BlockRemoved" if hashes else "AllBlocksCleared"
+        event = StoreEvent(kind, medium, hashes, reason, *size)
+        for number, each in enumerate(known):
+            if each not in known[:number]:
+                each.hear(event)
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     identity: ChunkIdentity
     kv: ChunkKV
     usage: Usage
     num_bytes: int
-    num_tokens: int
-    hits: int = 0
-    last: int = 0
-
-    def used(self) -> Usage:
-        """Return the usage, with the hits since it was last asked for."""
-        if self.hits:
-            self.usage, self.hits = self.usage.touched(self.hits, self.last), 0
-        return self.usage
 
 
 class MemoryTier:
@@ -56,14 +60,10 @@ class MemoryTier:
 
     Parameters
     ----------
-    max_bytes, name
-        The budget, and what statistics and events call the tier.
-    device
-        Where the tensors are.
+    max_bytes, name, device
+        The budget, what statistics and events call the tier, and where the tensors are.
     convert
         Changes how chunks are kept, and so how they are given; raises ``StoreError`` if it can't. ``None``: as they come.
-    keeps_puts
-        Whether a chunk that is put is kept at once, and not only when it is read.
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class MemoryTier:
         name: str = "host",
         device: torch.device | str = "cpu",
         convert: Callable[[ChunkKV], ChunkKV] | None = None,
-        keeps_puts: bool = True,
     ) -> None:
-        self.max_bytes, self.name, self.device, self.keeps_puts = max_bytes, name, torch.device(device), keeps_puts
-        self._convert, self.events, self.reads = convert, Events(), Reads(max_bytes)
+        self.max_bytes, self.name, self.device = max_bytes, name, torch.device(device)
+        self._convert, self.listeners, self.reads = convert, list[Listener](), Reads(max_bytes)
         self._lock, self._entries = fork_lock(), dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0
         self.epoch = 0
@@ -90,7 +89,7 @@ class MemoryTier:
                 self._misses += 1
                 return None
             self._hits, self._now = self._hits + 1, self._now + 1
-            entry.hits, entry.last = entry.hits + 1, self._now
+            entry.usage = entry.usage.touched(1, self._now)
             return entry.kv
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
@@ -113,26 +112,26 @@ class MemoryTier:
         """
         try:
             given = kv if self._convert is None else self._convert(kv)
-            entry = _Entry(identity, given, usage, given.num_bytes, len(identity.token_ids))
-            if self.device.type != "cpu" or (reason == "put" and given is kv and entry.num_bytes <= self.max_bytes):
-                entry.kv = given = own_kv(given, device=self.device, copy=reason == "put")
+            num_bytes, is_new = given.num_bytes, reason == "put"
+            if self.device.type != "cpu" or (is_new and given is kv and num_bytes <= self.max_bytes):
+                given = own_kv(given, device=self.device, copy=is_new)
         except (StoreError, RuntimeError, MemoryError) as error:  # memory is short, or the type can't hold it
             log.debug("a chunk is not kept in the tier %s: %s", self.name, error)
             return kv
         key = chunk_key(identity)
         with self._lock:
-            gone = self._take(key, entry) if epoch == self.epoch else None
+            gone = self._take(key, _Entry(identity, given, usage, num_bytes)) if epoch == self.epoch else None
         if gone is not None:
-            self.events.stored(self.name, key, reason, entry.num_tokens, entry.num_bytes)
-            self.events.removed(self.name, gone, "evicted")
+            tell(self.listeners, self.name, [key], reason, len(identity.token_ids), num_bytes)
+            tell(self.listeners, self.name, gone, "evicted")
         return given
 
-    def drop(self, keys: Iterable[ChunkKey], reason: str | None) -> None:
-        """Forget chunks that were erased below, and what is being read; without a reason, tell nobody."""
+    def drop(self, keys: Iterable[ChunkKey], reason: str) -> None:
+        """Forget chunks that were erased below, and what is being read."""
         with self._lock:
             self.epoch += 1
-            gone = [key for key in keys if self._remove(key)]
-        self.events.removed(self.name, gone if reason else (), reason or "")
+            gone = self._remove(keys)
+        tell(self.listeners, self.name, gone, reason)
 
     def release(self) -> int:
         """Forget all chunks for the sake of their memory, and return their bytes."""
@@ -145,44 +144,37 @@ class MemoryTier:
         with self._lock:
             self.epoch += 1  # a read that has begun would bring what the chunk was worth before
             for entry in filter(None, map(self._entries.get, keys)):
-                entry.usage = entry.used().retained(retention)
+                entry.usage = entry.usage.retained(retention)
 
     def stats(self) -> StoreStats:
         """Return size and counters."""
         with self._lock:
             return StoreStats(len(self._entries), self._num_bytes, self._hits, self._misses, 0)
 
-    def _take(self, key: ChunkKey, entry: _Entry) -> list[ChunkKey] | None:
+    def _take(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
         self._now += 1
-        known = self._entries.get(key)
-        hits = 0.0 if known is None else known.used().recent_hits(self._now)
-        entry.usage = entry.usage._replace(hits=max(hits, entry.usage.hits), last=self._now)
-        victims = self._leaving(key, entry)
-        if victims is not None:
-            for old in (key, *victims):
-                self._remove(old)
-            self._entries[key] = entry
-            self._num_bytes += entry.num_bytes
-        return victims
+        must, hits, going = self._num_bytes + new.num_bytes - self.max_bytes, new.usage.hits, list[Sized]()
+        if (known := self._entries.get(key)) is not None:
+            must, hits = must - known.num_bytes, max(hits, known.usage.recent_hits(self._now))
+        new.usage = new.usage._replace(hits=hits, last=self._now)
+        if must > 0:
+            there = [(k, e) for k, e in self._entries.items() if k != key]
+            others = [Sized(k, len(e.identity.token_ids), e.num_bytes, e.usage) for k, e in there]
+            priority, should = new.usage.priority_now(), max(must, self._num_bytes // SHARE)
+            if (found := leaving(others, self._now, priority=priority, must=must, should=should)) is None:
+                return None
+            going = found
+        gone = [each.key for each in going]
+        self._remove([key, *gone])
+        self._entries[key] = new
+        self._num_bytes += new.num_bytes
+        return gone
 
-    def _leaving(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
-        """Choose what leaves for a chunk; ``None`` if that is not enough."""
-        known = self._entries.get(key)
-        must = self._num_bytes + new.num_bytes - self.max_bytes - (0 if known is None else known.num_bytes)
-        if must <= 0:
-            return []
-        if new.num_bytes > self.max_bytes:
-            return None
-        others = [Sized(k, e.num_tokens, e.num_bytes, e.used()) for k, e in self._entries.items() if k != key]
-        should = max(must, self._num_bytes // SHARE)
-        going = leaving(others, self._now, priority=new.usage.priority_now(), must=must, should=should)
-        return None if going is None else [each.key for each in going]
-
-    def _remove(self, key: ChunkKey) -> bool:
-        entry = self._entries.pop(key, None)
-        self._num_bytes -= 0 if entry is None else entry.num_bytes
-        return entry is not None
+    def _remove(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        gone = {key: entry.num_bytes for key in keys if (entry := self._entries.pop(key, None))}
+        self._num_bytes -= sum(gone.values())
+        return list(gone)
 
 
 @dataclass(slots=True, eq=False)
@@ -195,23 +187,17 @@ class Read:
 
 
 class Prefetch:
-    """Reads that were asked for together.
+    """Reads that were asked for together: ``found`` chunks are stored, ``reads`` of them are being read.
 
-    Parameters
-    ----------
-    found
-        Chunks that are stored; those that are in memory already need no read.
-    reads
-        The reads begun or joined for the others; what found no room is not among them.
+    The others are in memory already, or found no room.
     """
 
-    def __init__(self, found: int, reads: Sequence[Read]) -> None:
+    def __init__(self, found: int, reads: list[Read]) -> None:
         self.found, self.reads, self._reads, self._wanted = found, len(reads), reads, list(reads)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no read is left, or the time is over; return whether none is."""
-        wait([read.future for read in self._reads], timeout_s)
-        return all(read.future.done() for read in self._reads)
+        return not wait([read.future for read in self._reads], timeout_s).not_done
 
     def cancel(self) -> int:
         """Withdraw what nobody has begun and no other prefetch wants, and return how many reads that was; idempotent."""
@@ -226,10 +212,7 @@ class Prefetch:
 class Reads:
     """Reads under way, each done once however often it is asked for; a forked child has none of its parent's.
 
-    Parameters
-    ----------
-    max_bytes
-        Most bytes that are prefetched together: what a read beyond them brought would push out what the others brought.
+    At most ``max_bytes`` are prefetched together: what a read beyond them brought would push out what the others brought.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -239,9 +222,8 @@ class Reads:
     def ahead(self, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
         """Begin to prefetch a chunk, or join its read; ``None`` if there is no room, or no thread."""
         with self._lock:
-            if (read := self._mine().get(key)) is None:
-                if num_bytes + sum(each.num_bytes for each in self._reads.values()) > self._max_bytes:
-                    return None
+            read = self._mine().get(key)
+            if read is None and num_bytes + sum(each.num_bytes for each in self._reads.values()) <= self._max_bytes:
                 read = self._begin(AHEAD, key, load, num_bytes)
             if read is not None:
                 read.wanted += 1
@@ -272,13 +254,14 @@ class Reads:
         return self._reads
 
     def _begin(self, pool: Pool, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
-        with suppress(RuntimeError):  # no thread can be had
-            read = self._reads[key] = Read(pool.submit(load), num_bytes)
-            read.future.add_done_callback(lambda _: self._end(key, read))
-            return read
-        return None
+        def end(_: object) -> None:
+            with self._lock:
+                if self._reads.get(key) is read:
+                    del self._reads[key]
 
-    def _end(self, key: ChunkKey, read: Read) -> None:
-        with self._lock:
-            if self._reads.get(key) is read:
-                del self._reads[key]
+        try:
+            read = self._reads[key] = Read(pool.submit(load), num_bytes)
+        except RuntimeError:  # no thread can be had
+            return None
+        read.future.add_done_callback(end)
+        return read

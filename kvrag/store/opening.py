@@ -52,20 +52,11 @@ _lock = fork_lock()
 def open_store(
     kv_dir: str | os.PathLike[str] | None, config: StoreConfig, *, convert: Convert | None = None
 ) -> TieredStore:
-    """Open the store of an engine.
+    """Open the store of an engine in a directory, or in memory, for as long as it is open; ``convert`` is needed for ``ram_dtype``.
 
     Stores of this process with the same directory, key and memory budget share one catalog and one memory tier. They are released when the
     last one is closed. Raises ``ConfigError`` and ``MissingDependencyError`` about the key, ``StoreFormatError`` if a newer kvrag wrote the
     store, and ``StoreError`` if the directory can't be used; one that holds a store and can't be written to is opened for reading.
-
-    Parameters
-    ----------
-    kv_dir
-        Directory to keep KV in; ``None`` keeps it in memory, for as long as the store is open.
-    config
-        Budgets, limits and the key.
-    convert
-        Changes how a chunk is kept, for ``ram_dtype`` and ``gpu_dtype``.
     """
     keys, ram = Keys.of(config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
     if kv_dir is None:
@@ -77,24 +68,20 @@ def open_store(
     read_only = prepare(root, config)
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram, config.ram_dtype)
     host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
+    durable, folder = config.durability == "durable", root / (f"catalog-{keys.id}" if keys.id else "catalog")
     with _lock:
-        host, blobs, catalog = _shared[key] = _shared.get(key) or _open(root, config, keys, read_only, host)
+        if key not in _shared:
+            blobs = FileBlobs(root, durable=durable)
+            if not read_only:
+                blobs.sweep()
+            has_blobs = (root / OBJECTS).is_dir
+            catalog = Catalog(folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs)
+            _shared[key] = host, blobs, catalog
         _users[key] += 1
+        host, blobs, catalog = _shared[key]
     disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
     budget = Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
     return TieredStore([host], blobs, catalog, config, keys=keys, budget=budget, is_last=partial(_leave, key))
-
-
-def _open(
-    root: Path, config: StoreConfig, keys: Keys, read_only: bool, host: MemoryTier
-) -> tuple[MemoryTier, FileBlobs, Catalog]:
-    durable, folder = config.durability == "durable", f"catalog-{keys.id}" if keys.id else "catalog"
-    blobs = FileBlobs(root, durable=durable)
-    if not read_only:
-        blobs.sweep()
-    may_have_blobs = (root / OBJECTS).is_dir
-    catalog = Catalog(root / folder, keys, read_only=read_only, durable=durable, may_have_blobs=may_have_blobs)
-    return host, blobs, catalog
 
 
 def _leave(key: object) -> bool:
@@ -117,7 +104,7 @@ def on_accelerator(
     kv_dtype = None if config.gpu_dtype in (None, config.ram_dtype or config.kv_dtype) else config.gpu_dtype
     key = (store.catalog, device, budget, kv_dtype)
     if budget:
-        above = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype), keeps_puts=False)
+        above = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype))
         with _lock:
             store.put_above(_above.setdefault(key, above))
     return budget > 0

@@ -6,7 +6,6 @@ A fault of stored data is a miss, never an error: what fails its proof is erased
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,21 +14,18 @@ from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.base import Blobs, Bytes, Events, StoreStats
+from kvrag.store.base import Blobs, Bytes, Listener, StoreStats
 from kvrag.store.blobs import KEY, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion
-from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads
+from kvrag.store.format import Blob, BlobRejected
+from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, tell
 from kvrag.store.worth import Usage
 from kvrag.threads import Deadline, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-WARN_S = 60.0
-"""Seconds between two warnings that chunks can't be read."""
 
 LOOK_S = 0.05
 """Seconds that a look into memory is given in any case, so that what is there comes however little time is left."""
@@ -45,16 +41,17 @@ class Reader:
         self.read_only = config.read_only or catalog.read_only
         self.name = "host" if isinstance(blobs, MemoryBlobs) else "disk"
         """Name of the blobs' tier, for statistics and events."""
-        self.events = Events(config.on_event, config.event_log)
-        self.tiers, self.reads = tuple(tiers), tiers[0].reads if tiers else Reads(0)
-        for tier in tiers:
-            tier.events = self.events
-        self._lock, self._counts, self._warned_at = fork_lock(), Counter[str](), -WARN_S
+        said_to = config.on_event, config.event_log
+        self.listeners = [Listener(*said_to)] if any(each is not None for each in said_to) else []
+        self.tiers, self.reads = tuple[MemoryTier, ...](), Reads(0)
+        for tier in reversed(tiers):
+            self.put_above(tier)
+        self._lock, self._counts, self._has_warned = fork_lock(), Counter[str](), False
         self._followed: int | None = None  # the catalog's generation when memory was last compared with it
 
     def put_above(self, tier: MemoryTier) -> None:
         """Add an uppermost memory tier."""
-        tier.events = self.events
+        tier.listeners += self.listeners
         self.tiers, self.reads = (tier, *self.tiers), tier.reads
 
     def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
@@ -81,7 +78,7 @@ class Reader:
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``), uppermost first."""
-        counts = (self._counts[what] for what in ("hits", "misses", "rejected"))
+        counts = (self._counts[what] for what in ("hits", "misses", "damaged"))
         lowest = StoreStats(*self.catalog.totals(), *counts)
         return {**{tier.name: tier.stats() for tier in self.tiers}, self.name: lowest}
 
@@ -102,7 +99,7 @@ class Reader:
         keys = {identity: chunk_key(identity) for identity in identities}
         look_s = max(timeout_s, LOOK_S)
         look = Deadline(look_s)
-        found = look.ask(partial(self._look, keys), dict[ChunkIdentity, Loaded | Read](), what="the KV store")
+        found = look.ask(partial(self._look, keys), dict[ChunkIdentity, Loaded | Read | None](), what="the KV store")
         reading, loaded = Deadline(max(0.0, look.left_s - look_s + timeout_s)), dict[ChunkIdentity, Loaded]()
         for identity, key in keys.items():
             each, late = found.get(identity), Hole(key, "late", None)
@@ -116,30 +113,28 @@ class Reader:
     def prefetch(self, wanted: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
         """Begin to read chunks into memory, and return while they are read; those of several calls are read once."""
         self._follow()
-        found, reads = 0, list[Read | None]()
+        found, reads = 0, list[Read]()
         for each in dict.fromkeys(wanted):
             identity = each if isinstance(each, ChunkIdentity) else self.identity(each)
-            record = None if identity is None else self.catalog.get(chunk_key(identity))
-            if identity is None or record is None:
+            if identity is None or (record := self.catalog.get(chunk_key(identity))) is None:
                 continue
             found += 1
             if all(tier.identity(record.key) != identity for tier in self.tiers[:1]):
-                reads.append(self.reads.ahead(record.key, partial(self._load, identity, record.key), record.num_bytes))
-        return Prefetch(found, [read for read in reads if read is not None])
+                read = self.reads.ahead(record.key, partial(self._load, identity, record.key), record.num_bytes)
+                reads += [] if read is None else [read]
+        return Prefetch(found, reads)
 
-    def _look(self, keys: Mapping[ChunkIdentity, ChunkKey]) -> dict[ChunkIdentity, Loaded | Read]:
-        """Return what is in memory, holes for what is not stored, and reads, begun, of the rest; nothing for what nobody can read."""
+    def _look(self, keys: Mapping[ChunkIdentity, ChunkKey]) -> dict[ChunkIdentity, Loaded | Read | None]:
+        """Return what is in memory, holes for what is not stored, and reads, begun, of the rest; ``None`` for what nobody can read."""
         self._follow()
         found: dict[ChunkIdentity, Loaded | Read | None]
         found = {identity: self._in_memory(identity, key) for identity, key in keys.items()}
         rest = {identity: key for identity, key in keys.items() if found[identity] is None}
         known = self.catalog.known(rest.values())
         for identity, key in rest.items():
-            if key in known:
-                found[identity] = self.reads.read(key, partial(self._load, identity, key), self.config.prefetch)
-            else:
-                found[identity] = self._hole(key, "absent")
-        return {identity: each for identity, each in found.items() if each is not None}
+            load = partial(self._load, identity, key)
+            found[identity] = self.reads.read(key, load, self.config.prefetch) if key in known else self._hole(key)
+        return found
 
     def _load(self, identity: ChunkIdentity, key: ChunkKey) -> Loaded:
         """Return a chunk from memory or, if the catalog knows it, from the blobs, and keep it in the tiers above."""
@@ -149,7 +144,8 @@ class Reader:
         found = self._from_blob(key, lambda blob: blob.load(), identity)
         if isinstance(found, Hole):
             return found
-        self._count("hits")
+        with self._lock:
+            self._counts["hits"] += 1
         self.catalog.touch(key)
         return self._lift(identity, found, epochs)
 
@@ -164,12 +160,13 @@ class Reader:
 
     def _from_blob(self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None = None) -> T | Hole:
         """Take something from the blob of a chunk that the catalog knows; one that is not what it should be is forgotten."""
-        if not self.catalog.known([key]):
-            return self._hole(key, "absent")
+        row = self.catalog.revisions(self.catalog.known([key]))
+        if not row:
+            return self._hole(key)
         try:
             return take(self.blob(key, identity))
         except BlobRejected as fault:
-            self._reject(key, fault)
+            self._reject(row, fault)
             return self._hole(key, fault.hole, fault.layer)
         except (MemoryError, RuntimeError) as error:
             log.warning("a stored chunk could not be read (%s); computing instead", error)
@@ -186,26 +183,21 @@ class Reader:
         # Who can write to a catalog that is not encrypted can name any file in it.
         return self.blobs.read(key, start, length) if KEY.fullmatch(key) else None
 
-    def _reject(self, key: ChunkKey, fault: BlobRejected) -> None:
+    def _reject(self, row: Mapping[ChunkKey, int], fault: BlobRejected) -> None:
         """Erase a damaged blob, and forget a chunk without one; what other keys or versions protect stays in its place."""
         if fault.hole == "unreadable":
-            if time.monotonic() - self._warned_at >= WARN_S:
-                self._warned_at = time.monotonic()
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning("stored chunks can't be read: %s; computing instead", fault.reason)
             return
+        [key] = row
         if fault.hole == "damaged":
             log.warning("the stored chunk %s is rejected: %s; computing instead", key[:12], fault.reason)
-            self._count("rejected")
         if not self.read_only:
             with suppress(OSError):
                 gone = self.blobs.delete([key]) if fault.hole == "damaged" else set()
-                self.forget_row(key, is_sure=isinstance(fault, (Foreign, OtherVersion)))
-                self._drop([key], "rejected", gone)
-
-    def forget_row(self, key: ChunkKey, *, is_sure: bool = False) -> int:
-        """Remove the row of a chunk whose blob is gone, and return how many that were; not one that is stored again meanwhile."""
-        row = self.catalog.revisions(self.catalog.known([key]))
-        return self.catalog.remove(row) if row and (is_sure or self._read(key, 0, 0) is None) else 0
+                self.catalog.remove(row)
+                self._drop(row, "rejected", gone)
 
     def _epochs(self) -> list[tuple[MemoryTier, int]]:
         """Return the tiers, each with what says later whether something was erased meanwhile."""
@@ -232,12 +224,9 @@ class Reader:
     def _drop(self, keys: Collection[ChunkKey], reason: str, gone: Collection[ChunkKey] | None = None) -> None:
         for tier in self.tiers:
             tier.drop(keys, reason)
-        self.events.removed(self.name, sorted(keys if gone is None else gone), reason)
+        tell(self.listeners, self.name, sorted(keys if gone is None else gone), reason)
 
-    def _hole(self, key: ChunkKey, reason: HoleReason, layer: int | None = None) -> Hole:
-        self._count("misses")
-        return Hole(key, reason, layer)
-
-    def _count(self, what: str) -> None:
+    def _hole(self, key: ChunkKey, reason: HoleReason = "absent", layer: int | None = None) -> Hole:
         with self._lock:
-            self._counts[what] += 1
+            self._counts.update(["misses", reason])
+        return Hole(key, reason, layer)

@@ -18,8 +18,8 @@ from kvrag.store.base import Blobs, Record
 from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.format import BlobRejected, Encoded, encode, record_of
-from kvrag.store.memory import MemoryTier
+from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, encode, record_of
+from kvrag.store.memory import MemoryTier, tell
 from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Usage, check_retention, priority_of
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
@@ -35,14 +35,10 @@ class TieredStore(Reader):
 
     Parameters
     ----------
-    tiers
-        Memory, uppermost first; may be empty.
-    blobs, catalog
-        What is stored, and who has it.
-    config, keys
-        Limits, and the keys derived from the config's key.
-    budget
-        What the blobs may take; default: no limit.
+    tiers, blobs, catalog
+        Memory, uppermost first, may be empty; what is stored, and who has it.
+    config, keys, budget
+        Limits, the keys derived from the config's key, and what the blobs may take.
     is_last
         Asked when the store is closed: whether catalog and blobs are to be closed with it.
     """
@@ -68,8 +64,6 @@ class TieredStore(Reader):
             evict=partial(self._erase, reason="evicted"),
         )
 
-    # -- writing ---------------------------------------------------------------------------------------------------------
-
     def put(
         self,
         identity: ChunkIdentity,
@@ -85,21 +79,20 @@ class TieredStore(Reader):
         Raises ``StoreError`` if it can't be written, or there is no room for it; nothing of it is left then.
         """
         self._check_writable()
-        check_retention(retention)
+        priority = priority_of(retention)
         key, epochs = chunk_key(identity), self._epochs()
         if self.catalog.link(key, text, doc_id):
             return 0
         encoded = encode(identity, kv, self.keys.cipher)
         record = record_of(identity, encoded.header.num_bytes)
-        self._evictor.make_room(record.num_bytes, priority=priority_of(retention))
+        self._evictor.make_room(record.num_bytes, priority=priority)
         written = self._write(record, encoded, text, doc_id, retention)
         if written is None:
             return 0
-        self.events.stored(self.name, key, reason, record.num_tokens, record.num_bytes)
         usage = Usage() if retention is None else Usage().retained(retention)
-        for tier, epoch in epochs:
-            if tier.keeps_puts:
-                tier.keep(identity, kv, usage, epoch=epoch, reason="put")
+        tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
+        for tier, epoch in epochs[-1:] if self.name == "disk" else ():  # the host's
+            tier.keep(identity, kv, usage, epoch=epoch, reason="put")
         return record.num_bytes if written else 0
 
     def _write(
@@ -107,23 +100,24 @@ class TieredStore(Reader):
     ) -> int | None:
         """Write a chunk's rows and its blob; ``None`` if another writer was first."""
         key = record.key
-        for _ in range(ATTEMPTS):
-            if not self.catalog.begin(record, text, doc_id, retention):
-                return None
-            try:
-                with refusal("the chunk can't be written to the KV store"):
+        try:
+            with refusal("the chunk can't be written to the KV store"):
+                for _ in range(ATTEMPTS):
+                    if not self.catalog.begin(record, text, doc_id, retention):
+                        return None
                     written = self._write_blob(key, encoded)
-                    if self.catalog.confirm(key):
+                    if self.catalog.confirm(
+                        key
+                    ):  # else the blob stays for the next attempt: another writer may count on it
                         return written
+            raise StoreError("the chunk is erased from the KV store as fast as it is written; try again later")
+        except StoreError:
+            with suppress(OSError):
+                self.catalog.cancel(key, text, doc_id)
+            with suppress(OSError):
+                if not self.catalog.known([key]):
                     self.blobs.delete([key])
-            except StoreError:
-                with suppress(OSError):
-                    self.catalog.cancel(key, text, doc_id)
-                with suppress(OSError):
-                    if not self.catalog.known([key]):
-                        self.blobs.delete([key])
-                raise
-        raise StoreError("the chunk is erased from the KV store as fast as it is written; try again later")
+            raise
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, also in the place of one that is not this chunk's; 0 if this chunk's is there."""
@@ -131,8 +125,9 @@ class TieredStore(Reader):
             return written
         try:
             self.blob(key, encoded.header.identity)
-        except BlobRejected:
-            self.blobs.delete([key])
+        except BlobRejected as fault:
+            if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):  # what is gone may be back by now
+                self.blobs.delete([key])
             return self.blobs.write(key, encoded.parts)
         return 0
 
@@ -152,9 +147,8 @@ class TieredStore(Reader):
             return False
         if not self.catalog.begin(record, text, doc_id, None):
             return True
-        is_stored = self.catalog.confirm(key)
-        if is_stored:
-            self.events.stored(self.name, key, "adopted", record.num_tokens, record.num_bytes)
+        if is_stored := self.catalog.confirm(key):
+            tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
@@ -169,8 +163,6 @@ class TieredStore(Reader):
         for tier in self.tiers:
             tier.retain(keys, retention)
         return found
-
-    # -- erasing ---------------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Collection[ChunkKey]) -> int:
         """Erase chunks from every tier and return how many were there. Documents that refer to them stay. Raises ``StoreError``."""
@@ -210,9 +202,8 @@ class TieredStore(Reader):
             self._drop(keys, "deleted")
         else:
             for tier in self.tiers:
-                tier.drop(tier.keys(), None)
-            for name in self.stats():
-                self.events.cleared(name)
+                tier.drop(tier.keys(), "cleared")
+            tell(self.listeners, self.name, (), "cleared")
         self._followed = None  # what was kept meanwhile is looked up
         self.catalog.scrub()
         return count
@@ -248,16 +239,17 @@ class TieredStore(Reader):
     def close(self) -> None:
         """Release resources; idempotent. What other stores of the process share stays open for them."""
         with self._lock:
-            was_closed, self._is_closed, self.tiers = self._is_closed, True, ()
+            was_closed, self._is_closed, tiers, self.tiers = self._is_closed, True, self.tiers, ()
         if was_closed:
             return
+        for tier in tiers:
+            for each in self.listeners:
+                tier.listeners.remove(each)
         self.catalog.flush()
         if self._is_last():
             self.reads.cancel()
             self.catalog.close()
             self.blobs.close()
-
-    # -- internals -------------------------------------------------------------------------------------------------------
 
     def _erase(self, keys: Collection[ChunkKey], reason: str) -> set[ChunkKey]:
         """Erase chunks, blobs first, and return those that had a blob."""

@@ -45,7 +45,7 @@ def other_handle(root, *, key=None, ram=2**20, gpu=None, budget=None, **options)
     keys = Keys.of(config)
     folder = root / (f"catalog-{keys.id}" if keys.id else "catalog")
     catalog = Catalog(folder, keys, may_have_blobs=(root / "objects").is_dir)
-    tiers = [MemoryTier(gpu, name="gpu", keeps_puts=False)] if gpu is not None else []
+    tiers = [MemoryTier(gpu, name="gpu")] if gpu is not None else []
     blobs = FileBlobs(root, durable=False)
     return TieredStore([*tiers, MemoryTier(ram)], blobs, catalog, config, keys=keys, budget=budget)
 

@@ -91,13 +91,13 @@ class TestOpenedTwice(StoreContract):
 
 class TestAcceleratorAboveHostAboveFiles(StoreContract):
     def make_store(self, directory: Path) -> TieredStore:
-        tiers = [MemoryTier(2**22, name="gpu", keeps_puts=False), MemoryTier(2**22)]
+        tiers = [MemoryTier(2**22, name="gpu"), MemoryTier(2**22)]
         return TieredStore(tiers, FileBlobs(directory), Catalog(directory / "catalog"))
 
 
 class TestTiersWithoutRoom(StoreContract):
     def make_store(self, directory: Path) -> TieredStore:
-        tiers = [MemoryTier(1, name="gpu", keeps_puts=False), MemoryTier(0)]
+        tiers = [MemoryTier(1, name="gpu"), MemoryTier(0)]
         return TieredStore(tiers, FileBlobs(directory, durable=False), Catalog(directory / "catalog"))
 
 

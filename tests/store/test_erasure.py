@@ -230,6 +230,47 @@ def test_rows_whose_blobs_are_gone_go_unless_they_are_stored_again_meanwhile(han
     assert present(store) == files(root) == [1]
 
 
+def test_what_is_stored_again_while_it_is_erased_keeps_row_and_file_together(handle, root, monkeypatch):
+    erasing, other = fill(handle(ram=0), 1), handle(ram=0)
+    real = erasing.blobs.delete
+
+    def delete_then_others_write(keys):
+        gone = real(keys)
+        monkeypatch.undo()
+        assert other.get(ME) is None, "which removes the row"
+        assert other.put(ME, KVS[1], text=make_text("again"), doc_id="again") > 0
+        return gone
+
+    monkeypatch.setattr(erasing.blobs, "delete", delete_then_others_write)
+    assert erasing.delete([KEYS[1]]) == 1
+    for store in (erasing, other):
+        assert present(store) == files(root) == [1]
+        assert same_bits(store.get(ME), KVS[1])
+    assert erasing.forget(NAMESPACE, "again") == 1
+    assert present(other) == files(root) == []
+
+
+def test_a_writer_whose_row_was_erased_leaves_the_blob_that_another_one_counts_on(handle, root, monkeypatch):
+    slow, other = handle(ram=0), handle(ram=0)
+    write, confirm = slow.blobs.write, slow.catalog.confirm
+
+    def erased_first(*args):
+        other.catalog.remove(other.catalog.revisions([KEYS[1]]))
+        return write(*args)
+
+    def others_write_first(key):
+        is_there = confirm(key)
+        monkeypatch.undo()
+        put(other, 1)
+        return is_there
+
+    monkeypatch.setattr(slow.blobs, "write", erased_first)
+    monkeypatch.setattr(slow.catalog, "confirm", others_write_first)
+    put(slow, 1)
+    assert present(slow) == files(root) == [1]
+    assert same_bits(slow.get(ME), KVS[1])
+
+
 def test_threads_read_write_and_erase_at_once_and_the_accounts_stay_right(handle):
     stores, wrong = (handle(gpu=600, ram=1000), handle()), []
 

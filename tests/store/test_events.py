@@ -38,6 +38,16 @@ def test_events_are_named_after_vllms(make, root, tmp_path):
     assert stat.S_IMODE((tmp_path / "events.jsonl").stat().st_mode) == 0o600
 
 
+def test_stores_that_share_memory_hear_of_it_each_once_until_they_are_closed(opened):
+    mine, theirs = [], []
+    one, _, third = (opened(on_event=log.append) for log in (mine, mine, theirs))
+    for number, heard in ((0, True), (1, False)):
+        fill(one, number)
+        host = [[e.block_hashes for e in log if e.medium == "host"] for log in (mine, theirs)]
+        assert [log.count((KEYS[number],)) for log in host] == [1, heard]
+        third.close()
+
+
 @pytest.mark.parametrize("event_log", [".", "absent/log"])
 def test_a_listener_that_fails_costs_nothing_but_one_warning(make, caplog, tmp_path, event_log):
     store = make(on_event=lambda event: 1 / 0, event_log=str(tmp_path / event_log))
