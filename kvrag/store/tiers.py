@@ -21,7 +21,7 @@ from kvrag.store.crypto import Keys
 from kvrag.store.format import BlobRejected, Encoded, encode, record_of
 from kvrag.store.memory import MemoryTier
 from kvrag.store.reading import Reader
-from kvrag.store.worth import Budget, Evictor, Usage, check_retention, priority_of
+from kvrag.store.worth import Budget, Evictor, Usage, check_retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 ATTEMPTS = 3
@@ -91,7 +91,7 @@ class TieredStore(Reader):
             return 0
         encoded = encode(identity, kv, self.keys.cipher)
         record = record_of(identity, encoded.header.num_bytes)
-        self._evictor.make_room(record.num_bytes, priority=priority_of(retention))
+        self._evictor.make_room(record.num_bytes, priority=(retention or Retention()).priority)
         written = self._write(record, encoded, text, doc_id, retention)
         if written is None:
             return 0
