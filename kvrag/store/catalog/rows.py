@@ -97,11 +97,7 @@ class Rows:
             self.close()
             if folder is None or not self._is_stuck():
                 raise self._fault("opened", error) from error
-            log.warning(
-                "the catalog %s is opened for reading only, because nothing can be written to its disk (%s)",
-                folder,
-                error,
-            )
+            log.warning("the catalog %s is opened for reading only: its disk takes no writes (%s)", folder, error)
             Rows.__init__(self, folder, seal, read_only=True, begin=begin)
         _all.add(self)
 
@@ -184,17 +180,6 @@ class Rows:
                 self._copied.close()
             if self._private:
                 shutil.rmtree(self._private, ignore_errors=True)
-
-    def before_fork(self) -> None:
-        """Wait for the change and the look under way, and close all connections: a child that inherited their locks could never write."""
-        if self._lock.acquire(timeout=BUSY_S) and self._looking.acquire(timeout=BUSY_S):
-            self._let_go()
-
-    def after_fork(self) -> None:
-        """Go on in the parent; in the child the locks are free."""
-        for lock in (self._looking, self._lock):
-            with suppress(RuntimeError):  # it was not acquired in time
-                lock.release()
 
     def _let_go(self) -> None:
         if self._cache is not None:
@@ -287,15 +272,20 @@ _all: weakref.WeakSet[Rows] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
+    """Wait for changes and looks under way, and close all connections: a child that inherited their locks could never write."""
     for rows in list(_all):
-        rows.before_fork()
+        if rows._lock.acquire(timeout=BUSY_S) and rows._looking.acquire(timeout=BUSY_S):
+            rows._let_go()
     if Rows._was_used:
         gc.collect()  # a connection is part of a cycle: a child that inherited one would close it, and damage the database
 
 
 def _after_fork() -> None:
+    """Go on in the parent; in the child the locks are free."""
     for rows in list(_all):
-        rows.after_fork()
+        for lock in (rows._looking, rows._lock):
+            with suppress(RuntimeError):  # it was not acquired in time
+                lock.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
