@@ -81,9 +81,10 @@ class Catalog(Ledger):
         with self._rows.change():
             chunk = self._chunk(key)
             if chunk is not None and chunk.pending:
-                usage = chunk.usage._replace(last=self.state().accesses)
-                self._rows.set(f"c {key}", chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)))
-                self._list(key, chunk.content, [key])
+                variants, usage = f"i {chunk.content}", chunk.usage._replace(last=self.state().accesses)
+                stored = chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60))
+                self._rows.set(f"c {key}", stored)
+                self._rows.set(variants, [*(other for other in self._strings(variants) if other != key), key])
                 self._count(1, chunk.num_bytes)
         return chunk is not None
 
@@ -238,11 +239,8 @@ class Catalog(Ledger):
         self._rows.delete(f"c {key}")
         for text in self._texts(chunk.namespace, chunk.digests):
             self._settle(chunk.namespace, text._replace(keys=[other for other in text.keys if other != key]))
-        self._list(key, chunk.content, [])
-
-    def _list(self, key: ChunkKey, content: str, last: list[ChunkKey]) -> None:
-        """Take a chunk from the variants of its content, and put ``last`` at their end."""
-        self._keep(f"i {content}", [*(other for other in self._strings(f"i {content}") if other != key), *last])
+        variants = f"i {chunk.content}"
+        self._keep(variants, [other for other in self._strings(variants) if other != key])
 
     def _unrefer(self, namespace: str, doc_id: str, digests: Collection[str]) -> None:
         """Remove texts from a document, and the document with its last one; a text goes with its last document."""

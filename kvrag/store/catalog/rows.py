@@ -111,10 +111,8 @@ class Rows:
         is_last, size = prefix >= "t", len(prefix)
 
         def listed(cache: Any) -> list[str]:
-            near = takewhile(
-                lambda name: name[:size] >= prefix if is_last else name[:size] <= prefix,
-                cache.iterkeys(reverse=is_last),
-            )
+            names = cache.iterkeys(reverse=is_last)
+            near = takewhile(lambda name: name[:size] >= prefix if is_last else name[:size] <= prefix, names)
             return sorted(name[size:] for name in near if name.startswith(prefix))
 
         return self._look(listed, [])
@@ -197,9 +195,11 @@ class Rows:
             if self._is_closed:
                 return default
             if self._is_stuck():
-                with suppress(StoreError), self._looking:
-                    self._copied = self._copied or Rows(self._folder, self._seal, read_only=True, begin=lambda *_: None)
-                    return self._copied._look(action, default)
+                with suppress(StoreError):
+                    with self._looking:
+                        copied = self._copied or Rows(self._folder, self._seal, read_only=True, begin=lambda *_: None)
+                        self._copied = copied
+                    return copied._look(action, default)
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("the catalog %s can't be read (%s); it counts as empty", self._folder, error)
