@@ -101,7 +101,7 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
             found.get(type(fault), set()).add(key)
     report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
     report.foreign = len(store.delete_blobs(found[Foreign])) if with_foreign else 0
-    pending = catalog.revisions(catalog.pending())
+    pending = catalog.revisions(catalog.keys(pending=True))
     store.delete_blobs(pending)  # a writer that lives writes it again
     catalog.remove(pending)
     report.pending, report.dormant = len(pending), store.erase_dormant()

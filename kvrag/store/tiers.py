@@ -21,7 +21,7 @@ from kvrag.store.crypto import Keys
 from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, encode, record_of
 from kvrag.store.memory import MemoryTier, tell
 from kvrag.store.reading import Reader
-from kvrag.store.worth import Budget, Evictor, Usage, check_retention, priority_of
+from kvrag.store.worth import Budget, Evictor, Usage, check_retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 ATTEMPTS = 3
@@ -79,13 +79,13 @@ class TieredStore(Reader):
         Raises ``StoreError`` if it can't be written, or there is no room for it; nothing of it is left then.
         """
         self._check_writable()
-        priority = priority_of(retention)
+        check_retention(retention)
         key, epochs = chunk_key(identity), self._epochs()
         if self.catalog.link(key, text, doc_id):
             return 0
         encoded = encode(identity, kv, self.keys.cipher)
         record = record_of(identity, encoded.header.num_bytes)
-        self._evictor.make_room(record.num_bytes, priority=priority)
+        self._evictor.make_room(record.num_bytes, priority=(retention or Retention()).priority)
         written = self._write(record, encoded, text, doc_id, retention)
         if written is None:
             return 0

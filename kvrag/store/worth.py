@@ -20,7 +20,6 @@ TOKEN_MS = 1.0  # assumed cost of a token where none was measured in the whole s
 PROBE = 4  # chunks that leave for free space before it is checked whether any came of it: snapshots and open files keep theirs
 PASSES = 8  # times that room is made for one chunk: others may take it
 RETRY_S = 600.0  # seconds for which nothing more leaves for free space after none came of it
-IN_VAIN = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
 
 Known = Annotated[float, Field(ge=-1, le=MOST)]
 
@@ -29,12 +28,6 @@ def check_retention(value: object, *, is_needed: bool = False) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`, or ``None`` where that is not needed."""
     if not isinstance(value, Retention) and (is_needed or value is not None):
         raise ConfigError(f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)")
-
-
-def priority_of(retention: Retention | None) -> int:
-    """Priority that a chunk is stored with; raises ``ConfigError`` if ``retention`` is not one."""
-    check_retention(retention)
-    return DEFAULT_PRIORITY if retention is None else retention.priority
 
 
 class Usage(NamedTuple):
@@ -92,9 +85,9 @@ class Sized(NamedTuple):
 
 def token_ms(chunks: Iterable[Sized]) -> float:
     """Mean cost of a token of those chunks whose cost is known: chunks of which it is not must not seem dearer or cheaper."""
-    known = [(chunk.usage.cost_ms, chunk.num_tokens) for chunk in chunks if chunk.usage.cost_ms >= 0]
-    tokens = sum(count for _, count in known)
-    return sum(cost for cost, _ in known) / tokens if tokens else TOKEN_MS
+    known = [chunk for chunk in chunks if chunk.usage.cost_ms >= 0]
+    tokens = sum(chunk.num_tokens for chunk in known)
+    return sum(chunk.usage.cost_ms for chunk in known) / tokens if tokens else TOKEN_MS
 
 
 def leaving(chunks: list[Sized], now: int, *, priority: int, must: int, should: int) -> list[Sized] | None:
@@ -134,12 +127,12 @@ class Budget:
         must, should, full = 0, 0, stored + need
         if self.max_bytes is not None and full > self.high * self.max_bytes:
             must, should = max(0, full - self.max_bytes), full - int(self.low * self.max_bytes)
-        disk = max(0, self.min_free_bytes + need - free) if self.min_free_bytes else 0
-        if disk:
+        if disk := max(0, self.min_free_bytes + need - free):
             must, should = max(must, disk), max(should, disk + int((self.high - self.low) * stored))
         return must, should, disk
 
 
+@dataclass(slots=True)
 class Evictor:
     """Makes room: what is worth least leaves first, until the store is below its low watermark; or nothing, where that is not enough.
 
@@ -147,50 +140,42 @@ class Evictor:
     bytes of the file system. ``evict`` erases chunks, or raises ``OSError``.
     """
 
-    def __init__(
-        self,
-        budget: Budget,
-        *,
-        totals: Callable[[], tuple[int, int]],
-        usages: Callable[[], tuple[int, list[Sized]]],
-        free_bytes: Callable[[], int],
-        evict: Callable[[list[ChunkKey]], object],
-    ) -> None:
-        self._budget, self._totals, self._usages, self._evict = budget, totals, usages, evict
-        self._free_bytes, self._in_vain_until = free_bytes, 0.0
+    budget: Budget
+    totals: Callable[[], tuple[int, int]]
+    usages: Callable[[], tuple[int, list[Sized]]]
+    free_bytes: Callable[[], int]
+    evict: Callable[[list[ChunkKey]], object]
+    in_vain_until: float = 0.0
 
     def make_room(self, need: int, *, priority: int) -> None:
         """Evict until ``need`` bytes fit, nothing of a higher priority; nothing at all where that is not enough: raise ``StoreError``."""
-        if self._budget.max_bytes is not None and need > self._budget.max_bytes:
-            raise self._no_room(need, "they are more than its whole budget")
+        why = "what left it was not enough"
         for turn in range(PASSES):
             free = self._free()
-            must, should, disk = self._budget.excess(self._totals()[1], free, need)
+            must, should, disk = self.budget.excess(self.totals()[1], free, need)
             if not (must if turn else should):
                 return
-            if disk and time.monotonic() < self._in_vain_until:
-                raise self._no_room(need, IN_VAIN)
-            now, chunks = self._usages()
+            if disk and time.monotonic() < self.in_vain_until:
+                why = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+                break
+            now, chunks = self.usages()
             going = leaving(chunks, now, priority=priority, must=must, should=should)
             if going is None:
-                raise self._no_room(need, "nothing more may leave it that would be enough")
+                why = "nothing more may leave it that would be enough"
+                break
             for part in (going[:PROBE], going[PROBE:]):
                 with suppress(OSError):
-                    self._evict([chunk.key for chunk in part])
+                    self.evict([chunk.key for chunk in part])
                 if disk and self._free() <= free + sum(chunk.num_bytes for chunk in going[:PROBE]) // 4:
-                    self._in_vain_until = time.monotonic() + RETRY_S
-                    raise self._no_room(need, IN_VAIN)
-        raise self._no_room(need, "what left it was not enough")
-
-    def _free(self) -> int:
-        """Return the bytes that are free, as far as that matters."""
-        try:
-            return self._free_bytes() if self._budget.min_free_bytes else 2**62
-        except OSError:  # the write will tell
-            return 2**62
-
-    def _no_room(self, need: int, why: str) -> StoreError:
-        return StoreError(
+                    self.in_vain_until = time.monotonic() + RETRY_S
+                    break
+        raise StoreError(
             f"{need} bytes don't fit into the KV store: {why}; raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
             "StoreConfig.min_free_bytes, or free space on the disk"
         )
+
+    def _free(self) -> int:
+        """Return the bytes that are free, as far as that matters."""
+        with suppress(OSError):  # the write will tell
+            return self.free_bytes() if self.budget.min_free_bytes else 2**62
+        return 2**62

@@ -224,7 +224,7 @@ def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = 
     leaves none of these files, and nothing that is pending. With ``may_lose``, what was written last to the catalog may be lost without
     its knowing.
     """
-    files, rows, pending = store.blobs.keys(), set(store.catalog.keys()), set(store.catalog.pending())
+    files, rows, pending = store.blobs.keys(), set(store.catalog.keys()), set(store.catalog.keys(pending=True))
     is_known = files <= rows | pending or may_lose or store.catalog.state().dormant
     outcome.check(is_known, f"{where}: a file has no row")
     outcome.check(not rows & pending, f"{where}: a chunk is stored, and waits to be written")
@@ -233,7 +233,7 @@ def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = 
         return
     gc(store)
     outcome.check(store.blobs.keys() <= set(store.catalog.keys()), f"{where}: a file has no row after clearing up")
-    outcome.check(not store.catalog.pending(), f"{where}: a chunk waits to be written after clearing up")
+    outcome.check(not store.catalog.keys(pending=True), f"{where}: a chunk waits to be written after clearing up")
 
 
 class Journal:

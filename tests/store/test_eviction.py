@@ -86,7 +86,7 @@ def test_more_priority_does_not_make_room_for_less(make):
         put(store, 4)
     assert present(store) == [0, 1, 2, 3]
     assert store.catalog.documents(NAMESPACE) == [f"doc {number}" for number in range(4)]
-    assert store.catalog.pending() == []
+    assert store.catalog.keys(pending=True) == []
 
 
 def test_a_priority_may_be_changed_and_ends_with_its_duration(make, monkeypatch):

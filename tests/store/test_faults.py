@@ -49,7 +49,7 @@ def test_a_write_that_fails_leaves_nothing(opened, root, monkeypatch, name, numb
     assert (root / "tmp").is_dir() is False or os.listdir(root / "tmp") == []
     assert store.get(ME) is None
     assert (present(store), files(root)) == ([2], [2])
-    assert store.catalog.pending() == []
+    assert store.catalog.keys(pending=True) == []
     assert store.catalog.documents(NAMESPACE) == ["doc 2"]
     assert put(store, 1) > 0
     assert same_bits(store.get(CHUNKS[1]), KVS[1])

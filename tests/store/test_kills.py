@@ -100,7 +100,7 @@ def test_a_kill_at_any_step_costs_time_only(root, handle, monkeypatch, name, los
             assert not store.link(CHUNKS[1], text=None, doc_id=None)
         store.clear()
         assert files(root) == []
-        assert store.catalog.documents(NAMESPACE) == store.catalog.pending() == []
+        assert store.catalog.documents(NAMESPACE) == store.catalog.keys(pending=True) == []
         for each in (doomed, store):
             each.close()
     assert step > 2, "the kills must have come"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stores import KEYS, KVS, SIZE, ended, fill, in_child, present, put
+from stores import KEYS, KVS, PATIENT_S, SIZE, ended, fill, in_child, present, put
 
 from kvrag.store import open_store
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
@@ -91,6 +91,28 @@ def test_a_forked_child_may_close_its_store(opened, root):
     assert ended(in_child(lambda: store.close() is None and present(open_store(root, store.config)) == [0])) == 0
     assert same_bits(store.get(IDENTITIES[0]), KVS[0])
     assert put(store, 1) > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no /proc")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_inherits_no_connection_of_any_thread(opened, root):
+    """SQLite would think that it holds its parent's locks."""
+    store, looked, stop = fill(opened(), 0), threading.Event(), threading.Event()
+    ending = threading.Thread(target=present, args=[store])
+    living = threading.Thread(target=lambda: (present(store), looked.set(), stop.wait()), daemon=True)
+    for thread in (ending, living):
+        thread.start()
+    ending.join()
+    assert looked.wait(PATIENT_S)
+
+    def is_open():
+        links = Path("/proc/self/fd").iterdir()
+        return any(os.path.realpath(link).startswith(str(root / "catalog")) for link in links)
+
+    assert is_open()
+    status = ended(in_child(lambda: not is_open()))
+    stop.set()
+    assert status == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process")

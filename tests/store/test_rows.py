@@ -12,6 +12,7 @@ import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, SIZE, failing, fill, present, put
 
 from kvrag.errors import StoreError
+from kvrag.store.catalog import rows
 from kvrag.store.catalog.database import CHOICES, SCHEMA, SETTINGS, own
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
@@ -164,13 +165,28 @@ def test_a_store_that_is_opened_on_a_full_disk_is_read(filled, opened, root, mon
     monkeypatch.setattr(diskcache, "Cache", full)
     with pytest.raises(StoreError, match="disk is full"):
         opened(ram_bytes=SIZE)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=1, f_flag=0))
     store = opened(ram_bytes=SIZE)
     assert same_bits(store.get(CHUNKS[1]), KVS[1])
     with pytest.raises(StoreError, match="reading only"):
         put(store, 9)
     filled.delete([KEYS[1]])
     assert store.get(CHUNKS[1]) is None
+
+
+def test_an_open_store_is_read_where_its_disk_becomes_read_only(opened, root, monkeypatch):
+    """From a private copy of the catalog, until the real one can be opened again; changes are refused meanwhile."""
+    store, real = fill(opened(ram_bytes=0), *NUMBERS), rows.locked
+    store.catalog._rows._let_go()
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "locked", lambda path: (failing(30)(real) if path.parent == root else real)(path))
+        assert present(store) == []
+        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=2**40, f_frsize=1, f_flag=os.ST_RDONLY))
+        assert same_bits(store.get(CHUNKS[1]), KVS[1])
+        with pytest.raises(StoreError, match="Read-only"):
+            put(store, 9)
+    assert put(store, 9) > 0
+    assert present(store) == [*NUMBERS, 9]
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------
@@ -231,10 +247,10 @@ def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, ki
 
 def test_a_row_of_any_length_is_in_the_database(filled, root):
     """diskcache would keep long ones in files, which it takes their names for."""
-    rows, long = filled.catalog._rows, "x" * 2**20
-    with rows.change():
-        rows.set("a", long)
-    assert rows.get("a") == f'"{long}"'
+    table, long = filled.catalog._rows, "x" * 2**20
+    with table.change():
+        table.set("a", long)
+    assert table.get("a") == f'"{long}"'
     assert {path.name for path in (root / "catalog").iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm"}
 
 
@@ -291,11 +307,11 @@ def test_a_change_that_fails_changes_nothing(filled, monkeypatch):
 def test_names_come_by_their_beginning(opened, count):
     """Those that are listed are first or last of all: few rows are looked at, and none is missed."""
     store = opened()
-    rows = store.catalog._rows
-    with rows.change():
+    table = store.catalog._rows
+    with table.change():
         for kind in ("c", "i", "l", "p", "t", "z"):
             for number in range(count):
-                rows.set(f"{kind} {number:04d}", number)
+                table.set(f"{kind} {number:04d}", number)
     for kind in ("c", "p", "z"):
-        assert sorted(rows.names(f"{kind} ")) == [f"{number:04d}" for number in range(count)]
-    assert rows.names("q ") == []
+        assert sorted(table.names(f"{kind} ")) == [f"{number:04d}" for number in range(count)]
+    assert table.names("q ") == []

@@ -27,6 +27,8 @@ MAX_TOUCHED = 128  # chunks whose hits are collected before they are written dow
 class Catalog(Ledger):
     """The rows of one store; what can be asked of them is said in :mod:`kvrag.store.catalog.ledger`.
 
+    Raises ``StoreError`` if the folder can't be used; so does every change that can't be made.
+
     Parameters
     ----------
     folder, read_only, durable
@@ -35,11 +37,6 @@ class Catalog(Ledger):
         With a key, digests of texts, ids of documents and all values are encrypted.
     may_have_blobs
         Returns whether a catalog that is begun anew may find blobs of an earlier one.
-
-    Raises
-    ------
-    StoreError
-        If the folder can't be used. Every change raises it, too, if it can't be made.
     """
 
     def __init__(
@@ -71,14 +68,12 @@ class Catalog(Ledger):
 
         Another writer's note is taken over: both write the same bytes.
         """
-        r, key = record, record.key
-        own = (r.content, r.model, r.namespace, r.prefix, r.context, r.num_tokens, r.num_bytes)
         with self._rows.change():
-            if self.link(key, text, doc_id):
+            if self.link(record.key, text, doc_id):
                 return False
-            chunk = self._chunk(key) or Chunk(*own, [], Usage(), True)
+            chunk = self._chunk(record.key) or Chunk._make([*astuple(record)[1:], [], Usage(), True, 0])
             usage = chunk.usage if retention is None else chunk.usage.retained(retention)
-            self._attach(key, chunk._replace(usage=usage, revision=secrets.randbits(60)), text, doc_id)
+            self._attach(record.key, chunk._replace(usage=usage, revision=secrets.randbits(60)), text, doc_id)
         return True
 
     def confirm(self, key: ChunkKey) -> bool:
@@ -146,8 +141,8 @@ class Catalog(Ledger):
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Set the retention of stored chunks, and return how many there are."""
         with self._rows.change():
-            found = [(key, chunk) for key in set(keys) if (chunk := self._stored(key))]
-            for key, chunk in found:
+            found = {key: chunk for key in keys if (chunk := self._stored(key))}
+            for key, chunk in found.items():
                 self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.retained(retention)))
         return len(found)
 
@@ -180,8 +175,8 @@ class Catalog(Ledger):
         """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
         self.flush()
         with self._rows.change():  # one look instead of one for each
-            chunks = [Sized(key, c.num_tokens, c.num_bytes, c.usage) for key, c in self._chunks() if not c.pending]
-            return self.state().accesses, chunks
+            found = [Sized(key, c.num_tokens, c.num_bytes, c.usage) for key, c in self._chunks() if not c.pending]
+            return self.state().accesses, found
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
@@ -206,9 +201,8 @@ class Catalog(Ledger):
             self._rows.delete(name)
 
     def _count(self, chunks: int, num_bytes: int, *, erasures: int = 0) -> None:
-        s = self.state()
-        counts = s.generation + erasures, s.chunks + chunks, s.num_bytes + num_bytes
-        self._rows.set("s", State(*counts, s.accesses, s.dormant))
+        generation, count, size, *rest = self.state()
+        self._rows.set("s", [generation + erasures, count + chunks, size + num_bytes, *rest])
 
     def _has(self, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> bool:
         """Whether :meth:`_attach` would change nothing."""

@@ -47,15 +47,15 @@ def make(folder: Path) -> None:
     """Make a folder and an empty database in it, unless they are there: private, and there after a power cut."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    # SQLite gives its other files the mode of this one.
-    with suppress(FileExistsError), _opened(folder / DBNAME, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW):
+    with suppress(FileExistsError):
+        (folder / DBNAME).touch(mode=0o600, exist_ok=False)  # SQLite gives its other files this mode
         sync(folder, folder.parent)
 
 
 def sync(*folders: Path) -> None:
     """Let the names in folders survive a power cut."""
     for folder in folders:
-        with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        with _opened(folder, os.O_DIRECTORY) as fd:
             os.fsync(fd)
 
 
@@ -78,26 +78,20 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def put_aside_if_damaged(folder: Path) -> None:
-    """Move a damaged database and its journals out of the way; only the latest is kept. Raises as :func:`examine`."""
-    if os.path.lexists(folder / DBNAME) and (fault := examine(folder / DBNAME)):
+    """Move a damaged database and its journals out of the way; only the latest is kept.
+
+    Raises ``sqlite3.Error`` if it can't be read now, which says nothing about its content.
+    """
+    path = folder / DBNAME  # SQLite may take a page that could not be read, once, for damage: look twice
+    if os.path.lexists(path) and _fault_at(path) and (fault := _fault_at(path)):
         log.warning("the catalog %s is damaged (%s); it is moved aside and begun anew", folder, fault)
         aside = folder.with_name(folder.name + ".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
 
 
-def examine(path: Path) -> str | None:
-    """Say what is wrong with a database; ``None`` if nothing is, or it is empty.
-
-    Raises
-    ------
-    sqlite3.Error
-        If it can't be read now, which says nothing about its content.
-    """
-    return _fault_at(path) and _fault_at(path)  # SQLite may take a page that could not be read, once, for damage
-
-
 def _fault_at(path: Path) -> str | None:
+    """Say what is wrong with a database; ``None`` if nothing is, or it is empty."""
     if path.is_symlink() or not path.is_file():
         return "it is not a regular file"
     try:

@@ -108,13 +108,9 @@ class Ledger:
         """Return those keys whose chunks are stored."""
         return {key for key in keys if self._stored(key)}
 
-    def keys(self) -> list[ChunkKey]:
-        """Return the keys of all stored chunks."""
-        return [key for key, chunk in self._chunks() if not chunk.pending]
-
-    def pending(self) -> list[ChunkKey]:
-        """Return the keys of chunks that are being written, or whose writers were killed."""
-        return [key for key, chunk in self._chunks() if chunk.pending]
+    def keys(self, *, pending: bool = False) -> list[ChunkKey]:
+        """Return the keys of all stored chunks; with ``pending``, of those that are being written, or whose writers were killed."""
+        return [key for key, chunk in self._chunks() if chunk.pending is pending]
 
     def present(self, namespace: str | None = None) -> set[ChunkKey]:
         """Return the keys of all chunks, or a namespace's, stored or being written; raises ``StoreError`` rather than leave one out."""

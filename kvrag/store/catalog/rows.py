@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,6 +66,8 @@ class Rows:
     another, told which. Raises ``StoreError`` if the folder can't be used.
     """
 
+    _was_used = False  # whether there may be connections, of any instance
+
     def __init__(
         self,
         folder: Path | None,
@@ -74,35 +77,29 @@ class Rows:
         durable: bool = True,
         begin: Callable[[Rows, bool], None],
     ) -> None:
-        self._seal, self._begin = seal, begin
+        self.read_only, self._seal, self._begin, self._mine = read_only, seal, begin, _Mine()
         self._settings = {**SETTINGS, "sqlite_synchronous": 2 if durable and folder is not None else 1}
-        self._folder, self._private, self._mine = folder or Path(), "", _Mine()
+        self._source = folder if read_only else None
+        self._private = tempfile.mkdtemp(prefix="kvrag-") if read_only or folder is None else ""
+        self._folder = Path(self._private, "catalog") if self._private or folder is None else folder
+        place, names = (folder, FILES) if folder and read_only else (self._folder, FILES[:1])
+        self._watched = [str(place / name) for name in names]
         self._cache: Any = None
         self._file: object = None
+        self._copied: Rows | None = None
         # Changes take the first lock and then the second, looks only the second: a fork waits for both, and finds no connection.
         self._lock, self._looking = fork_lock(), fork_lock()
         self._is_closed = self._has_warned = False
         try:
-            try:
-                self._use(folder, read_only)
-            except FAULTS as error:
-                if folder is None or read_only or shutil.disk_usage(folder).free >= ROOM:
-                    raise
-                log.warning("the catalog %s is opened for reading only, because its disk is full (%s)", folder, error)
-                self._use(folder, True)
+            with self._looking:
+                self._healed()
         except FAULTS as error:
             self.close()
-            raise self._fault("opened", error) from error
+            if folder is None or not self._is_stuck():
+                raise self._fault("opened", error) from error
+            log.warning("the catalog %s is opened for reading only: its disk takes no writes (%s)", folder, error)
+            Rows.__init__(self, folder, seal, read_only=True, begin=begin)
         _all.add(self)
-
-    def _use(self, folder: Path | None, read_only: bool) -> None:
-        self.read_only, self._source = read_only, folder if read_only else None
-        if folder is None or read_only:
-            self._private = tempfile.mkdtemp(prefix="kvrag-")
-            self._folder = Path(self._private, "catalog")
-        self._watched = [folder / name for name in FILES] if folder and read_only else [self._folder / DBNAME]
-        with self._looking:
-            self._healed()
 
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read. Inside :meth:`change`, faults are raised."""
@@ -111,16 +108,12 @@ class Rows:
 
     def names(self, prefix: str) -> list[str]:
         """Return the rest of all names that begin with ``prefix``, as :meth:`get` does; quick for the first or last names."""
-        is_last = prefix >= "t"
+        is_last, size = prefix >= "t", len(prefix)
 
         def listed(cache: Any) -> list[str]:
-            found = []
-            for name in cache.iterkeys(reverse=is_last):
-                if name.startswith(prefix):
-                    found.append(name[len(prefix) :])
-                elif name < prefix if is_last else name > prefix:
-                    break
-            return found[::-1] if is_last else found
+            names = cache.iterkeys(reverse=is_last)
+            near = takewhile(lambda name: name[:size] >= prefix if is_last else name[:size] <= prefix, names)
+            return sorted(name[size:] for name in near if name.startswith(prefix))
 
         return self._look(listed, [])
 
@@ -181,24 +174,10 @@ class Rows:
         with self._lock, self._looking:
             self._is_closed = True
             self._let_go()
+            if self._copied is not None:
+                self._copied.close()
             if self._private:
                 shutil.rmtree(self._private, ignore_errors=True)
-
-    def before_fork(self) -> bool:
-        """Wait for the change and the look under way and close all connections; whether there were any.
-
-        A child that inherited their locks could never write.
-        """
-        is_open = self._cache is not None
-        if self._lock.acquire(timeout=BUSY_S) and self._looking.acquire(timeout=BUSY_S):
-            self._let_go()
-        return is_open
-
-    def after_fork(self) -> None:
-        """Go on in the parent; in the child the locks are free."""
-        for lock in (self._looking, self._lock):
-            with suppress(RuntimeError):  # it was not acquired in time
-                lock.release()
 
     def _let_go(self) -> None:
         if self._cache is not None:
@@ -213,7 +192,15 @@ class Rows:
             with self._looking:
                 return action(self._healed())
         except FAULTS as error:
-            if not self._is_closed and not self._has_warned:
+            if self._is_closed:
+                return default
+            if self._is_stuck():
+                with suppress(StoreError):
+                    with self._looking:
+                        copied = self._copied or Rows(self._folder, self._seal, read_only=True, begin=lambda *_: None)
+                        self._copied = copied
+                    return copied._look(action, default)
+            if not self._has_warned:
                 self._has_warned = True
                 log.warning("the catalog %s can't be read (%s); it counts as empty", self._folder, error)
             return default
@@ -225,6 +212,13 @@ class Rows:
         if self._cache is None or self._file != self._there():
             self._open()
         return self._cache
+
+    def _is_stuck(self) -> bool:
+        """Whether SQLite can't open the database because it can write nothing there: the copy of it can be read."""
+        with suppress(OSError):
+            disk = os.statvfs(self._folder)
+            return not self._private and (disk.f_bavail * disk.f_frsize < ROOM or bool(disk.f_flag & os.ST_RDONLY))
+        return False
 
     def _there(self) -> object:
         """Return what tells the database that is there from another one; of a source that is read, what changes with it."""
@@ -250,6 +244,7 @@ class Rows:
             if there != known:
                 put_aside_if_damaged(self._folder)
             make(self._folder)
+            Rows._was_used = True
             cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=Strings, **self._settings)
             file = self._there() if self._source is None else there
             is_other = self._source is None and known not in (None, file)
@@ -267,9 +262,8 @@ class Rows:
                 shutil.copyfile(source / name, self._folder / name)
 
     def _fault(self, what: str, error: Exception) -> StoreError:
-        why = str(error) or "it stays locked, or can't be written to"
         return StoreError(
-            f"the catalog {self._folder} can't be {what}: {why}; "
+            f"the catalog {self._folder} can't be {what}: {str(error) or 'it stays locked'}; "
             "make sure that the directory exists, is writable and has free space, then try again"
         )
 
@@ -278,13 +272,20 @@ _all: weakref.WeakSet[Rows] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    if any([rows.before_fork() for rows in list(_all)]):
+    """Wait for changes and looks under way, and close all connections: a child that inherited their locks could never write."""
+    for rows in list(_all):
+        if rows._lock.acquire(timeout=BUSY_S) and rows._looking.acquire(timeout=BUSY_S):
+            rows._let_go()
+    if Rows._was_used:
         gc.collect()  # a connection is part of a cycle: a child that inherited one would close it, and damage the database
 
 
 def _after_fork() -> None:
+    """Go on in the parent; in the child the locks are free."""
     for rows in list(_all):
-        rows.after_fork()
+        for lock in (rows._looking, rows._lock):
+            with suppress(RuntimeError):  # it was not acquired in time
+                lock.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
