@@ -22,7 +22,6 @@ from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest, text_di
 
 MIN_KEY_BYTES = 32  # shorter keys are refused: they could be guessed
 TAG_BYTES, NONCE_BYTES = 16, 12
-PURPOSE = "encryption of the KV store"
 
 
 def derive(key: bytes, purpose: str, *, salt: bytes = b"") -> bytes:
@@ -68,8 +67,7 @@ def _decoded(text: str) -> bytes:
 class Keys:
     """The keys derived from a store's encryption key, or none; and the names of namespaces and texts that follow from them.
 
-    ``address`` is the key of the namespaces' digests, and so of all file names (``None``: plain digests), ``cipher`` that of blobs and rows
-    (``None``: they are plain).
+    ``address`` is the key of the namespaces' digests, and so of all file names, ``cipher`` that of blobs and rows.
     """
 
     address: bytes | None = field(default=None, repr=False)
@@ -81,18 +79,13 @@ class Keys:
         if config.encryption_key is None:
             return cls()
         key = read_key(config.encryption_key)
-        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose=PURPOSE)
+        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose="encryption of the KV store")
         return cls(derive(key, "addresses"), derive(key, "cipher"))
 
     @property
     def id(self) -> str:
         """Public name of the key; empty without one."""
         return "" if self.cipher is None else key_id(self.cipher)
-
-    @property
-    def names(self) -> Keys:
-        """What names namespaces and texts: the keys themselves."""
-        return self
 
     def namespace(self, name: str) -> str:
         """Digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
@@ -106,9 +99,6 @@ class Keys:
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""
         raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
-
-
-Naming = Keys
 
 
 def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[memoryview], bytes]:
@@ -147,8 +137,9 @@ class Seal:
     """
 
     def __init__(self, key: bytes) -> None:
-        aead = require("cryptography.hazmat.primitives.ciphers.aead", extra="crypto", purpose=PURPOSE)
-        self._siv = aead.AESSIV(derive(key, "rows 1") + derive(key, "rows 2"))
+        from cryptography.hazmat.primitives.ciphers.aead import AESSIV
+
+        self._siv = AESSIV(derive(key, "rows 1") + derive(key, "rows 2"))
 
     def seal(self, text: str, bound: str) -> str:
         """Encrypt a text; base64."""

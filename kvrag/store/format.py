@@ -16,7 +16,7 @@ import functools
 import json
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import xxhash
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
 from kvrag.layers import FLOATS, MAX_LAYERS, NAMES, Part, Shapes, own_kv, parts, scanned, shapes_of, view_layer
-from kvrag.store.base import Bytes, LateHead, Record
+from kvrag.store.base import Bytes, Record, enough_memory
 from kvrag.store.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, KVDtype, LayerKV
@@ -42,7 +42,6 @@ NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
 START = '{"__metadata__":'
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 NO_DIGEST = b"0" * 32
-Tensors = tuple[torch.Tensor, ...]
 FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)  # of no header
 dump = json.JSONEncoder(separators=(",", ":")).encode
 Read = Callable[[int, int], Bytes | None]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
@@ -129,28 +128,27 @@ def record_of(identity: ChunkIdentity, num_bytes: int) -> Record:
     return Record(key, content, i.model, i.namespace, i.prefix, i.context, len(i.token_ids), num_bytes)
 
 
-def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> Encoded:
-    """Turn a chunk into the bytes of its blob, encrypted with ``cipher``; raises ``StoreError`` if it can't be stored."""
-    dtype, shapes = shapes_of(identity, kv)
-    header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
-    encoded = Encoded(header, [layer.tensors for layer in own_kv(kv).layers], cipher)
-    if encoded.head_bytes > MAX_HEADER_BYTES:
-        raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
-    return encoded
+class Encoded:
+    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache.
 
+    So its head is known last. Who can writes the body first, behind ``head_bytes`` bytes. With ``cipher``, all is encrypted. Raises
+    ``StoreError`` if the chunk can't be stored.
+    """
 
-class Encoded(LateHead):
-    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache."""
-
-    def __init__(self, header: Header, layers: Sequence[Tensors], cipher: bytes | None) -> None:
-        self.header, self._layers, self._cipher = header, layers, cipher
-        self._salt = secrets.token_bytes(SALT_BYTES)
+    @enough_memory()
+    def __init__(self, identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> None:
+        dtype, shapes = shapes_of(identity, kv)
+        self.header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
+        self._layers, self._cipher, self._salt = own_kv(kv).layers, cipher, secrets.token_bytes(SALT_BYTES)
         self.head_bytes = len(self.head())
+        if self.head_bytes > MAX_HEADER_BYTES:
+            raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
 
-    @property
-    def parts(self) -> LateHead:
-        """The parts to write."""
-        return self
+    def __iter__(self) -> Iterator[Bytes]:
+        """Yield all parts in their order."""
+        body = list(self.body())
+        yield self.head()
+        yield from body
 
     def head(self) -> bytes:
         """Return the header; it is right when :meth:`body` was gone through."""
@@ -161,19 +159,20 @@ class Encoded(LateHead):
         self._salt = secrets.token_bytes(SALT_BYTES)  # each time: no key may encrypt two headers
         owner, cipher = chunk_key(self.header.identity), self._cipher
         key = None if cipher is None else derive(cipher, f"blob {owner}", salt=self._salt)
-        layers, work, digests = list(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
+        layers, work, digests = tuple(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
         for pieces, digest in POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers):
             digests.append(digest)
             yield from pieces
         self.header = replace(self.header, digests=tuple(digests))
 
 
-def _bytes_of(key: bytes | None, layer: tuple[int, Tensors]) -> tuple[list[memoryview], bytes]:
-    """Return the bytes of a layer, which comes with its number, encrypted if there is a key, and their digest."""
+def _bytes_of(key: bytes | None, numbered: tuple[int, LayerKV]) -> tuple[list[memoryview], bytes]:
+    """Return the bytes of a layer, encrypted if there is a key, and their digest."""
+    number, layer = numbered
     if key is not None:
-        return encrypt(key, layer[0], scanned(*layer))
+        return encrypt(key, number, scanned(number, layer.tensors))
     digest = xxhash.xxh3_128()
-    return scanned(*layer, digest.update), digest.digest()
+    return scanned(number, layer.tensors, digest.update), digest.digest()
 
 
 class Blob:

@@ -18,7 +18,7 @@ from kvrag.store.base import Blobs, Record
 from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.format import BlobRejected, Encoded, encode, record_of
+from kvrag.store.format import BlobRejected, Encoded, record_of
 from kvrag.store.memory import MemoryTier
 from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Usage, check_retention, priority_of
@@ -89,7 +89,7 @@ class TieredStore(Reader):
         key, epochs = chunk_key(identity), self._epochs()
         if self.catalog.link(key, text, doc_id):
             return 0
-        encoded = encode(identity, kv, self.keys.cipher)
+        encoded = Encoded(identity, kv, self.keys.cipher)
         record = record_of(identity, encoded.header.num_bytes)
         self._evictor.make_room(record.num_bytes, priority=priority_of(retention))
         written = self._write(record, encoded, text, doc_id, retention)
@@ -127,13 +127,13 @@ class TieredStore(Reader):
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, also in the place of one that is not this chunk's; 0 if this chunk's is there."""
-        if written := self.blobs.write(key, encoded.parts):
+        if written := self.blobs.write(key, encoded):
             return written
         try:
             self.blob(key, encoded.header.identity)
         except BlobRejected:
             self.blobs.delete([key])
-            return self.blobs.write(key, encoded.parts)
+            return self.blobs.write(key, encoded)
         return 0
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:

@@ -24,11 +24,12 @@ from stores import (
     listing,
     needs_cryptography,
     path_of,
+    present,
     put,
     traces_of,
 )
 
-from kvrag.errors import ConfigError, MissingDependencyError
+from kvrag.errors import ConfigError, MissingDependencyError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import Keys, open_store
 from kvrag.store.crypto import derive
@@ -42,7 +43,7 @@ TEXT = make_text("text")
 
 def identity_of(key, number=0, *, tokens=16, namespace="default"):
     """Identity of a chunk as an engine with this key calls it."""
-    names = Keys.of(config_of(key)).names
+    names = Keys.of(config_of(key))
     return make_identity(number, namespace=names.namespace(namespace), tokens=tokens)
 
 
@@ -136,7 +137,7 @@ def test_a_chunk_is_found_with_its_own_key_and_namespace_alone(opened, mine, nam
     for key in (None, "cipher", "wrong"):
         for name in ("default", "other"):
             is_owner = (key, name) == (mine, namespace)
-            other, space = opened(key=key), Keys.of(config_of(key)).names.namespace(name)
+            other, space = opened(key=key), Keys.of(config_of(key)).namespace(name)
             assert (other.get(identity_of(key, namespace=name)) is not None) == is_owner
             assert other.catalog.documents(space) == [DOCUMENT] * is_owner
             assert other.catalog.texts(space, 0)[0] == [TEXT] * is_owner
@@ -291,3 +292,14 @@ def test_a_store_in_memory_may_have_a_key(opened, key):
     assert same_bits(store.get(CHUNKS[1]), make_kv(CHUNKS[1]))
     assert store.forget(NAMESPACE, "doc 1") == 1
     assert store.blobs.keys() == set()
+
+
+@pytest.mark.parametrize("kv_dir", ["store", None])
+def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, tmp_path, monkeypatch, kv_dir):
+    store = opened(kv_dir and tmp_path / kv_dir, key="cipher")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvrag.store.crypto.np.empty", lambda *args: bytearray(2**62))
+        with pytest.raises(StoreError, match="not enough memory"):
+            put(store, 1)
+    assert (present(store), store.blobs.keys()) == ([], set())
+    assert put(store, 1) > 0
