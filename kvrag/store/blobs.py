@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 import weakref
@@ -26,8 +27,6 @@ from kvrag.types import ChunkKey
 KEY = re.compile(r"[0-9a-f]{64}")
 SUFFIX = ".safetensors"
 OBJECTS, TMP = "objects", "tmp"
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
@@ -53,7 +52,7 @@ class FileBlobs:
         """Return bytes of a file, none of what is no regular file."""
         try:
             with self._shard(key) as folder:
-                fd = os.open(key + SUFFIX, FILE, dir_fd=folder)
+                fd = os.open(key + SUFFIX, os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         except ABSENT:
             return None
         except OSError as error:
@@ -125,8 +124,7 @@ class FileBlobs:
 
     def free_bytes(self) -> int:
         """Bytes that this user may still write on the file system; raises ``OSError``."""
-        status = os.statvfs(self.root)
-        return status.f_bavail * status.f_frsize
+        return shutil.disk_usage(self.root).free
 
     def sweep(self) -> int:
         """Remove what dead writers left in ``tmp/``, and return how many files that was."""
@@ -150,14 +148,14 @@ class FileBlobs:
         """Open a folder below the root, one component after the other; with ``make``, make what is absent, private."""
         if make:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.root, FOLDER)
+        fd = os.open(self.root, os.O_DIRECTORY)
         try:
             for name in names:
                 if make:
                     with suppress(FileExistsError):
                         os.mkdir(name, 0o700, dir_fd=fd)
                         self._sync(fd)
-                inner = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                inner = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
                 os.close(fd)
                 fd = inner
             yield fd

@@ -124,8 +124,8 @@ class Header:
 
 def record_of(identity: ChunkIdentity, num_bytes: int) -> Record:
     """Return what the catalog keeps of a chunk."""
-    i, key, content = identity, chunk_key(identity), content_key(identity)
-    return Record(key, content, i.model, i.namespace, i.prefix, i.context, len(i.token_ids), num_bytes)
+    i = identity
+    return Record(chunk_key(i), content_key(i), i.model, i.namespace, i.prefix, i.context, len(i.token_ids), num_bytes)
 
 
 class Encoded:
