@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,9 @@ CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "f
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
 MAX_LAYERS = 512  # more are neither written nor read
-SCAN_BYTES = 1280 * 1024  # looked at at once: it stays in the processor's cache, and holds whole values of any dtype
+SCAN_BYTES = (
+    1280 * 1024
+)  # looked at and hashed at once: fits the processor's cache, and holds whole values of any dtype
 # Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones.
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")  # as messages call them
@@ -124,20 +126,18 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
     return dtype, tuple(shapes)
 
 
-def scanned(index: int, tensors: Sequence[torch.Tensor], look: Callable[..., object] = len) -> list[memoryview]:
-    """Return the bytes of a layer in pieces, after a look at each; raises ``StoreError`` if a value is not finite: it would spread."""
-    pieces = []
-    for name, tensor in zip(TENSORS, tensors, strict=False):
+def scanned(index: int, layer: LayerKV) -> Iterator[memoryview]:
+    """Yield the bytes of a layer in pieces; raises ``StoreError`` if a value is not finite: it would spread."""
+    for name, tensor in zip(TENSORS, layer.tensors, strict=False):
         view = tensor.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(view), SCAN_BYTES):
-            pieces.append(view[start : start + SCAN_BYTES])
-            if not _is_finite(pieces[-1], tensor.dtype):
+            piece = view[start : start + SCAN_BYTES]
+            if not _is_finite(piece, tensor.dtype):
                 raise StoreError(
                     f"{name} of layer {index} of the chunk hold a value that is not finite; "
                     "the chunk is not stored, compute it again"
                 )
-            look(pieces[-1])
-    return pieces
+            yield piece
 
 
 def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:

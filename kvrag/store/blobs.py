@@ -69,7 +69,6 @@ class FileBlobs:
         finally:
             os.close(fd)
 
-    @enough_memory()
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Write a file and give it its name, unless that is taken."""
         draft, final = secrets.token_hex(16), key + SUFFIX

@@ -43,7 +43,7 @@ START = '{"__metadata__":'
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 NO_DIGEST = b"0" * 32
 FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)  # of no header
-dump = json.JSONEncoder(separators=(",", ":")).encode
+dump, parse = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().raw_decode
 Read = Callable[[int, int], Bytes | None]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
 
 
@@ -122,10 +122,10 @@ class Header:
         return text.replace(NO_DIGEST, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
-def record_of(identity: ChunkIdentity, num_bytes: int) -> Record:
+def record_of(of: ChunkIdentity, num_bytes: int) -> Record:
     """Return what the catalog keeps of a chunk."""
-    i = identity
-    return Record(chunk_key(i), content_key(i), i.model, i.namespace, i.prefix, i.context, len(i.token_ids), num_bytes)
+    key, content, tokens = chunk_key(of), content_key(of), len(of.token_ids)
+    return Record(key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes)
 
 
 class Encoded:
@@ -145,11 +145,11 @@ class Encoded:
             raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
 
     def __iter__(self) -> Iterator[Bytes]:
-        """Yield all parts in their order."""
+        """Return all parts in their order."""
         body = list(self.body())
-        yield self.head()
-        yield from body
+        return iter([self.head(), *body])
 
+    @enough_memory()
     def head(self) -> bytes:
         """Return the header; it is right when :meth:`body` was gone through."""
         return _head(self.header, self._cipher, self._salt)
@@ -160,19 +160,23 @@ class Encoded:
         owner, cipher = chunk_key(self.header.identity), self._cipher
         key = None if cipher is None else derive(cipher, f"blob {owner}", salt=self._salt)
         layers, work, digests = tuple(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
-        for pieces, digest in POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers):
-            digests.append(digest)
-            yield from pieces
+        encoded = POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers)
+        with enough_memory():
+            for pieces, digest in encoded:
+                digests.append(digest)
+                yield from pieces
         self.header = replace(self.header, digests=tuple(digests))
 
 
 def _bytes_of(key: bytes | None, numbered: tuple[int, LayerKV]) -> tuple[list[memoryview], bytes]:
     """Return the bytes of a layer, encrypted if there is a key, and their digest."""
-    number, layer = numbered
     if key is not None:
-        return encrypt(key, number, scanned(number, layer.tensors))
-    digest = xxhash.xxh3_128()
-    return scanned(number, layer.tensors, digest.update), digest.digest()
+        return encrypt(key, numbered[0], scanned(*numbered))
+    pieces, digest = list[memoryview](), xxhash.xxh3_128()
+    for piece in scanned(*numbered):
+        digest.update(piece)
+        pieces.append(piece)
+    return pieces, digest.digest()
 
 
 class Blob:
@@ -239,9 +243,9 @@ class Blob:
 
 
 def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
-    """Prove a header; return it, and the key of its layers."""
+    """Prove a header; return it, and the key of its layers. Its metadata says all: its tensors are right if it can be written again."""
     try:
-        metadata, key, salt = _metadata(head[8:]), None, b""
+        (metadata, _), key, salt = parse(head[8:].decode("ascii"), len(START)), None, b""
         if metadata["version"] != KIND["version"] and metadata["version"].isdecimal():
             raise OtherVersion("it has another version of the format", "absent")
         if metadata.get("cipher_key") != (None if cipher is None else key_id(cipher)):
@@ -252,18 +256,13 @@ def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
             is_right = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]), memoryview(plain))
             if not is_right or len(salt) != SALT_BYTES:  # zeros behind a salt would derive the same key
                 raise ValueError("forged")
-            metadata = _metadata(plain)
+            metadata, _ = parse(plain.decode("ascii"), len(START))
         header = _decode(metadata)
         if _head(header, cipher, salt) != head:
             raise ValueError("not what would be written")
         return header, key
     except FAULTS:
         raise BlobRejected("its header is damaged") from None
-
-
-def _metadata(text: bytes | bytearray) -> Any:
-    """Return what a header says before its tensors, which follow from that: they are right if it can be written again."""
-    return json.JSONDecoder().raw_decode(text.decode("ascii"), len(START))[0]
 
 
 def _decode(metadata: dict[str, Any]) -> Header:

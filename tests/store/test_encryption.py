@@ -294,9 +294,8 @@ def test_a_store_in_memory_may_have_a_key(opened, key):
     assert store.blobs.keys() == set()
 
 
-@pytest.mark.parametrize("kv_dir", ["store", None])
-def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, tmp_path, monkeypatch, kv_dir):
-    store = opened(kv_dir and tmp_path / kv_dir, key="cipher")
+def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, monkeypatch):
+    store = opened(key="cipher")
     with monkeypatch.context() as patch:
         patch.setattr("kvrag.store.crypto.np.empty", lambda *args: bytearray(2**62))
         with pytest.raises(StoreError, match="not enough memory"):
