@@ -18,7 +18,7 @@ import numpy as np
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, require
-from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest, text_digest
+from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest
 
 MIN_KEY_BYTES = 32  # shorter keys are refused: they could be guessed
 TAG_BYTES, NONCE_BYTES = 16, 12
@@ -65,7 +65,7 @@ def _decoded(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys derived from a store's encryption key, or none; and the names of namespaces and texts that follow from them.
+    """The keys derived from a store's encryption key, or none; and the names of namespaces that follow from them.
 
     ``address`` is the key of the namespaces' digests, and so of all file names, ``cipher`` that of blobs and rows.
     """
@@ -93,9 +93,6 @@ class Keys:
             return namespace_digest(name)
         return "hmac-sha256:" + hmac.digest(self.address, name.encode(), "sha256").hex()
 
-    digest = staticmethod(text_digest)
-    """Digest of a stripped chunk text, 64 hex digits; raises ``UnicodeEncodeError``."""
-
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""
         raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
@@ -111,17 +108,16 @@ def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[m
     return parts, encryptor.tag
 
 
-def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes, out: memoryview) -> bool:
-    """Decrypt to ``out``, and return whether the tag is right; otherwise ``out`` must not be used."""
+def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes) -> memoryview | None:
+    """Decrypt some bytes; ``None`` if the tag is wrong."""
     from cryptography.exceptions import InvalidTag
 
-    decryptor = _cipher(key, nonce, tag).decryptor()
+    decryptor, out = _cipher(key, nonce, tag).decryptor(), np.empty(len(data), np.uint8).data
     decryptor.update_into(data, out)
-    try:
+    with suppress(InvalidTag):
         decryptor.finalize()
-    except InvalidTag:
-        return False
-    return True
+        return out
+    return None
 
 
 def _cipher(key: bytes, nonce: int, tag: bytes | None = None) -> Any:

@@ -231,32 +231,31 @@ class Blob:
 
     def _proven(self, index: int, stored: memoryview) -> memoryview:
         """Return a layer's bytes, decrypted where they are encrypted."""
-        digest, out = self.header.digests[index], stored
-        if self._key is None:
-            is_right = xxhash.xxh3_128_digest(stored) == digest
+        digest = self.header.digests[index]
+        if self._key is not None:
+            plain = decrypt(self._key, index, stored, digest)
         else:
-            out = torch.empty(len(stored), dtype=torch.uint8).numpy().data
-            is_right = decrypt(self._key, index, stored, digest, out)
-        if not is_right:
+            plain = stored if xxhash.xxh3_128_digest(stored) == digest else None
+        if plain is None:
             raise BlobRejected("its data is damaged", layer=index)
-        return out
+        return plain
 
 
 def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
     """Prove a header; return it, and the key of its layers. Its metadata says all: its tensors are right if it can be written again."""
     try:
-        (metadata, _), key, salt = parse(head[8:].decode("ascii"), len(START)), None, b""
+        (metadata, _), key, salt = parse(str(head[8:], "ascii"), len(START)), None, b""
         if metadata["version"] != KIND["version"] and metadata["version"].isdecimal():
             raise OtherVersion("it has another version of the format", "absent")
         if metadata.get("cipher_key") != (None if cipher is None else key_id(cipher)):
             raise Foreign("it is not protected by the key that the store was opened with", "absent")
         if cipher is not None:
             salt, sealed = bytes.fromhex(metadata["salt"]), memoryview(base64.b64decode(metadata["sealed"]))
-            key, plain = derive(cipher, f"blob {metadata['key']}", salt=salt), bytearray(len(sealed) - TAG_BYTES)
-            is_right = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]), memoryview(plain))
-            if not is_right or len(salt) != SALT_BYTES:  # zeros behind a salt would derive the same key
+            key = derive(cipher, f"blob {metadata['key']}", salt=salt)
+            plain = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]))
+            if plain is None or len(salt) != SALT_BYTES:  # zeros behind a salt would derive the same key
                 raise ValueError("forged")
-            metadata, _ = parse(plain.decode("ascii"), len(START))
+            metadata, _ = parse(str(plain, "ascii"), len(START))
         header = _decode(metadata)
         if _head(header, cipher, salt) != head:
             raise ValueError("not what would be written")
@@ -274,7 +273,7 @@ def _decode(metadata: dict[str, Any]) -> Header:
     token_ids = struct.unpack(f"<{count}I", ids)
     digests = tuple(raw[place : place + TAG_BYTES] for place in range(0, len(raw), TAG_BYTES))
     sizes = [*map(int, metadata["shapes"].replace(";", ",").split(",", 4 * MAX_LAYERS))]
-    if not count or len(sizes) != 4 * len(digests) or not 0 < min(sizes) <= max(sizes) < 2**32:
+    if not count or TAG_BYTES * len(sizes) != 4 * len(raw) or not 0 < min(sizes) <= max(sizes) < 2**32:
         raise ValueError("not a chunk")
     layers = zip(*(sizes[place::4] for place in range(4)), strict=True)
     shapes = tuple(((heads, count, dim), (v_heads, count, v_dim)) for heads, dim, v_heads, v_dim in layers)
