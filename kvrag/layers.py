@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,24 +126,29 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
     return dtype, tuple(shapes)
 
 
-def scanned(index: int, layer: LayerKV) -> Iterator[memoryview]:
-    """Yield the bytes of a layer in pieces; raises ``StoreError`` if a value is not finite: it would spread."""
-    for name, tensor in zip(TENSORS, layer.tensors, strict=False):
+def scanned(index: int, tensors: Sequence[torch.Tensor], look: Callable[..., object] = len) -> list[memoryview]:
+    """Return the bytes of a layer in pieces, after a look at each; raises ``StoreError`` if a value is not finite: it would spread."""
+    pieces = []
+    for name, tensor in zip(TENSORS, tensors, strict=False):
         view = tensor.reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(view), SCAN_BYTES):
-            piece = view[start : start + SCAN_BYTES]
-            if not _is_finite(piece, tensor.dtype):
+            pieces.append(view[start : start + SCAN_BYTES])
+            if not _is_finite(pieces[-1], tensor.dtype):
                 raise StoreError(
                     f"{name} of layer {index} of the chunk hold a value that is not finite; "
                     "the chunk is not stored, compute it again"
                 )
-            yield piece
+            look(pieces[-1])
+    return pieces
 
 
 def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:
     """Return a chunk with contiguous tensors on a device; with ``copy``, none of them is shared with ``kv``."""
-    row_major = torch.contiguous_format
-    return kv.map(lambda x: x.detach().to(device, copy=copy, memory_format=row_major).contiguous())
+    layers, row_major = [], torch.contiguous_format
+    for layer in kv.layers:
+        own = [x.detach().to(device, copy=copy, memory_format=row_major).contiguous() for x in layer.tensors]
+        layers.append(layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own))
+    return ChunkKV(tuple(layers), kv.kv_dtype)
 
 
 def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:

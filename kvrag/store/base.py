@@ -10,26 +10,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
-from kvrag.errors import StoreError
 from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
-
-
-@contextmanager
-def enough_memory() -> Iterator[None]:
-    """Turn what Python and torch raise where memory is short into a ``StoreError``."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        raise StoreError(f"there is not enough memory for a chunk ({error}); free some, then try again") from error
 
 
 class Blobs(Protocol):

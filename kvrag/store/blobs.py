@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from kvrag.store.base import Bytes, enough_memory
+from kvrag.store.base import Bytes
 from kvrag.store.format import Encoded
 from kvrag.types import ChunkKey
 
@@ -183,7 +183,6 @@ class MemoryBlobs:
         blob = self._blobs.get(key)
         return None if blob is None else blob[start : None if length is None else start + length]
 
-    @enough_memory()
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Keep a copy of the parts."""
         blob = memoryview(bytearray().join(parts))
@@ -227,7 +226,6 @@ class Buffers:
         self._idle: dict[int, list[torch.Tensor]] = {}
         self._pinned = torch.cuda.is_available()
 
-    @enough_memory()
     def take(self, num_bytes: int) -> memoryview:
         """Return so many writable bytes, not initialised; raises ``OSError``."""
         if num_bytes < SMALL_BYTES:
@@ -235,7 +233,10 @@ class Buffers:
         step = 2 ** (num_bytes.bit_length() - 1) // 16  # chunks of similar length share buffers
         size = -(-num_bytes // step) * step
         idle = self._idle.get(size)
-        owner = idle.pop() if idle else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        try:
+            owner = idle.pop() if idle else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:  # memory is short
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
         array = owner.numpy()
         weakref.finalize(array, self._come_back, owner)  # views of the array keep it alive
         return array.data[:num_bytes]

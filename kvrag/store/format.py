@@ -26,7 +26,7 @@ import xxhash
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
 from kvrag.layers import FLOATS, MAX_LAYERS, NAMES, Part, Shapes, own_kv, parts, scanned, shapes_of, view_layer
-from kvrag.store.base import Bytes, Record, enough_memory
+from kvrag.store.base import Bytes, Record
 from kvrag.store.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, KVDtype, LayerKV
@@ -135,12 +135,17 @@ class Encoded:
     ``StoreError`` if the chunk can't be stored.
     """
 
-    @enough_memory()
     def __init__(self, identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> None:
         dtype, shapes = shapes_of(identity, kv)
         self.header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
-        self._layers, self._cipher, self._salt = own_kv(kv).layers, cipher, secrets.token_bytes(SALT_BYTES)
-        self.head_bytes = len(self.head())
+        self._cipher, self._salt = cipher, secrets.token_bytes(SALT_BYTES)
+        try:
+            self._layers = [layer.tensors for layer in own_kv(kv).layers]
+            self.head_bytes = len(self.head())
+        except (MemoryError, RuntimeError) as error:
+            raise StoreError(
+                f"there is not enough memory for the chunk ({error}); free some, then try again"
+            ) from error
         if self.head_bytes > MAX_HEADER_BYTES:
             raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
 
@@ -149,7 +154,6 @@ class Encoded:
         body = list(self.body())
         return iter([self.head(), *body])
 
-    @enough_memory()
     def head(self) -> bytes:
         """Return the header; it is right when :meth:`body` was gone through."""
         return _head(self.header, self._cipher, self._salt)
@@ -157,26 +161,22 @@ class Encoded:
     def body(self) -> Iterator[memoryview]:
         """Yield the bytes of all layers, the next one is looked at meanwhile; raises ``StoreError`` if a value is not finite."""
         self._salt = secrets.token_bytes(SALT_BYTES)  # each time: no key may encrypt two headers
-        owner, cipher = chunk_key(self.header.identity), self._cipher
-        key = None if cipher is None else derive(cipher, f"blob {owner}", salt=self._salt)
+        key = None
+        if self._cipher is not None:
+            key = derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt)
         layers, work, digests = tuple(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
-        encoded = POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers)
-        with enough_memory():
-            for pieces, digest in encoded:
-                digests.append(digest)
-                yield from pieces
+        for pieces, digest in POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers):
+            digests.append(digest)
+            yield from pieces
         self.header = replace(self.header, digests=tuple(digests))
 
 
-def _bytes_of(key: bytes | None, numbered: tuple[int, LayerKV]) -> tuple[list[memoryview], bytes]:
+def _bytes_of(key: bytes | None, numbered: tuple[int, tuple[torch.Tensor, ...]]) -> tuple[list[memoryview], bytes]:
     """Return the bytes of a layer, encrypted if there is a key, and their digest."""
     if key is not None:
         return encrypt(key, numbered[0], scanned(*numbered))
-    pieces, digest = list[memoryview](), xxhash.xxh3_128()
-    for piece in scanned(*numbered):
-        digest.update(piece)
-        pieces.append(piece)
-    return pieces, digest.digest()
+    digest = xxhash.xxh3_128()
+    return scanned(*numbered, digest.update), digest.digest()
 
 
 class Blob:

@@ -282,11 +282,11 @@ class TieredStore(Reader):
 
 @contextmanager
 def refusal(what: str) -> Iterator[None]:
-    """Turn an ``OSError`` of blobs into a ``StoreError`` that says what can't be done."""
+    """Turn an ``OSError`` of blobs, or memory that is short, into a ``StoreError`` that says what can't be done."""
     try:
         yield
     except StoreError:
         raise
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         remedy = "make sure that its directory exists, is writable and has free space, then try again"
-        raise StoreError(f"{what}: {error}; {remedy}") from error
+        raise StoreError(f"{what}: {str(error) or 'memory is short'}; {remedy}") from error

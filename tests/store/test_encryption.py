@@ -9,6 +9,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -294,11 +295,14 @@ def test_a_store_in_memory_may_have_a_key(opened, key):
     assert store.blobs.keys() == set()
 
 
-def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, monkeypatch):
-    store = opened(key="cipher")
+@pytest.mark.parametrize("after", [0, 1])
+def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, monkeypatch, after):
+    """For the header, and for the layers."""
+    store, real, sizes = opened(key="cipher"), np.empty, []
     with monkeypatch.context() as patch:
-        patch.setattr("kvrag.store.crypto.np.empty", lambda *args: bytearray(2**62))
-        with pytest.raises(StoreError, match="not enough memory"):
+        refused = lambda size, dtype: real(2**62 if len(sizes) >= after else size, sizes.append(size) or dtype)  # noqa: E731
+        patch.setattr("kvrag.store.crypto.np.empty", refused)
+        with pytest.raises(StoreError, match="not enough memory" if not after else "can't be written"):
             put(store, 1)
     assert (present(store), store.blobs.keys()) == ([], set())
     assert put(store, 1) > 0
