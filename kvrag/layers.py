@@ -13,27 +13,22 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, LayerKV, Scales
 
-GROUP = 32
-"""Tokens that share a scale of int4 keys, and the most channels that share one of int4 values."""
+GROUP = 32  # tokens that share a scale of int4 keys, and the most channels that share one of int4 values
 FP8 = torch.float8_e4m3fn
+# Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower one first.
 CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
-"""Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower one first."""
-
+# What safetensors calls the dtypes that keys and values may have, and all.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes that keys and values may have, by what safetensors calls them."""
-
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
-
 MAX_LAYERS = 512  # more are neither written nor read
-SCAN_BYTES = 1280 * 1024  # looked at at once: it stays in the processor's cache, and holds whole values of any dtype
+SCAN_BYTES = (
+    1280 * 1024
+)  # looked at and hashed at once: fits the processor's cache, and holds whole values of any dtype
+# Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones.
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
-"""Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones."""
-TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")
-"""What error messages call the tensors of a layer."""
-
-Shape = tuple[int, int, int]
-Shapes = tuple[tuple[Shape, Shape], ...]
-"""Those of keys and values, ``(H_kv, T, D)``, per layer."""
+TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")  # as messages call them
+Shape = tuple[int, int, int]  # (H_kv, T, D)
+Shapes = tuple[tuple[Shape, Shape], ...]  # those of keys and values, per layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +144,9 @@ def scanned(index: int, tensors: Sequence[torch.Tensor], look: Callable[..., obj
 
 def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:
     """Return a chunk with contiguous tensors on a device; with ``copy``, none of them is shared with ``kv``."""
-    layers = []
+    layers, row_major = [], torch.contiguous_format
     for layer in kv.layers:
-        own = [
-            x.detach().to(device, copy=copy, memory_format=torch.contiguous_format).contiguous() for x in layer.tensors
-        ]
+        own = [x.detach().to(device, copy=copy, memory_format=row_major).contiguous() for x in layer.tensors]
         layers.append(layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own))
     return ChunkKV(tuple(layers), kv.kv_dtype)
 

@@ -12,14 +12,12 @@ from pydantic_core import PydanticSerializationError
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError
-from kvrag.identity.fingerprint import namespace_digest, text_digest
-from kvrag.prompt.spans import text_entry
-from kvrag.store import Keys, Naming
+from kvrag.identity.fingerprint import namespace_digest
+from kvrag.store import Keys
 from kvrag.store.crypto import derive, key_id, read_key
 
 KEY = bytes(range(32))
 OTHER = bytes(range(1, 33))
-TEXT = "The quick brown fox jumps over the lazy dog, twice a day."
 
 
 def test_derived_keys_are_those_of_the_rfc():
@@ -120,13 +118,12 @@ def test_keys_are_neither_shown_nor_pickled():
 
 
 def test_without_a_key_names_are_plain_digests():
-    names = Keys.of(StoreConfig()).names
-    assert names == Naming()
+    names = Keys.of(StoreConfig())
+    assert names == Keys()
     assert names.namespace("x") == namespace_digest("x")
-    assert names.digest(TEXT) == text_digest(TEXT) == text_entry(TEXT).digest
 
 
 def test_every_key_calls_namespaces_otherwise():
     configs = [StoreConfig(encryption_key=key and functools.partial(bytes, key)) for key in (None, KEY, OTHER)]
-    found = {Keys.of(config).names.namespace(name) for config in configs for name in ("default", "other")}
+    found = {Keys.of(config).namespace(name) for config in configs for name in ("default", "other")}
     assert len(found) == 6

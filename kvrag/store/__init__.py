@@ -15,7 +15,7 @@ from kvrag.config import Retention
 from kvrag.store.base import Blobs, Record, StoreEvent, StoreStats
 from kvrag.store.blobs import FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
-from kvrag.store.crypto import Keys, Naming
+from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier, Prefetch
 from kvrag.store.opening import on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
@@ -28,7 +28,6 @@ __all__ = [
     "Keys",
     "MemoryBlobs",
     "MemoryTier",
-    "Naming",
     "Prefetch",
     "Record",
     "Retention",

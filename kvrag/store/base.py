@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
@@ -19,26 +19,6 @@ from kvrag.types import ChunkKey
 log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
-
-
-class LateHead:
-    """The parts of a blob, of which the first is known when the others have been gone through; files are written in that order."""
-
-    head_bytes: int
-
-    def head(self) -> bytes:
-        """Return the first part, ``head_bytes`` long, after :meth:`body`."""
-        raise NotImplementedError
-
-    def body(self) -> Iterator[Bytes]:
-        """Yield the other parts."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[Bytes]:
-        """Yield all parts in their order."""
-        body = list(self.body())
-        yield self.head()
-        yield from body
 
 
 class Blobs(Protocol):
@@ -53,26 +33,21 @@ class Blobs(Protocol):
 
         Raises ``OSError`` if it can't be read now: the store takes that for a miss, and keeps what it knows of the chunk.
         """
-        ...
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Store the parts one after the other and return the bytes written; 0 if the key is there already.
 
         Raises ``OSError`` if they can't be written; nothing is left of them then.
         """
-        ...
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Erase keys and return those that were there; raises ``OSError`` if one is still there."""
-        ...
 
     def keys(self) -> set[ChunkKey]:
         """Return all keys; may be slow."""
-        ...
 
     def close(self) -> None:
         """Release resources; idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,31 +7,31 @@ A file is ``objects/<key[:2]>/<key>.safetensors`` below the store's root, privat
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from kvrag.store.base import Bytes, LateHead
+from kvrag.store.base import Bytes
+from kvrag.store.format import Encoded
 from kvrag.types import ChunkKey
 
 KEY = re.compile(r"[0-9a-f]{64}")
 SUFFIX = ".safetensors"
 OBJECTS, TMP = "objects", "tmp"
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 ABSENT = (FileNotFoundError, NotADirectoryError)
-YOUNG_S = 60.0  # files in tmp/ that are younger are left to their writers
+ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
+IDLE_BYTES = 256 * 2**20  # most memory kept for reuse
+SMALL_BYTES = 64 * 1024  # less is not worth keeping
 
 
 class FileBlobs:
@@ -51,12 +51,12 @@ class FileBlobs:
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of a file, none of what is no regular file."""
         try:
-            with self._folder(OBJECTS, key[:2]) as folder:
-                fd = os.open(key + SUFFIX, FILE, dir_fd=folder)
+            with self._shard(key) as folder:
+                fd = os.open(key + SUFFIX, os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         except ABSENT:
             return None
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a FIFO
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
                 return b""
             raise
         try:
@@ -71,28 +71,40 @@ class FileBlobs:
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Write a file and give it its name, unless that is taken."""
-        with self._folder(OBJECTS, key[:2], make=True) as folder:
-            with suppress(FileNotFoundError):
-                os.stat(key + SUFFIX, dir_fd=folder, follow_symlinks=False)
+        draft, final = secrets.token_hex(16), key + SUFFIX
+        with self._shard(key, make=True) as folder, self._folder(TMP, make=True) as tmp:
+            if os.access(final, os.F_OK, dir_fd=folder, follow_symlinks=False):
                 return 0
-            with self._draft() as (tmp, name, fd):
-                written = _write(fd, parts)
-                if self._durable:
-                    os.fdatasync(fd)
-                if not _name(tmp, name, folder, key + SUFFIX):
+            try:
+                with open(draft, "xb", 0, opener=lambda name, flags: os.open(name, flags, 0o600, dir_fd=tmp)) as file:
+                    written = _write(file.fileno(), parts)
+                    if self._durable:
+                        os.fdatasync(file)
+                try:
+                    os.link(draft, final, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
+                except FileExistsError:
                     return 0
+                except OSError as error:
+                    if error.errno not in NO_LINKS:
+                        raise
+                    os.rename(draft, final, src_dir_fd=tmp, dst_dir_fd=folder)
+            finally:
+                with suppress(OSError):
+                    os.unlink(draft, dir_fd=tmp)
             try:
                 self._sync(folder)
             except OSError:  # after a failed sync nobody knows what is on the disk
-                os.unlink(key + SUFFIX, dir_fd=folder)
+                os.unlink(final, dir_fd=folder)
                 raise
         return written
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Remove files."""
+        """Remove files, and empty folders with the name of one."""
         gone = set()
         for key in keys:
-            with suppress(*ABSENT), self._folder(OBJECTS, key[:2]) as folder:
+            with suppress(*ABSENT, IsADirectoryError), self._shard(key) as folder:
+                with suppress(OSError):
+                    os.rmdir(key + SUFFIX, dir_fd=folder)
                 os.unlink(key + SUFFIX, dir_fd=folder)
                 gone.add(key)
                 self._sync(folder)
@@ -111,31 +123,38 @@ class FileBlobs:
 
     def free_bytes(self) -> int:
         """Bytes that this user may still write on the file system; raises ``OSError``."""
-        status = os.statvfs(self.root)
-        return status.f_bavail * status.f_frsize
+        return shutil.disk_usage(self.root).free
 
     def sweep(self) -> int:
-        """Remove what dead writers left in ``tmp/``, and return how many files that was. A writer holds the lock of its file."""
+        """Remove what dead writers left in ``tmp/``, and return how many files that was."""
         swept = 0
         with suppress(OSError), self._folder(TMP) as tmp:
             for name in os.listdir(tmp):
                 with suppress(OSError):
-                    swept += _sweep(tmp, name)
+                    if abs(time.time() - os.stat(name, dir_fd=tmp, follow_symlinks=False).st_ctime) > ABANDONED_S:
+                        os.unlink(name, dir_fd=tmp)
+                        swept += 1
         return swept
+
+    def _shard(self, key: ChunkKey, *, make: bool = False) -> AbstractContextManager[int]:
+        """Open the folder of a key; what is no key has none: it could be the path of any file."""
+        if not KEY.fullmatch(key):
+            raise FileNotFoundError(errno.ENOENT, "it is no key of a blob", key)
+        return self._folder(OBJECTS, key[:2], make=make)
 
     @contextmanager
     def _folder(self, *names: str, make: bool = False) -> Iterator[int]:
         """Open a folder below the root, one component after the other; with ``make``, make what is absent, private."""
         if make:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.root, FOLDER)
+        fd = os.open(self.root, os.O_DIRECTORY)
         try:
             for name in names:
                 if make:
                     with suppress(FileExistsError):
                         os.mkdir(name, 0o700, dir_fd=fd)
                         self._sync(fd)
-                inner = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+                inner = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
                 os.close(fd)
                 fd = inner
             yield fd
@@ -152,28 +171,12 @@ class FileBlobs:
         if self._durable:
             os.fsync(folder)
 
-    @contextmanager
-    def _draft(self) -> Iterator[tuple[int, str, int]]:
-        """Make a locked file in ``tmp/``, and remove that name afterwards."""
-        with self._folder(TMP, make=True) as tmp:
-            name = secrets.token_hex(16)
-            fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=tmp)
-            try:
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield tmp, name, fd
-            finally:
-                with suppress(OSError):
-                    os.unlink(name, dir_fd=tmp)
-                os.close(fd)
-
 
 class MemoryBlobs:
     """Blobs in the memory of this process; the methods are those of :class:`kvrag.store.base.Blobs`."""
 
     def __init__(self) -> None:
         self._blobs: dict[ChunkKey, memoryview] = {}
-        self._buffers = Buffers()
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return a view of a blob."""
@@ -182,12 +185,7 @@ class MemoryBlobs:
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Keep a copy of the parts."""
-        if key in self._blobs:
-            return 0
-        parts, end = list(parts), 0
-        blob = self._buffers.take(sum(map(len, parts)))
-        for part in parts:
-            blob[end : (end := end + len(part))] = part
+        blob = memoryview(bytearray().join(parts))
         return len(blob) if self._blobs.setdefault(key, blob) is blob else 0
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
@@ -203,30 +201,12 @@ class MemoryBlobs:
         self._blobs.clear()
 
 
-def _name(tmp: int, name: str, folder: int, final: str) -> bool:
-    """Give a file its name, without replacing another one; whether it has it."""
-    try:
-        os.link(name, final, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
-    except FileExistsError:
-        return False
-    except OSError as error:  # a file system without hard links
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        os.rename(name, final, src_dir_fd=tmp, dst_dir_fd=folder)
-    return True
-
-
-def _write(fd: int, parts: Iterable[Bytes]) -> int:
-    """Write all parts, a late first one last, and return where they end."""
-    if not isinstance(parts, LateHead):
-        return _write_at(fd, 0, parts)
-    end = _write_at(fd, parts.head_bytes, parts.body())
-    _write_at(fd, 0, [parts.head()])
-    return end
-
-
-def _write_at(fd: int, start: int, parts: Iterable[Bytes]) -> int:
-    """Write parts one after the other from an offset on, and return where they end; a call may write less than asked for."""
+def _write(fd: int, parts: Iterable[Bytes], start: int = 0) -> int:
+    """Write parts one after the other from an offset on, and return where they end; a head that is known last is written last."""
+    if isinstance(parts, Encoded):
+        end = _write(fd, parts.body(), parts.head_bytes)
+        _write(fd, [parts.head()])
+        return end
     for part in parts:
         view = memoryview(part)
         while view:
@@ -235,57 +215,33 @@ def _write_at(fd: int, start: int, parts: Iterable[Bytes]) -> int:
     return start
 
 
-def _sweep(tmp: int, name: str) -> bool:
-    """Remove a file of ``tmp/``, unless it may have a writer."""
-    status = os.stat(name, dir_fd=tmp, follow_symlinks=False)
-    if abs(time.time() - status.st_ctime) < YOUNG_S:
-        return False
-    if stat.S_ISREG(status.st_mode):
-        fd = os.open(name, FILE, dir_fd=tmp)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
-    os.unlink(name, dir_fd=tmp)
-    return True
-
-
 class Buffers:
     """Memory for blobs, used again when nobody uses it any more: a fresh page costs as much as reading it.
 
     On machines with CUDA the memory is pinned, so that copies to the device need no staging.
     """
 
-    IDLE_BYTES = 256 * 2**20
-    """Most memory kept for reuse."""
-    MIN_BYTES = 64 * 1024
-
     def __init__(self) -> None:
         # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock, or in a forked child.
         self._idle: dict[int, list[torch.Tensor]] = {}
-        self._lent: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
         self._pinned = torch.cuda.is_available()
 
     def take(self, num_bytes: int) -> memoryview:
         """Return so many writable bytes, not initialised; raises ``OSError``."""
+        if num_bytes < SMALL_BYTES:
+            return memoryview(bytearray(num_bytes))
+        step = 2 ** (num_bytes.bit_length() - 1) // 16  # chunks of similar length share buffers
+        size = -(-num_bytes // step) * step
+        idle = self._idle.get(size)
         try:
-            if num_bytes < self.MIN_BYTES:
-                return np.empty(num_bytes, np.uint8).data
-            step = max(4096, 2 ** (num_bytes.bit_length() - 1) // 16)  # chunks of similar length share buffers
-            size = -(-num_bytes // step) * step
-            idle = self._idle.get(size)
             owner = idle.pop() if idle else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        except (MemoryError, RuntimeError):
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
+        except RuntimeError as error:  # memory is short
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
         array = owner.numpy()
-        end = weakref.ref(array, self._come_back)  # views of the array keep it alive
-        self._lent[id(end)] = end, owner
+        weakref.finalize(array, self._come_back, owner)  # views of the array keep it alive
         return array.data[:num_bytes]
 
-    def _come_back(self, end: weakref.ref[Any]) -> None:
-        owner = self._lent.pop(id(end))[1]
+    def _come_back(self, owner: torch.Tensor) -> None:
         idle = sum(size * len(buffers) for size, buffers in list(self._idle.items()))
-        if idle + owner.numel() <= self.IDLE_BYTES:
+        if idle + owner.numel() <= IDLE_BYTES:
             self._idle.setdefault(owner.numel(), []).append(owner)

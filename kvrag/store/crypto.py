@@ -18,11 +18,10 @@ import numpy as np
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, require
-from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest, text_digest
+from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest
 
 MIN_KEY_BYTES = 32  # shorter keys are refused: they could be guessed
 TAG_BYTES, NONCE_BYTES = 16, 12
-PURPOSE = "encryption of the KV store"
 
 
 def derive(key: bytes, purpose: str, *, salt: bytes = b"") -> bytes:
@@ -66,10 +65,9 @@ def _decoded(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys derived from a store's encryption key, or none; and the names of namespaces and texts that follow from them.
+    """The keys derived from a store's encryption key, or none; and the names of namespaces that follow from them.
 
-    ``address`` is the key of the namespaces' digests, and so of all file names (``None``: plain digests), ``cipher`` that of blobs and rows
-    (``None``: they are plain).
+    ``address`` is the key of the namespaces' digests, and so of all file names, ``cipher`` that of blobs and rows.
     """
 
     address: bytes | None = field(default=None, repr=False)
@@ -81,7 +79,7 @@ class Keys:
         if config.encryption_key is None:
             return cls()
         key = read_key(config.encryption_key)
-        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose=PURPOSE)
+        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose="encryption of the KV store")
         return cls(derive(key, "addresses"), derive(key, "cipher"))
 
     @property
@@ -89,26 +87,15 @@ class Keys:
         """Public name of the key; empty without one."""
         return "" if self.cipher is None else key_id(self.cipher)
 
-    @property
-    def names(self) -> Keys:
-        """What names namespaces and texts: the keys themselves."""
-        return self
-
     def namespace(self, name: str) -> str:
         """Digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
         if self.address is None:
             return namespace_digest(name)
         return "hmac-sha256:" + hmac.digest(self.address, name.encode(), "sha256").hex()
 
-    digest = staticmethod(text_digest)
-    """Digest of a stripped chunk text, 64 hex digits; raises ``UnicodeEncodeError``."""
-
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""
         raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
-
-
-Naming = Keys
 
 
 def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[memoryview], bytes]:
@@ -121,17 +108,16 @@ def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[m
     return parts, encryptor.tag
 
 
-def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes, out: memoryview) -> bool:
-    """Decrypt to ``out``, and return whether the tag is right; otherwise ``out`` must not be used."""
+def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes) -> memoryview | None:
+    """Decrypt some bytes; ``None`` if the tag is wrong."""
     from cryptography.exceptions import InvalidTag
 
-    decryptor = _cipher(key, nonce, tag).decryptor()
+    decryptor, out = _cipher(key, nonce, tag).decryptor(), np.empty(len(data), np.uint8).data
     decryptor.update_into(data, out)
-    try:
+    with suppress(InvalidTag):
         decryptor.finalize()
-    except InvalidTag:
-        return False
-    return True
+        return out
+    return None
 
 
 def _cipher(key: bytes, nonce: int, tag: bytes | None = None) -> Any:
@@ -147,8 +133,9 @@ class Seal:
     """
 
     def __init__(self, key: bytes) -> None:
-        aead = require("cryptography.hazmat.primitives.ciphers.aead", extra="crypto", purpose=PURPOSE)
-        self._siv = aead.AESSIV(derive(key, "rows 1") + derive(key, "rows 2"))
+        from cryptography.hazmat.primitives.ciphers.aead import AESSIV
+
+        self._siv = AESSIV(derive(key, "rows 1") + derive(key, "rows 2"))
 
     def seal(self, text: str, bound: str) -> str:
         """Encrypt a text; base64."""

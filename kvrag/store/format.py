@@ -16,7 +16,7 @@ import functools
 import json
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import xxhash
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
 from kvrag.layers import FLOATS, MAX_LAYERS, NAMES, Part, Shapes, own_kv, parts, scanned, shapes_of, view_layer
-from kvrag.store.base import Bytes, LateHead, Record
+from kvrag.store.base import Bytes, Record
 from kvrag.store.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, KVDtype, LayerKV
@@ -42,9 +42,8 @@ NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
 START = '{"__metadata__":'
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 NO_DIGEST = b"0" * 32
-Tensors = tuple[torch.Tensor, ...]
 FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)  # of no header
-dump = json.JSONEncoder(separators=(",", ":")).encode
+dump, parse = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().raw_decode
 Read = Callable[[int, int], Bytes | None]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
 
 
@@ -123,34 +122,37 @@ class Header:
         return text.replace(NO_DIGEST, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
-def record_of(identity: ChunkIdentity, num_bytes: int) -> Record:
+def record_of(of: ChunkIdentity, num_bytes: int) -> Record:
     """Return what the catalog keeps of a chunk."""
-    i, key, content = identity, chunk_key(identity), content_key(identity)
-    return Record(key, content, i.model, i.namespace, i.prefix, i.context, len(i.token_ids), num_bytes)
+    key, content, tokens = chunk_key(of), content_key(of), len(of.token_ids)
+    return Record(key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes)
 
 
-def encode(identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> Encoded:
-    """Turn a chunk into the bytes of its blob, encrypted with ``cipher``; raises ``StoreError`` if it can't be stored."""
-    dtype, shapes = shapes_of(identity, kv)
-    header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
-    encoded = Encoded(header, [layer.tensors for layer in own_kv(kv).layers], cipher)
-    if encoded.head_bytes > MAX_HEADER_BYTES:
-        raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
-    return encoded
+class Encoded:
+    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache.
 
+    So its head is known last. Who can writes the body first, behind ``head_bytes`` bytes. With ``cipher``, all is encrypted. Raises
+    ``StoreError`` if the chunk can't be stored.
+    """
 
-class Encoded(LateHead):
-    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache."""
+    def __init__(self, identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> None:
+        dtype, shapes = shapes_of(identity, kv)
+        self.header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
+        self._cipher, self._salt = cipher, secrets.token_bytes(SALT_BYTES)
+        try:
+            self._layers = [layer.tensors for layer in own_kv(kv).layers]
+            self.head_bytes = len(self.head())
+        except (MemoryError, RuntimeError) as error:
+            raise StoreError(
+                f"there is not enough memory for the chunk ({error}); free some, then try again"
+            ) from error
+        if self.head_bytes > MAX_HEADER_BYTES:
+            raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
 
-    def __init__(self, header: Header, layers: Sequence[Tensors], cipher: bytes | None) -> None:
-        self.header, self._layers, self._cipher = header, layers, cipher
-        self._salt = secrets.token_bytes(SALT_BYTES)
-        self.head_bytes = len(self.head())
-
-    @property
-    def parts(self) -> LateHead:
-        """The parts to write."""
-        return self
+    def __iter__(self) -> Iterator[Bytes]:
+        """Return all parts in their order."""
+        body = list(self.body())
+        return iter([self.head(), *body])
 
     def head(self) -> bytes:
         """Return the header; it is right when :meth:`body` was gone through."""
@@ -159,21 +161,22 @@ class Encoded(LateHead):
     def body(self) -> Iterator[memoryview]:
         """Yield the bytes of all layers, the next one is looked at meanwhile; raises ``StoreError`` if a value is not finite."""
         self._salt = secrets.token_bytes(SALT_BYTES)  # each time: no key may encrypt two headers
-        owner, cipher = chunk_key(self.header.identity), self._cipher
-        key = None if cipher is None else derive(cipher, f"blob {owner}", salt=self._salt)
-        layers, work, digests = list(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
+        key = None
+        if self._cipher is not None:
+            key = derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt)
+        layers, work, digests = tuple(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
         for pieces, digest in POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers):
             digests.append(digest)
             yield from pieces
         self.header = replace(self.header, digests=tuple(digests))
 
 
-def _bytes_of(key: bytes | None, layer: tuple[int, Tensors]) -> tuple[list[memoryview], bytes]:
-    """Return the bytes of a layer, which comes with its number, encrypted if there is a key, and their digest."""
+def _bytes_of(key: bytes | None, numbered: tuple[int, tuple[torch.Tensor, ...]]) -> tuple[list[memoryview], bytes]:
+    """Return the bytes of a layer, encrypted if there is a key, and their digest."""
     if key is not None:
-        return encrypt(key, layer[0], scanned(*layer))
+        return encrypt(key, numbered[0], scanned(*numbered))
     digest = xxhash.xxh3_128()
-    return scanned(*layer, digest.update), digest.digest()
+    return scanned(*numbered, digest.update), digest.digest()
 
 
 class Blob:
@@ -228,43 +231,37 @@ class Blob:
 
     def _proven(self, index: int, stored: memoryview) -> memoryview:
         """Return a layer's bytes, decrypted where they are encrypted."""
-        digest, out = self.header.digests[index], stored
-        if self._key is None:
-            is_right = xxhash.xxh3_128_digest(stored) == digest
+        digest = self.header.digests[index]
+        if self._key is not None:
+            plain = decrypt(self._key, index, stored, digest)
         else:
-            out = torch.empty(len(stored), dtype=torch.uint8).numpy().data
-            is_right = decrypt(self._key, index, stored, digest, out)
-        if not is_right:
+            plain = stored if xxhash.xxh3_128_digest(stored) == digest else None
+        if plain is None:
             raise BlobRejected("its data is damaged", layer=index)
-        return out
+        return plain
 
 
 def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
-    """Prove a header; return it, and the key of its layers."""
+    """Prove a header; return it, and the key of its layers. Its metadata says all: its tensors are right if it can be written again."""
     try:
-        metadata, key, salt = _metadata(head[8:]), None, b""
+        (metadata, _), key, salt = parse(str(head[8:], "ascii"), len(START)), None, b""
         if metadata["version"] != KIND["version"] and metadata["version"].isdecimal():
             raise OtherVersion("it has another version of the format", "absent")
         if metadata.get("cipher_key") != (None if cipher is None else key_id(cipher)):
             raise Foreign("it is not protected by the key that the store was opened with", "absent")
         if cipher is not None:
             salt, sealed = bytes.fromhex(metadata["salt"]), memoryview(base64.b64decode(metadata["sealed"]))
-            key, plain = derive(cipher, f"blob {metadata['key']}", salt=salt), bytearray(len(sealed) - TAG_BYTES)
-            is_right = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]), memoryview(plain))
-            if not is_right or len(salt) != SALT_BYTES:  # zeros behind a salt would derive the same key
+            key = derive(cipher, f"blob {metadata['key']}", salt=salt)
+            plain = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]))
+            if plain is None or len(salt) != SALT_BYTES:  # zeros behind a salt would derive the same key
                 raise ValueError("forged")
-            metadata = _metadata(plain)
+            metadata, _ = parse(str(plain, "ascii"), len(START))
         header = _decode(metadata)
         if _head(header, cipher, salt) != head:
             raise ValueError("not what would be written")
         return header, key
     except FAULTS:
         raise BlobRejected("its header is damaged") from None
-
-
-def _metadata(text: bytes | bytearray) -> Any:
-    """Return what a header says before its tensors, which follow from that: they are right if it can be written again."""
-    return json.JSONDecoder().raw_decode(text.decode("ascii"), len(START))[0]
 
 
 def _decode(metadata: dict[str, Any]) -> Header:
@@ -276,7 +273,7 @@ def _decode(metadata: dict[str, Any]) -> Header:
     token_ids = struct.unpack(f"<{count}I", ids)
     digests = tuple(raw[place : place + TAG_BYTES] for place in range(0, len(raw), TAG_BYTES))
     sizes = [*map(int, metadata["shapes"].replace(";", ",").split(",", 4 * MAX_LAYERS))]
-    if not count or len(sizes) != 4 * len(digests) or not 0 < min(sizes) <= max(sizes) < 2**32:
+    if not count or TAG_BYTES * len(sizes) != 4 * len(raw) or not 0 < min(sizes) <= max(sizes) < 2**32:
         raise ValueError("not a chunk")
     layers = zip(*(sizes[place::4] for place in range(4)), strict=True)
     shapes = tuple(((heads, count, dim), (v_heads, count, v_dim)) for heads, dim, v_heads, v_dim in layers)

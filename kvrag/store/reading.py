@@ -37,7 +37,7 @@ class Reader:
     def __init__(
         self, tiers: Sequence[MemoryTier], blobs: Blobs, catalog: Catalog, config: StoreConfig, keys: Keys
     ) -> None:
-        self.catalog, self.blobs, self.config, self.keys, self.names = catalog, blobs, config, keys, keys.names
+        self.catalog, self.blobs, self.config, self.keys, self.names = catalog, blobs, config, keys, keys
         self.read_only = config.read_only or catalog.read_only
         self.name = "host" if isinstance(blobs, MemoryBlobs) else "disk"
         """Name of the blobs' tier, for statistics and events."""

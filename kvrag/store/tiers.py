@@ -18,7 +18,7 @@ from kvrag.store.base import Blobs, Record
 from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, encode, record_of
+from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, record_of
 from kvrag.store.memory import MemoryTier, tell
 from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Usage, check_retention
@@ -83,7 +83,7 @@ class TieredStore(Reader):
         key, epochs = chunk_key(identity), self._epochs()
         if self.catalog.link(key, text, doc_id):
             return 0
-        encoded = encode(identity, kv, self.keys.cipher)
+        encoded = Encoded(identity, kv, self.keys.cipher)
         record = record_of(identity, encoded.header.num_bytes)
         self._evictor.make_room(record.num_bytes, priority=(retention or Retention()).priority)
         written = self._write(record, encoded, text, doc_id, retention)
@@ -121,14 +121,14 @@ class TieredStore(Reader):
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, also in the place of one that is not this chunk's; 0 if this chunk's is there."""
-        if written := self.blobs.write(key, encoded.parts):
+        if written := self.blobs.write(key, encoded):
             return written
         try:
             self.blob(key, encoded.header.identity)
         except BlobRejected as fault:
             if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):  # what is gone may be back by now
                 self.blobs.delete([key])
-            return self.blobs.write(key, encoded.parts)
+            return self.blobs.write(key, encoded)
         return 0
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
@@ -274,11 +274,11 @@ class TieredStore(Reader):
 
 @contextmanager
 def refusal(what: str) -> Iterator[None]:
-    """Turn an ``OSError`` of blobs into a ``StoreError`` that says what can't be done."""
+    """Turn an ``OSError`` of blobs, or memory that is short, into a ``StoreError`` that says what can't be done."""
     try:
         yield
     except StoreError:
         raise
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         remedy = "make sure that its directory exists, is writable and has free space, then try again"
-        raise StoreError(f"{what}: {error}; {remedy}") from error
+        raise StoreError(f"{what}: {str(error) or 'memory is short'}; {remedy}") from error

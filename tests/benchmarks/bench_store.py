@@ -32,7 +32,7 @@ from kvrag.estimate import PRESETS, ModelShape
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import Catalog, Record, TieredStore, open_store
 from kvrag.store.blobs import OBJECTS, SUFFIX, Buffers
-from kvrag.store.format import Blob, encode
+from kvrag.store.format import Blob, Encoded
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_text
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV
 
@@ -126,7 +126,7 @@ def writes(folder: Path, size: int, rounds: int, config: StoreConfig) -> dict[st
 
     works: dict[str, Callable[[], Any]] = {
         "plain": lambda: plain_write(plain, view, durable=config.durability == "durable"),
-        "file": lambda: store.blobs.write(key, encode(identity, kv).parts),
+        "file": lambda: store.blobs.write(key, Encoded(identity, kv)),
         "put": lambda: store.put(identity, kv, text=text, doc_id="doc"),
     }
     times = take_turns(works, rounds, clear)

@@ -13,7 +13,7 @@ import torch
 from world import PLAIN, Kind, Outcome, identity, key, path_of, put, state
 
 from kvrag.layers import MAX_LAYERS
-from kvrag.store.format import Blob, BlobRejected, Header, encode
+from kvrag.store.format import Blob, BlobRejected, Encoded, Header
 from kvrag.types import ChunkKey
 
 TRIES = 5
@@ -24,8 +24,7 @@ TOKENS = 40
 
 def _blob(kind: Kind) -> bytearray:
     me = kind.identity(1, tokens=TOKENS)
-    encoded = encode(me, kind.kv(me), kind.cipher)
-    return bytearray(b"".join(encoded.parts))
+    return bytearray().join(Encoded(me, kind.kv(me), kind.cipher))
 
 
 def _is_miss(raw: bytearray, kind: Kind) -> bool:

@@ -61,7 +61,7 @@ def _namespaces() -> Iterator[tuple[str, ChunkIdentity]]:
     yield "namespace", identity(namespace="other")
     for name, config in KEYS.items():  # with another key, the same namespace has another name
         if config.encryption_key:
-            yield name, replace(identity(), namespace=Keys.of(config).names.namespace("mine"))
+            yield name, replace(identity(), namespace=Keys.of(config).namespace("mine"))
 
 
 def _prefixes() -> Iterator[tuple[str, ChunkIdentity]]:
@@ -131,7 +131,7 @@ KEYS = {"no key": CONFIG} | {f"key {n}": replace(CONFIG, encryption_key=lambda n
 def _other_keys(root: Path, outcome: Outcome) -> None:
     """Write with each key and read with each other: under its own name, and under the one that the reader asks for."""
     for writer, reader in permutations(KEYS, 2):
-        place, names = root / writer / reader, {kind: Keys.of(config).names for kind, config in KEYS.items()}
+        place, names = root / writer / reader, {kind: Keys.of(config) for kind, config in KEYS.items()}
         mine, asked = (replace(identity(), namespace=names[kind].namespace("mine")) for kind in (writer, reader))
         store = Kind(KEYS[writer]).open(place)
         store.put(mine, make_kv(mine), text=make_text("a"), doc_id="doc")

@@ -44,7 +44,7 @@ def even_kv():
 
 def chunks(kind):
     """Identities and KV of a kind's chunks."""
-    namespace = Keys.of(config_of(KINDS[kind])).names.namespace("default")
+    namespace = Keys.of(config_of(KINDS[kind])).namespace("default")
     me, kv = make_identity(7, namespace=namespace, tokens=TOKENS), even_kv()
     found = [(replace(me, kv_dtype="int4"), pack(kv, "int4"))]
     if not kind:

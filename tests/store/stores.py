@@ -13,7 +13,7 @@ import xxhash
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key, ids_bytes
 from kvrag.store import Catalog, FileBlobs, Keys, MemoryTier, TieredStore
-from kvrag.store.format import encode
+from kvrag.store.format import Encoded
 from kvrag.store.worth import Budget
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 
@@ -92,8 +92,7 @@ def path_of(root, identity):
 
 def blob_of(identity, kv, cipher=None):
     """The bytes of a chunk's blob."""
-    encoded = encode(identity, kv, cipher)  # owns what its parts are views of
-    return b"".join(encoded.parts)
+    return b"".join(Encoded(identity, kv, cipher))
 
 
 def flip(path, place, mask=1):

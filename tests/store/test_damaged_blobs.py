@@ -233,11 +233,14 @@ def test_what_is_no_file_is_a_miss_and_does_not_hinder_a_put(filled, root, damag
     assert same_bits(filled.get(ME), KVS[1])
 
 
-def test_a_folder_in_the_place_of_a_file_is_a_miss(filled, root):
-    path_of(root, ME).unlink()
-    path_of(root, ME).mkdir()
-    assert filled.get(ME) is None
-    assert same_bits(filled.get(OTHER), KVS[2])
+def test_a_folder_in_the_place_of_a_file_is_a_miss_and_hinders_no_clear(filled, root):
+    for identity in (ME, OTHER):
+        path_of(root, identity).unlink()
+        path_of(root, identity).mkdir()
+    (path_of(root, OTHER) / "mine").touch()
+    assert filled.get(OTHER) is None
+    filled.clear()
+    assert (path_of(root, ME).exists(), os.listdir(path_of(root, OTHER))) == (False, ["mine"])
 
 
 def test_a_layer_that_is_damaged_is_named(filled, root):
@@ -268,3 +271,6 @@ def test_no_key_leaves_the_folder(filled, key):
     assert filled.known([key]) == set()
     assert filled.delete([key]) == 0
     assert filled.blobs.read(key) is None
+    assert filled.blobs.delete([key]) == set()
+    with pytest.raises(OSError, match="no key"):
+        filled.blobs.write(key, [b"x"])

@@ -9,6 +9,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,11 +25,12 @@ from stores import (
     listing,
     needs_cryptography,
     path_of,
+    present,
     put,
     traces_of,
 )
 
-from kvrag.errors import ConfigError, MissingDependencyError
+from kvrag.errors import ConfigError, MissingDependencyError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import Keys, open_store
 from kvrag.store.crypto import derive
@@ -42,7 +44,7 @@ TEXT = make_text("text")
 
 def identity_of(key, number=0, *, tokens=16, namespace="default"):
     """Identity of a chunk as an engine with this key calls it."""
-    names = Keys.of(config_of(key)).names
+    names = Keys.of(config_of(key))
     return make_identity(number, namespace=names.namespace(namespace), tokens=tokens)
 
 
@@ -136,7 +138,7 @@ def test_a_chunk_is_found_with_its_own_key_and_namespace_alone(opened, mine, nam
     for key in (None, "cipher", "wrong"):
         for name in ("default", "other"):
             is_owner = (key, name) == (mine, namespace)
-            other, space = opened(key=key), Keys.of(config_of(key)).names.namespace(name)
+            other, space = opened(key=key), Keys.of(config_of(key)).namespace(name)
             assert (other.get(identity_of(key, namespace=name)) is not None) == is_owner
             assert other.catalog.documents(space) == [DOCUMENT] * is_owner
             assert other.catalog.texts(space, 0)[0] == [TEXT] * is_owner
@@ -291,3 +293,16 @@ def test_a_store_in_memory_may_have_a_key(opened, key):
     assert same_bits(store.get(CHUNKS[1]), make_kv(CHUNKS[1]))
     assert store.forget(NAMESPACE, "doc 1") == 1
     assert store.blobs.keys() == set()
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, monkeypatch, after):
+    """For the header, and for the layers."""
+    store, real, sizes = opened(key="cipher"), np.empty, []
+    with monkeypatch.context() as patch:
+        refused = lambda size, dtype: real(2**62 if len(sizes) >= after else size, sizes.append(size) or dtype)  # noqa: E731
+        patch.setattr("kvrag.store.crypto.np.empty", refused)
+        with pytest.raises(StoreError, match="not enough memory" if not after else "can't be written"):
+            put(store, 1)
+    assert (present(store), store.blobs.keys()) == ([], set())
+    assert put(store, 1) > 0

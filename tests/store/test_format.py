@@ -14,7 +14,7 @@ from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.layers import MAX_LAYERS, SCAN_BYTES
 from kvrag.store import MemoryBlobs, format
-from kvrag.store.format import Blob, encode
+from kvrag.store.format import Blob, Encoded
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 
@@ -79,7 +79,7 @@ def test_a_header_that_could_not_be_read_is_not_written():
     identity = make_identity(tokens=format.MAX_HEADER_BYTES // 4)
     row = torch.zeros(1, len(identity.token_ids), 1, dtype=torch.float16)
     with pytest.raises(StoreError, match="split it"):
-        encode(identity, ChunkKV((LayerKV(row, row),)))
+        Encoded(identity, ChunkKV((LayerKV(row, row),)))
 
 
 def test_more_layers_than_the_format_has_are_not_written(store):
@@ -129,7 +129,7 @@ def test_layers_are_read_and_proven_one_by_one(monkeypatch):
 def is_accepted(values):
     """Whether a chunk with these values can be stored."""
     try:
-        list(encode(make_identity(tokens=1), ChunkKV((LayerKV(torch.zeros(1, 1, 1, dtype=values.dtype), values),))))
+        list(Encoded(make_identity(tokens=1), ChunkKV((LayerKV(torch.zeros(1, 1, 1, dtype=values.dtype), values),))))
     except StoreError as error:
         return not re.search("values of layer 0 .* not finite", str(error))
     return True
@@ -167,6 +167,5 @@ def test_every_part_of_a_long_tensor_is_scanned(dtype):
 
 def test_a_blob_in_memory_is_the_same_as_in_a_file(path):
     blobs = MemoryBlobs()
-    encoded = encode(ME, KV)
-    blobs.write("0" * 64, encoded.parts)
+    blobs.write("0" * 64, Encoded(ME, KV))
     assert bytes(blobs.read("0" * 64)) == path.read_bytes()

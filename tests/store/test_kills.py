@@ -183,7 +183,7 @@ def write_for_ever(store):
 
 def test_a_killed_writer_leaves_whole_chunks_or_none(handle, root, monkeypatch):
     rng = random.Random(0)
-    monkeypatch.setattr(blobs_module, "YOUNG_S", -1.0)
+    monkeypatch.setattr(blobs_module, "ABANDONED_S", -1.0)
     for _ in range(8):
         child = in_child(lambda: write_for_ever(handle()))
         time.sleep(rng.uniform(0.05, 0.2))

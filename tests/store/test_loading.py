@@ -116,12 +116,11 @@ def test_a_dead_disk_is_not_asked_again_and_again(slow, gate):
 def test_memory_that_is_short_is_a_hole_and_not_the_files_fault(slow, gate, monkeypatch, error):
     store = slow()
 
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr("kvrag.store.format.torch.frombuffer", refuse)
-        patch.setattr("kvrag.store.blobs.np.empty", refuse)
         gate.is_open.set()
         holes = store.get_many(CHUNKS[:1], timeout_s=PATIENT_S)
         assert [hole.key for hole in holes] == KEYS[:1]

@@ -131,7 +131,7 @@ def test_what_is_no_store_is_not_made_one(tmp_path, command):
 
 @needs_cryptography
 def test_commands_take_the_key_from_the_environment(root, tmp_path, monkeypatch):
-    space = Keys.of(config_of("cipher")).names.namespace("default")
+    space = Keys.of(config_of("cipher")).namespace("default")
     mine = [make_identity(number, namespace=space) for number in range(3)]
     store = open_store(root, config_of("cipher"))
     for number, identity in enumerate(mine):

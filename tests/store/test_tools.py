@@ -96,7 +96,7 @@ def test_rows_without_files_are_removed_and_files_without_rows_erased(filled, ro
 
 
 def test_gc_removes_what_nobody_needs(filled, root, monkeypatch, key):
-    monkeypatch.setattr(blobs, "YOUNG_S", -1.0)
+    monkeypatch.setattr(blobs, "ABANDONED_S", -1.0)
     raw = path_of(root, CHUNKS[2]).read_bytes().replace(b'"version":"4"', b'"version":"1"')
     stray = root / "objects" / "aa" / ("a" * 64 + ".safetensors")
     stray.parent.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def test_gc_evicts_what_is_over_the_budget(opened, filled, key):
 @pytest.mark.parametrize(("mine", "other"), [(None, "cipher"), ("cipher", None), ("cipher", "wrong")])
 def test_what_other_keys_protect_is_counted_and_left_alone_unless_it_is_asked_for(opened, root, mine, other):
     def identity_of(key, number):
-        return make_identity(number, namespace=Keys.of(config_of(key)).names.namespace("default"))
+        return make_identity(number, namespace=Keys.of(config_of(key)).namespace("default"))
 
     stores = {key: opened(key=key, ram_bytes=0) for key in (mine, other)}
     for key, store in stores.items():
@@ -166,7 +166,7 @@ def test_copies_hold_the_same(filled, opened, tmp_path, root, key):
 @pytest.mark.parametrize(("old", "new"), [(None, "cipher"), ("cipher", None), ("cipher", "wrong")])
 def test_a_copy_with_another_key_is_called_otherwise(opened, tmp_path, old, new):
     source, target = opened(key=old), opened(tmp_path / "copy", key=new)
-    names = {key: Keys.of(config_of(key)).names for key in (old, new)}
+    names = {key: Keys.of(config_of(key)) for key in (old, new)}
     for name in ("default", "other"):
         identity = make_identity(1, namespace=names[old].namespace(name))
         source.put(identity, KVS[1], text=make_text("a"), doc_id="doc")

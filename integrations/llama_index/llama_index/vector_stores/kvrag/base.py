@@ -19,6 +19,7 @@ from llama_index.core.vector_stores.types import (
 
 from kvrag import ConfigError, KVRagEngine
 from kvrag.hooks import engine_of
+from kvrag.identity.fingerprint import text_digest
 from kvrag.precompute.documents import in_collection
 from llama_index.llms.kvrag.transform import PrecomputeFields, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.refs import RefTable
@@ -110,7 +111,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
         index, names = self._engine().store.catalog, self._engine().store.names
         space = names.namespace(self._space())
-        digests = {node.node_id: names.digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
+        digests = {node.node_id: text_digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
         stored = in_collection((n.node_id for n in nodes), self.collection)
         found = zip(nodes, stored, strict=True)
         return [n for n, name in found if set(index.document_texts(space, name)) - {digests[n.node_id]}]
