@@ -99,7 +99,7 @@ def fsck(
     if sample and not (slash and n.isdecimal() and t.isdecimal()):
         raise ConfigError(f"--sample is {sample!r}; give n/t, for instance 1/10, then 2/10 the next day")
     with _existing_store(kv_dir) as store:
-        keys = check.sample(sorted(store.blobs.keys()), int(n), int(t)) if sample else None
+        keys = check.sample(sorted(store.listed()), int(n), int(t)) if sample else None
         report = check.fsck(store, keys, verify_data=verify_data)
     tables = [facts(f"Check of {kv_dir}", _counts(asdict(report)))]
     if report.rejected:

@@ -44,7 +44,7 @@ class Blobs(Protocol):
         """Erase keys and return those that were there; raises ``OSError`` if one is still there."""
 
     def keys(self) -> set[ChunkKey]:
-        """Return all keys; may be slow."""
+        """Return all keys; may be slow. Raises ``OSError`` rather than leave one out."""
 
     def close(self) -> None:
         """Release resources; idempotent."""

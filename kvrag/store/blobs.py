@@ -111,7 +111,7 @@ class FileBlobs:
         return gone
 
     def keys(self) -> set[ChunkKey]:
-        """Return the keys of all files that have the name of a blob, whatever they are."""
+        """Return the keys of all files that have the name of a blob, whatever they are; raises ``OSError``."""
         found = set[ChunkKey]()
         for shard in self._names(OBJECTS):
             names = (name.removesuffix(SUFFIX) for name in self._names(OBJECTS, shard) if name.endswith(SUFFIX))
@@ -162,8 +162,8 @@ class FileBlobs:
             os.close(fd)
 
     def _names(self, *names: str) -> list[str]:
-        """Names in a folder; none if it can't be read."""
-        with suppress(OSError), self._folder(*names) as folder:
+        """Names in a folder; none if there is none."""
+        with suppress(*ABSENT), self._folder(*names) as folder:
             return os.listdir(folder)
         return []
 

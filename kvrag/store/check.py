@@ -62,7 +62,7 @@ def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
 def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_data: bool = False) -> FsckReport:
     """Check the headers of all chunks of a store, and every byte of some (``keys``) or of all; what fails its proof is erased."""
     report, wanted = FsckReport(), set(keys or ())
-    for key in sorted(store.blobs.keys()):
+    for key in sorted(store.listed()):
         try:
             blob = store.blob(key)
             report.checked += 1
@@ -79,7 +79,7 @@ def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_d
                 store.delete([key])
     report.dormant = store.erase_dormant()
     rows = store.catalog.revisions(store.catalog.keys())
-    gone = rows.keys() - store.blobs.keys()
+    gone = rows.keys() - store.listed()
     report.unknown_rows = store.catalog.remove({key: rows[key] for key in gone}) if gone else 0
     return report
 
@@ -94,7 +94,7 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
         raise StoreError("the KV store is open for reading only; make its directory writable")
     blobs, catalog = store.blobs, store.catalog
     found: dict[type[BlobRejected], set[ChunkKey]] = {OtherVersion: set(), Foreign: set()}
-    for key in blobs.keys():  # noqa: SIM118 - blobs are no dict
+    for key in store.listed():
         try:
             store.blob(key)
         except BlobRejected as fault:

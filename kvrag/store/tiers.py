@@ -208,15 +208,15 @@ class TieredStore(Reader):
         self.catalog.scrub()
         return count
 
-    def dormant(self) -> set[ChunkKey]:
-        """Return the keys of blobs without a row, some of which may be protected by other keys; raises ``StoreError``."""
+    def listed(self) -> set[ChunkKey]:
+        """Return the keys of all blobs; raises ``StoreError``."""
         with refusal("stored chunks can't be listed"):
-            return self.blobs.keys() - self.catalog.present()
+            return self.blobs.keys()
 
     def erase_dormant(self, namespace: str | None = None) -> int:
         """Erase the blobs without a row, of a namespace if its digest is given, and return how many; raises ``StoreError``."""
         going = set()
-        for key in self.dormant():
+        for key in self.listed() - self.catalog.present():
             try:
                 is_going = namespace in (None, self.blob(key).header.identity.namespace)
             except BlobRejected as fault:  # what other keys protect, or can't be read, stays

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from stores import CHUNKS, KEYS, KVS, failing, files, fill, present, put
 
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
-from kvrag.store import FileBlobs, blobs, open_store
+from kvrag.store import FileBlobs, blobs, check, open_store
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 ME = CHUNKS[1]
@@ -113,6 +114,27 @@ def test_what_could_not_be_read_for_a_while_is_erased_with_its_document(store, r
     store.forget(NAMESPACE, "doc 1")
     assert files(root) == [2]
     assert not store.link(ME, text=make_text("text 1"), doc_id="doc 1")
+
+
+def test_blobs_that_can_not_be_listed_are_not_taken_for_none(store, root, monkeypatch):
+    """What another catalog left behind might be the document's: it is not forgotten before all of it was seen."""
+    fill(store, 1, 2)
+    with store.catalog._rows.change():
+        store.catalog._rows.set("s", store.catalog.state()._replace(dormant=True))
+    stray = root / "objects" / "aa" / ("a" * 64 + ".safetensors")
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"left by another catalog")
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs.os, "listdir", failing(errno.EMFILE)(None))
+        for refused in (
+            partial(store.forget, NAMESPACE, "doc 1"),
+            partial(check.fsck, store),
+            partial(check.gc, store),
+        ):
+            with pytest.raises(StoreError, match="can't be listed"):
+                refused()
+    assert store.forget(NAMESPACE, "doc 1") == 1
+    assert not stray.exists()
 
 
 def test_a_closed_store_has_nothing_and_takes_nothing(store, root):

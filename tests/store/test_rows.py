@@ -101,7 +101,7 @@ def test_a_damaged_catalog_is_moved_aside_and_begun_anew(filled, opened, root, d
     assert "moved aside and begun anew" in caplog.text
     assert (root / "catalog.damaged").exists()
     assert present(store) == []
-    assert store.dormant() == {KEYS[number] for number in NUMBERS}
+    assert store.listed() - store.catalog.present() == {KEYS[number] for number in NUMBERS}
     for number in NUMBERS:
         assert store.link(CHUNKS[number], text=make_text(f"text {number}"), doc_id=f"doc {number}")
         assert same_bits(store.get(CHUNKS[number]), KVS[number])
