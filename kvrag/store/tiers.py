@@ -106,10 +106,9 @@ class TieredStore(Reader):
                     if not self.catalog.begin(record, text, doc_id, retention):
                         return None
                     written = self._write_blob(key, encoded)
-                    if self.catalog.confirm(
-                        key
-                    ):  # else the blob stays for the next attempt: another writer may count on it
+                    if self.catalog.confirm(key):
                         return written
+                    # The blob stays for the next attempt: another writer may count on it.
             raise StoreError("the chunk is erased from the KV store as fast as it is written; try again later")
         except StoreError:
             with suppress(OSError):
