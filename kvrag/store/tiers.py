@@ -142,7 +142,9 @@ class TieredStore(Reader):
             return True
         try:
             record = record_of(identity, self.blob(key, identity).header.num_bytes)
-        except BlobRejected:
+        except BlobRejected as fault:
+            with suppress(OSError):
+                self.delete_blobs([key] if fault.hole == "damaged" else [])
             return False
         if not self.catalog.begin(record, text, doc_id, None):
             return True

@@ -176,9 +176,9 @@ def _other_version(root: Path, outcome: Outcome) -> None:
 
 def _framed(metadata: dict[str, str], tensors: dict[str, object]) -> bytes:
     """Return a header, as docs/format.md has it."""
-    del (metadata := dict(metadata))["header_digest"]
-    first, rest = (json.dumps(each, separators=(",", ":")) for each in (metadata, tensors))
-    digest = xxhash.xxh3_128_hexdigest((first + rest).encode())
-    head = f'{{"__metadata__":{first[:-1]},"header_digest":"{digest}"}},{rest[1:]}'.encode()
+    zeros = "0" * 32
+    whole = {"__metadata__": metadata | {"header_digest": zeros}, **tensors}
+    text = json.dumps(whole, separators=(",", ":"))
+    head = text.replace(zeros, xxhash.xxh3_128_hexdigest(text.encode()), 1).encode()
     head += b" " * (-(len(head) + 8) % 4096)
     return len(head).to_bytes(8, "little") + head

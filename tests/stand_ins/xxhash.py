@@ -15,6 +15,11 @@ def xxh3_128(data: Any = b"") -> hashlib.blake2b:
     return hashlib.blake2b(data, digest_size=16)
 
 
+def xxh3_128_digest(data: Any) -> bytes:
+    """Return a digest of 128 bits."""
+    return xxh3_128(data).digest()
+
+
 def xxh3_128_hexdigest(data: Any) -> str:
     """Return a digest of 128 bits in hex."""
     return xxh3_128(data).hexdigest()
