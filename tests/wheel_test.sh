@@ -17,7 +17,7 @@ pip="$work/env/bin/python -m pip"
 $pip install --quiet -c constraints.txt torch
 $pip install --quiet -c constraints.txt "$wheel[all]" pytest pytest-asyncio pytest-xdist
 
-cp tests/test_engine.py tests/test_equivalence.py tests/conftest.py tests/texts.py "$work/"
+cp tests/test_engine.py tests/test_equivalence.py tests/conftest.py tests/kit.py tests/texts.py "$work/"
 cd "$work"
 export HF_HUB_OFFLINE=1
 env/bin/python - "$root" <<'PY'
