@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,9 @@ def test_quickstarts_import_what_exists():
                 assert all(hasattr(module, alias.name) for alias in node.names)
                 imported += 1
     assert imported == 3
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda script: script.stem)
+def test_benchmarks_find_what_they_measure(script, monkeypatch):
+    monkeypatch.syspath_prepend(script.parent)
+    assert runpy.run_path(str(script), run_name="imported")["__doc__"]

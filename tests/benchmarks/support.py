@@ -27,7 +27,7 @@ from texts import make_chunks
 from kvrag import Chunk, KVRagEngine, ModelError, RepairConfig
 from kvrag.model import CausalLM
 from kvrag.model.plain import PlainLM
-from kvrag.model.proof import prove, windows_of
+from kvrag.model.proof import prove
 from kvrag.testing.models import REFUSED, TINY, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -86,7 +86,8 @@ def accepted_row(name: str) -> dict[str, Any]:
     lm = engine.loaded.lm
     if isinstance(lm, PlainLM):
         return {**row, "reuse": "refused", "why": lm.refusal}
-    row |= {"rope": rope_of(lm), "windows": windows_of(lm)}
+    sizes = {size for trait in lm.traits for size in (trait.reach.window, trait.reach.chunk)}
+    row |= {"rope": rope_of(lm), "windows": sorted(size for size in sizes if size is not None)}
     proof = prove(lm)
     model.config._attn_implementation = "eager"  # what the rest is compared with: see kvrag/proof.py
     engine.precompute([*CHUNKS, *FAR])
