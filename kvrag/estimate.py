@@ -12,8 +12,7 @@ from typing import Any
 from kvrag.errors import ConfigError, ModelError
 from kvrag.types import KVDtype
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of the dtypes that kvrag runs in."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element of the dtypes that kvrag runs in
 
 
 @dataclass(frozen=True, slots=True)

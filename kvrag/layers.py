@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ SCAN_BYTES = (
 # Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones.
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")  # as messages call them
+TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 Shape = tuple[int, int, int]  # (H_kv, T, D)
 Shapes = tuple[tuple[Shape, Shape], ...]  # those of keys and values, per layer
 
@@ -74,6 +77,27 @@ def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> 
     )
 
 
+class Layout(NamedTuple):
+    """The tensors of each layer, where each layer begins in the data and where the last one ends, and the header's JSON of them."""
+
+    layers: tuple[tuple[Part, ...], ...]
+    offsets: tuple[int, ...]
+    json: str
+
+
+@functools.lru_cache(maxsize=32)
+def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
+    """Lay out a blob's tensors; chunks of one model and length share the result."""
+    layers = tuple(parts(kv_dtype, dtype, keys, values) for keys, values in shapes)
+    offsets, tensors, end = [0], list[str](), 0
+    for i, layer in enumerate(layers):
+        for part in layer:
+            start, end = end, end + part.num_bytes
+            tensors.append(TENSOR % (i, part.name, NAMES[part.dtype], *part.shape, start, end))
+        offsets.append(end)
+    return Layout(layers, tuple(offsets), ",".join(tensors))
+
+
 def group_of(dim: int) -> int:
     """Return how many neighbouring channels of int4 values share a scale: a divisor of the head dim in [16, 32] where there is one."""
     return next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP) if dim > GROUP else dim
@@ -89,10 +113,11 @@ def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: memoryview) -> L
     """See the writable bytes of a layer as its tensors."""
     tensors, start = [], 0
     for part in layer:
-        piece = data[start : (start := start + part.num_bytes)]
-        tensor = torch.frombuffer(piece, dtype=part.dtype)
+        count = math.prod(part.shape)
+        tensor = torch.frombuffer(data, dtype=part.dtype, count=count, offset=start)
         if tensor.data_ptr() % part.dtype.itemsize:  # scales behind an odd number of codes
-            tensor = torch.frombuffer(bytearray(piece), dtype=part.dtype)
+            tensor = tensor.clone()
+        start += count * part.dtype.itemsize
         tensors.append(tensor.view(part.shape))
     return layer_of(dtype, tensors)
 
@@ -126,11 +151,16 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
     return dtype, tuple(shapes)
 
 
+def bytes_of(layers: Iterable[Sequence[torch.Tensor]]) -> list[memoryview]:
+    """See the bytes of contiguous tensors on the host, for as long as the caller keeps them; torch's own ways cost three times as much."""
+    tensors = [tensor for layer in layers for tensor in layer]
+    return [memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B") for x in tensors]
+
+
 def scanned(index: int, tensors: Sequence[torch.Tensor], look: Callable[..., object] = len) -> list[memoryview]:
     """Return the bytes of a layer in pieces, after a look at each; raises ``StoreError`` if a value is not finite: it would spread."""
     pieces = []
-    for name, tensor in zip(TENSORS, tensors, strict=False):
-        view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    for name, tensor, view in zip(TENSORS, tensors, bytes_of([tensors]), strict=False):
         for start in range(0, len(view), SCAN_BYTES):
             pieces.append(view[start : start + SCAN_BYTES])
             if not _is_finite(pieces[-1], tensor.dtype):

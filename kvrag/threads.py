@@ -14,10 +14,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -82,12 +81,7 @@ class _Job(NamedTuple):
 class Pool:
     """Daemon threads that run actions; fresh after a fork; cancelled and joined, within a bound, at interpreter exit.
 
-    Parameters
-    ----------
-    name
-        Name of the threads.
-    max_threads
-        Actions that run at the same time; more wait. ``None``: each action runs at once, in a new thread if none is idle.
+    At most ``max_threads`` actions run at the same time, and more wait. ``None``: each runs at once, in a new thread if none is idle.
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
@@ -124,16 +118,35 @@ class Pool:
             self._jobs.append(job)
         return job.future
 
-    def ahead(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-        """Do the work of each item while the result of the one before is used; in this thread where no other can be had."""
-        future: Future[R] | None = None
-        for number, item in enumerate(items, 1):
-            result = work(item) if future is None else future.result()
-            future = None
-            if number < len(items):
-                with suppress(RuntimeError):
-                    future = self.submit(partial(work, items[number]))
-            yield result
+    def ahead(self, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+        """Begin to do the work of each item in another thread, and return the results in order; who waits for one helps."""
+        left = deque((item, Future[R]()) for item in items)
+        futures = deque(future for _, future in left)
+
+        def step() -> bool:
+            try:
+                item, future = left.popleft()
+            except IndexError:
+                return False
+            try:
+                future.set_result(work(item))
+            except BaseException as error:
+                future.set_exception(error)
+            return True
+
+        def results() -> Iterator[R]:
+            try:
+                while futures:
+                    while not futures[0].done() and step():
+                        pass
+                    yield futures.popleft().result()
+            finally:
+                left.clear()
+
+        if len(left) > 1:
+            with suppress(RuntimeError):  # no thread can be had
+                self.submit(lambda: all(iter(step, False)))
+        return results()
 
     def _work(self) -> None:
         thread = threading.current_thread()
@@ -194,8 +207,7 @@ def _end_all() -> None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
 
 
-POOL = Pool("kvrag")
-"""Shared by all of kvrag: one thread for each action under way, and a few that wait for the next."""
+POOL = Pool("kvrag")  # shared by all of kvrag: one thread for each action under way, and a few that wait for the next
 
 
 class Deadline:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvrag.cli.estimate import read_bandwidth
 from kvrag.errors import ConfigError, ModelError
 from kvrag.estimate import (
     PRESETS,
@@ -98,6 +99,14 @@ def test_break_even_bandwidth_of_qwen_3b_and_llama_8b_on_one_h100():
     # 36 KiB × 80 k tokens/s and 128 KiB × 31 k tokens/s
     assert break_even_bandwidth(36 * KIB, 80_000) == pytest.approx(2.949e9, rel=1e-3)
     assert break_even_bandwidth(128 * KIB, 31_000) == pytest.approx(4.063e9, rel=1e-3)
+
+
+def test_a_disk_is_measured_where_pages_can_not_be_dropped(tmp_path, monkeypatch):
+    """macOS has no posix_fadvise."""
+    monkeypatch.delattr("os.posix_fadvise")
+    monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 2)
+    assert read_bandwidth(tmp_path / "kv") > 0
+    assert list((tmp_path / "kv").iterdir()) == []
 
 
 def test_speedup_is_one_at_break_even_and_bounded_by_the_repair():

@@ -61,13 +61,48 @@ def test_nobody_waits_behind_what_hangs(started, go_on):
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
-def test_the_next_work_is_begun_while_a_result_is_used(has_threads):
+def test_work_is_done_while_results_are_used(has_threads):
+    """And in order, whoever does it: where no thread can be had, who waits for a result."""
     pool, begun = Pool("kvrag"), [threading.Event() for _ in range(3)]
     if not has_threads:
         pool.end()  # it takes no more jobs
-    for number in pool.ahead(lambda number: (begun[number].set(), number)[1], range(3)):
-        assert number == 2 or begun[number + 1].wait(WAIT_S if has_threads else 0) == has_threads
-    assert begun[2].is_set()
+    results = pool.ahead(lambda number: (begun[number].set(), number)[1], range(3))
+    assert begun[2].wait(WAIT_S if has_threads else 0) == has_threads
+    assert list(results) == [0, 1, 2]
+
+
+def test_who_waits_for_work_helps(pool, go_on):
+    """The thread that began the first item hangs: all others are done by the one that asks for it."""
+    doers, entered = {}, threading.Event()
+
+    def work(number):
+        doers[number] = threading.current_thread()
+        if doers[number] is not threading.main_thread():
+            entered.set()
+            assert go_on.wait(WAIT_S)
+        elif number == 3:
+            go_on.set()
+        return number
+
+    results = pool.ahead(work, range(4))
+    assert entered.wait(WAIT_S)
+    assert list(results) == [0, 1, 2, 3]
+    assert [number for number, doer in doers.items() if doer is threading.main_thread()] == [1, 2, 3]
+
+
+def test_a_fault_of_work_done_ahead_is_raised_in_its_place_and_ends_it(pool):
+    done = []
+
+    def work(number):
+        done.append(number)
+        return 1 // (number - 1)
+
+    results = pool.ahead(work, range(100_000))
+    assert next(results) == -1
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert list(results) == []
+    assert len(done) < 100_000
 
 
 def test_no_more_threads_stay_than_are_of_use(pool, started):

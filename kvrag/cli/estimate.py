@@ -23,8 +23,7 @@ from kvrag.estimate import ModelShape, human_bandwidth, human_bytes, preset, sha
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CHARS_PER_TOKEN = 4
-"""Usual for English text; used where no tokenizer is at hand."""
+_CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at hand
 
 _BLOCK, _NUM_BLOCKS = 2**20, 128
 """Bytes, and blocks, of the file that measures a disk."""
@@ -206,7 +205,8 @@ def read_bandwidth(directory: Path) -> float:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             file.writelines([block] * _NUM_BLOCKS)
             os.fsync(file.fileno())
-            forget_cached(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # not on macOS; read from the disk, not from the page cache
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             begin = time.perf_counter()
             while file.read(_BLOCK):
@@ -215,9 +215,3 @@ def read_bandwidth(directory: Path) -> float:
     except OSError as error:
         why = error.strerror or error
         raise StoreError(f"{str(directory)!r} can't be written to: {why}; choose another --kv-dir") from error
-
-
-def forget_cached(descriptor: int) -> None:
-    """Ask the system to drop a file from its page cache; a hint, absent on some systems."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -14,8 +14,10 @@ import shutil
 import stat
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,11 +27,11 @@ from kvrag.store.format import Encoded
 from kvrag.types import ChunkKey
 
 KEY = re.compile(r"[0-9a-f]{64}")
-SUFFIX = ".safetensors"
-OBJECTS, TMP = "objects", "tmp"
+SUFFIX, OBJECTS, TMP = ".safetensors", "objects", "tmp"
 ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
+MAX_VIEWS = 512  # written with one call; the kernel takes twice as many
 IDLE_BYTES = 256 * 2**20  # most memory kept for reuse
 SMALL_BYTES = 64 * 1024  # less is not worth keeping
 
@@ -77,9 +79,9 @@ class FileBlobs:
                 return 0
             try:
                 with open(draft, "xb", 0, opener=lambda name, flags: os.open(name, flags, 0o600, dir_fd=tmp)) as file:
-                    written = _write(file.fileno(), parts)
+                    written = _write(file.fileno(), parts, is_synced=self._durable)
                     if self._durable:
-                        os.fdatasync(file)
+                        getattr(os, "fdatasync", os.fsync)(file.fileno())  # macOS has no fdatasync
                 try:
                     os.link(draft, final, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
                 except FileExistsError:
@@ -201,17 +203,32 @@ class MemoryBlobs:
         self._blobs.clear()
 
 
-def _write(fd: int, parts: Iterable[Bytes], start: int = 0) -> int:
-    """Write parts one after the other from an offset on, and return where they end; a head that is known last is written last."""
-    if isinstance(parts, Encoded):
-        end = _write(fd, parts.body(), parts.head_bytes)
-        _write(fd, [parts.head()])
-        return end
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            count = os.pwrite(fd, view, start)
-            start, view = start + count, view[count:]
+def _write(fd: int, parts: Iterable[Bytes], *, is_synced: bool) -> int:
+    """Write parts one after the other, and return how many bytes they are; a head that is known last is written last.
+
+    With ``is_synced``, the disk begins with what is written while the rest is made.
+    """
+    if not isinstance(parts, Encoded):
+        return _put(fd, map(memoryview, parts), 0)
+    end = parts.head_bytes
+    for views in parts.body():
+        start, end = end, _put(fd, views, end)
+        if is_synced and hasattr(os, "posix_fadvise"):  # what is not written yet stays in memory
+            os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+    _put(fd, [memoryview(parts.head())], 0)
+    return end
+
+
+def _put(fd: int, views: Iterable[memoryview], start: int) -> int:
+    """Write some memory with few calls, from an offset on, and return where it ends."""
+    left = deque(views)
+    while left:
+        count = os.pwritev(fd, [*islice(left, MAX_VIEWS)], start)
+        start += count
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
     return start
 
 

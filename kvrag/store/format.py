@@ -12,35 +12,44 @@ in another one. Each blob has a key of its own, derived with a random salt, so n
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
-from kvrag.layers import FLOATS, MAX_LAYERS, NAMES, Part, Shapes, own_kv, parts, scanned, shapes_of, view_layer
+from kvrag.layers import (
+    FLOATS,
+    MAX_LAYERS,
+    NAMES,
+    Layout,
+    Shapes,
+    bytes_of,
+    layout_of,
+    own_kv,
+    scanned,
+    shapes_of,
+    view_layer,
+)
 from kvrag.store.base import Bytes, Record
 from kvrag.store.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
 from kvrag.threads import POOL
-from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, KVDtype, LayerKV
+from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, LayerKV
 
 ALIGNMENT = 4096  # data starts at a multiple of this, so that it can be read with direct I/O
 HEAD_BYTES = 16 * 1024  # read first: most headers are not longer
-STEP_BYTES = 8 * 2**20  # read at once, while the step before is proven
-HELPED_BYTES = 4 * 2**20  # chunks from this size on are hashed by two threads
+STEP_BYTES = 4 * 2**20  # bytes of layers that a thread hashes or reads at once
 MAX_HEADER_BYTES = 4 * 2**20  # longer ones are neither written nor read: enough for half a million token ids
 HEADER_NONCE, SALT_BYTES = 2**32 - 1, 32
 KIND = {"format": "kvrag", "version": str(FORMAT_VERSION)}
 NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
 START = '{"__metadata__":'
-TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 NO_DIGEST = b"0" * 32
 FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)  # of no header
 dump, parse = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().raw_decode
@@ -61,27 +70,6 @@ class OtherVersion(BlobRejected):
 
 class Foreign(BlobRejected):
     """The blob is encrypted with another key, or not at all where there is a key; it is left alone."""
-
-
-class Layout(NamedTuple):
-    """The tensors of each layer, where each layer begins in the data and where the last one ends, and the header's JSON of them."""
-
-    layers: tuple[tuple[Part, ...], ...]
-    offsets: tuple[int, ...]
-    json: str
-
-
-@functools.lru_cache(maxsize=32)
-def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
-    """Lay out a blob's tensors; chunks of one model and length share the result."""
-    layers = tuple(parts(kv_dtype, dtype, keys, values) for keys, values in shapes)
-    offsets, tensors, end = [0], list[str](), 0
-    for i, layer in enumerate(layers):
-        for part in layer:
-            start, end = end, end + part.num_bytes
-            tensors.append(TENSOR % (i, part.name, NAMES[part.dtype], *part.shape, start, end))
-        offsets.append(end)
-    return Layout(layers, tuple(offsets), ",".join(tensors))
 
 
 @dataclass(frozen=True)
@@ -128,8 +116,15 @@ def record_of(of: ChunkIdentity, num_bytes: int) -> Record:
     return Record(key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes)
 
 
+def _runs(offsets: Sequence[int]) -> list[range]:
+    """Cut the layers of a blob into runs that are hashed or read at once."""
+    layers = len(offsets) - 1
+    count = max(1, STEP_BYTES * layers // offsets[-1])
+    return [range(start, min(start + count, layers)) for start in range(0, layers, count)]
+
+
 class Encoded:
-    """The bytes of a chunk's blob, made while they are written: each layer is hashed while it is in the processor's cache.
+    """The bytes of a chunk's blob, hashed or encrypted while they are written.
 
     So its head is known last. Who can writes the body first, behind ``head_bytes`` bytes. With ``cipher``, all is encrypted. Raises
     ``StoreError`` if the chunk can't be stored.
@@ -151,32 +146,38 @@ class Encoded:
 
     def __iter__(self) -> Iterator[Bytes]:
         """Return all parts in their order."""
-        body = list(self.body())
+        body = sum(self.body(), list[memoryview]())
         return iter([self.head(), *body])
 
     def head(self) -> bytes:
         """Return the header; it is right when :meth:`body` was gone through."""
         return _head(self.header, self._cipher, self._salt)
 
-    def body(self) -> Iterator[memoryview]:
-        """Yield the bytes of all layers, the next one is looked at meanwhile; raises ``StoreError`` if a value is not finite."""
+    def body(self) -> Iterator[list[memoryview]]:
+        """Yield the bytes of all layers, many at a time; raises ``StoreError``, in the end, if a value is not finite.
+
+        What is not encrypted is hashed meanwhile, so it is best written with few calls: each has to win the interpreter back.
+        """
         self._salt = secrets.token_bytes(SALT_BYTES)  # each time: no key may encrypt two headers
-        key = None
-        if self._cipher is not None:
-            key = derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt)
-        layers, work, digests = tuple(enumerate(self._layers)), functools.partial(_bytes_of, key), list[bytes]()
-        for pieces, digest in POOL.ahead(work, layers) if self.header.num_bytes >= HELPED_BYTES else map(work, layers):
-            digests.append(digest)
-            yield from pieces
+        if self._cipher is None:
+            runs = _runs(self.header.layout.offsets)
+            proofs = POOL.ahead(self._digests, runs) if runs[1:] else map(self._digests, runs)
+            yield from (bytes_of(self._layers[run.start : run.stop]) for run in runs)
+            digests = [digest for run in proofs for digest in run]
+        else:
+            key, digests = derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt), []
+            for index, layer in enumerate(self._layers):
+                pieces, tag = encrypt(key, index, scanned(index, layer))
+                digests.append(tag)
+                yield pieces
         self.header = replace(self.header, digests=tuple(digests))
 
-
-def _bytes_of(key: bytes | None, numbered: tuple[int, tuple[torch.Tensor, ...]]) -> tuple[list[memoryview], bytes]:
-    """Return the bytes of a layer, encrypted if there is a key, and their digest."""
-    if key is not None:
-        return encrypt(key, numbered[0], scanned(*numbered))
-    digest = xxhash.xxh3_128()
-    return scanned(*numbered, digest.update), digest.digest()
+    def _digests(self, run: range) -> list[bytes]:
+        """Hash some layers."""
+        digests = [xxhash.xxh3_128() for _ in run]
+        for index, digest in zip(run, digests, strict=True):
+            scanned(index, self._layers[index], digest.update)
+        return [digest.digest() for digest in digests]
 
 
 class Blob:
@@ -203,21 +204,20 @@ class Blob:
 
     def layers(self) -> Iterator[LayerKV]:
         """Yield the layers in order, each proven; raises ``BlobRejected`` at the first that is damaged or can't be read."""
-        layers, offsets, _ = self.header.layout
-        count = max(1, STEP_BYTES * len(layers) // offsets[-1])
-        runs = [range(start, min(start + count, len(layers))) for start in range(0, len(layers), count)]
-        for run, data in zip(runs, POOL.ahead(self._run, runs), strict=True):
-            for index in run:
-                first, last = (offset - offsets[run.start] for offset in offsets[index : index + 2])
-                yield view_layer(self.header.dtype, layers[index], self._proven(index, data[first:last]))
+        layers, runs = self.header.layout.layers, _runs(self.header.layout.offsets)
+        done = POOL.ahead(self._run, runs) if runs[1:] else map(self._run, runs)
+        proven = (data for run in done for data in run)
+        yield from (view_layer(self.header.dtype, *each) for each in zip(layers, proven, strict=True))
 
-    def _run(self, run: range) -> memoryview:
-        """Read the bytes of some layers; behind the last one, the blob must end."""
-        start, end, last = (self.header.layout.offsets[place] for place in (run.start, run.stop, -1))
-        data = memoryview(self._bytes(self._start + start, end - start + (end == last), run.start))
+    def _run(self, run: range) -> list[memoryview]:
+        """Read some layers, and prove them; behind the last one, the blob must end."""
+        offsets = self.header.layout.offsets
+        start, end = offsets[run.start], offsets[run.stop]
+        data = memoryview(self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start))
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)
-        return memoryview(bytearray(data)) if data.readonly else data  # torch wants to be able to write
+        data = memoryview(bytearray(data)) if data.readonly else data  # torch wants to be able to write
+        return [self._proven(index, data[offsets[index] - start : offsets[index + 1] - start]) for index in run]
 
     def _bytes(self, start: int, length: int, layer: int | None = None) -> Bytes:
         """Read bytes of a blob that has to be there."""

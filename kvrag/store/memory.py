@@ -21,11 +21,8 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
 
-SHARE = 16
-"""One byte of so many leaves at least, so that not every chunk that comes has to rank all."""
-
-READERS = Pool("kvrag-read", 4)
-"""Threads that read for requests."""
+SHARE = 16  # one byte of so many leaves at least, so that not every chunk that comes has to rank all
+READERS = Pool("kvrag-read", 4)  # threads that read for requests
 
 AHEAD = Pool("kvrag-read-ahead", 2)
 """Threads that prefetch: few, so that a request that comes meanwhile finds the disk free enough for its own reads."""

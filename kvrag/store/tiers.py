@@ -24,8 +24,7 @@ from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Usage, check_retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
-ATTEMPTS = 3
-"""Times that a chunk is written that others erase meanwhile."""
+ATTEMPTS = 3  # times that a chunk is written that others erase meanwhile
 
 
 class TieredStore(Reader):

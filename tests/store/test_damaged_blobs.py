@@ -7,20 +7,7 @@ import socket
 
 import pytest
 import torch
-from stores import (
-    CHUNKS,
-    EVERY_KEY,
-    KEYS,
-    KVS,
-    PATIENT_S,
-    SECRETS,
-    blob_of,
-    config_of,
-    fill,
-    flip,
-    path_of,
-    put,
-)
+from stores import CHUNKS, EVERY_KEY, KEYS, KVS, PATIENT_S, SECRETS, blob_of, config_of, fill, flip, path_of, put
 
 from kvrag.store import Keys
 from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion

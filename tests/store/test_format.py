@@ -95,7 +95,6 @@ def test_more_layers_than_the_format_has_are_not_written(store):
 def test_layers_of_any_size_come_back(monkeypatch, sizes, step_bytes):
     """In one read or in many; not contiguous, too; layers may differ in heads and widths."""
     monkeypatch.setattr(format, "STEP_BYTES", step_bytes)
-    monkeypatch.setattr(format, "HELPED_BYTES", step_bytes)
     strided = [(torch.randn(1, 3, sizes[0]), torch.randn(sizes[1] + 1, 3, 1).permute(2, 1, 0)) for _ in range(5)]
     layers = (KV.layers[0], *(LayerKV(keys, values) for keys, values in strided), KV.layers[1])
     raw = blob_of(ME, ChunkKV(layers))
@@ -103,7 +102,7 @@ def test_layers_of_any_size_come_back(monkeypatch, sizes, step_bytes):
 
 
 def test_layers_are_read_and_proven_one_by_one(monkeypatch):
-    """From any ``read(offset, length)``: a damaged layer costs nothing before it, and nothing is read behind it."""
+    """From any ``read(offset, length)``: a damaged layer costs nothing before it, whatever is read ahead of it."""
     monkeypatch.setattr(format, "STEP_BYTES", 1)
     kv = ChunkKV(KV.layers * 2)
     raw, asked = bytearray(blob_of(ME, kv)), []
@@ -120,7 +119,7 @@ def test_layers_are_read_and_proven_one_by_one(monkeypatch):
     with pytest.raises(format.BlobRejected) as fault:
         next(layers)
     assert (fault.value.hole, fault.value.layer) == ("damaged", 2)
-    assert asked[1:] == [(start + i * layer, layer) for i in range(3)]
+    assert set(asked[1:]) >= {(start + i * layer, layer) for i in range(3)}
 
 
 # -- values that are not finite ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 STEPS = [
     *((FileBlobs, name) for name in ("read", "write", "delete", "keys")),
     *((Catalog, name) for name in ("link", "begin", "confirm", "remove", "unlink", "clear", "retain", "no_dormant")),
-    *((blobs_module.os, name) for name in ("open", "pwrite", "link", "unlink", "mkdir")),
+    *((blobs_module.os, name) for name in ("open", "pwritev", "link", "unlink", "mkdir")),
 ]
 """What a kill may come before or after."""
 

@@ -4,19 +4,7 @@ import json
 import os
 
 import pytest
-from stores import (
-    CHUNKS,
-    KEYS,
-    KVS,
-    SECRETS,
-    SIZE,
-    config_of,
-    files,
-    fill,
-    flip,
-    needs_cryptography,
-    path_of,
-)
+from stores import CHUNKS, KEYS, KVS, SECRETS, SIZE, config_of, files, fill, flip, needs_cryptography, path_of
 from typer.testing import CliRunner
 
 from kvrag.cli.app import app

@@ -27,16 +27,9 @@ MAX_TOUCHED = 128  # chunks whose hits are collected before they are written dow
 class Catalog(Ledger):
     """The rows of one store; what can be asked of them is said in :mod:`kvrag.store.catalog.ledger`.
 
+    ``folder``, ``read_only`` and ``durable`` are those of :class:`~kvrag.store.catalog.rows.Rows`. With ``keys``, digests of texts, ids of
+    documents and all values are encrypted. ``may_have_blobs`` returns whether a catalog that is begun anew may find another's blobs.
     Raises ``StoreError`` if the folder can't be used; so does every change that can't be made.
-
-    Parameters
-    ----------
-    folder, read_only, durable
-        As for :class:`~kvrag.store.catalog.rows.Rows`.
-    keys
-        With a key, digests of texts, ids of documents and all values are encrypted.
-    may_have_blobs
-        Returns whether a catalog that is begun anew may find blobs of an earlier one.
     """
 
     def __init__(

@@ -51,12 +51,6 @@ class Strings(diskcache.Disk):  # type: ignore[misc]
         """Leave the file alone: it may be any of the user's."""
 
 
-class _Mine(threading.local):
-    """The database that this thread changes."""
-
-    cache: Any = None
-
-
 class Rows:
     """Rows of one database. A damaged one is moved aside and begun anew; one that was deleted or replaced is opened again.
 
@@ -66,7 +60,7 @@ class Rows:
     another, told which. Raises ``StoreError`` if the folder can't be used.
     """
 
-    _was_used = False  # whether there may be connections, of any instance
+    _has_garbage = False  # whether there may be connections that were let go, of any instance
 
     def __init__(
         self,
@@ -77,7 +71,7 @@ class Rows:
         durable: bool = True,
         begin: Callable[[Rows, bool], None],
     ) -> None:
-        self.read_only, self._seal, self._begin, self._mine = read_only, seal, begin, _Mine()
+        self.read_only, self._seal, self._begin, self._mine = read_only, seal, begin, threading.local()
         self._settings = {**SETTINGS, "sqlite_synchronous": 2 if durable and folder is not None else 1}
         self._source = folder if read_only else None
         self._private = tempfile.mkdtemp(prefix="kvrag-") if read_only or folder is None else ""
@@ -89,7 +83,7 @@ class Rows:
         self._copied: Rows | None = None
         # Changes take the first lock and then the second, looks only the second: a fork waits for both, and finds no connection.
         self._lock, self._looking = fork_lock(), fork_lock()
-        self._is_closed = self._has_warned = False
+        self._is_closed = self._has_warned = self._is_refused = False
         try:
             with self._looking:
                 self._healed()
@@ -133,11 +127,14 @@ class Rows:
     @contextmanager
     def change(self) -> Iterator[None]:
         """Make several changes one step for all threads and processes; where it can't be made, raise ``StoreError`` and change nothing."""
-        if self._mine.cache is not None:  # part of the change under way
+        if getattr(self._mine, "cache", None) is not None:  # part of the change under way
             yield
             return
         with self._lock:
             try:
+                if self._is_refused and not self._is_stuck():
+                    self._is_refused = False
+                    _let_all_go()  # SQLite goes on refusing for as long as any connection of that time lives
                 with self._looking:
                     cache, file = self._healed(), self._file
                 with self._transaction(cache, file):
@@ -145,6 +142,7 @@ class Rows:
             except StoreError:
                 raise
             except FAULTS as error:
+                self._is_refused = self._is_stuck()
                 raise self._fault("changed", error) from error
 
     @contextmanager
@@ -182,11 +180,12 @@ class Rows:
     def _let_go(self) -> None:
         if self._cache is not None:
             self._cache.close()
+            Rows._has_garbage = True
         self._cache = None  # what other threads have open goes with it, when Python collects it
 
     def _look(self, action: Callable[[Any], T], default: T) -> T:
         """Read from the database, or what the change under way has made of it; only there faults are raised."""
-        if self._mine.cache is not None:
+        if getattr(self._mine, "cache", None) is not None:
             return action(self._mine.cache)
         try:
             with self._looking:
@@ -244,7 +243,6 @@ class Rows:
             if there != known:
                 put_aside_if_damaged(self._folder)
             make(self._folder)
-            Rows._was_used = True
             cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=Strings, **self._settings)
             file = self._there() if self._source is None else there
             is_other = self._source is None and known not in (None, file)
@@ -271,13 +269,22 @@ class Rows:
 _all: weakref.WeakSet[Rows] = weakref.WeakSet()
 
 
+def _let_all_go() -> None:
+    """Close all connections: one is part of a cycle, so letting go of it is not enough."""
+    for rows in list(_all):
+        with rows._looking:
+            rows._let_go()
+    gc.collect()
+
+
 def _before_fork() -> None:
     """Wait for changes and looks under way, and close all connections: a child that inherited their locks could never write."""
     for rows in list(_all):
         if rows._lock.acquire(timeout=BUSY_S) and rows._looking.acquire(timeout=BUSY_S):
             rows._let_go()
-    if Rows._was_used:
+    if Rows._has_garbage:
         gc.collect()  # a connection is part of a cycle: a child that inherited one would close it, and damage the database
+        Rows._has_garbage = False
 
 
 def _after_fork() -> None:
