@@ -13,6 +13,7 @@ from kvrag.testing.chunks import NAMESPACE
 WRITERS = 2
 RANGE = 400_000
 SAMPLE = 60
+KILLS_PER_STORE = 250
 ROOM = 4 * 10**5
 """Bytes that whoever evicts finds free; its chunks are of 72,000 at most."""
 
@@ -60,15 +61,24 @@ def evictor(kind: Kind, root: Path, start: int) -> None:
 
 
 def run(folder: Path, *, kills: int, seed: int = 0, kind: Kind = PLAIN) -> Outcome:
-    """Kill until there were enough kills; open, check, go on."""
+    """Kill until there were enough kills; open, check, go on. A new store is begun before checks of a large one take most of the time."""
     if kind.needs:
         return Outcome(skipped=kind.needs)
-    outcome, rng, root = Outcome(), random.Random(seed), folder / "store"
+    outcome, rng = Outcome(), random.Random(seed)
+    for number, start in enumerate(range(0, kills, KILLS_PER_STORE)):
+        on_one_store(folder / str(number), min(KILLS_PER_STORE, kills - start), rng, kind, outcome)
+    return outcome
+
+
+def on_one_store(folder: Path, kills: int, rng: random.Random, kind: Kind, outcome: Outcome) -> None:
+    """Kill so often on a new store."""
+    folder.mkdir()
+    root = folder / "store"
     journals = [Journal(folder / f"writer{me}") for me in range(WRITERS)]
     erased, wrong = Journal(folder / "eraser"), Journal(folder / "wrong")
     kind.open(root).close()
-    start = 0
-    while outcome.counts.get("kills", 0) < kills:
+    start, left = 0, kills
+    while left > 0:
         start += 400
         work = [partial(writer, kind, root, me, start, journals[me]) for me in range(WRITERS)]
         work += [partial(reader, kind, root, journals, wrong, start), partial(eraser, kind, root, start, erased)]
@@ -76,12 +86,12 @@ def run(folder: Path, *, kills: int, seed: int = 0, kind: Kind = PLAIN) -> Outco
         ended = kill_after(pids, rng, 0.1, 0.35)
         outcome.check(set(ended) == {-9}, f"a process failed before it was killed: {ended}")
         outcome.add("kills", len(pids))
+        left -= len(pids)
         check(kind, root, journals, erased, outcome, rng)
-    outcome.counts["acknowledged"] = sum(len(journal.read()) for journal in journals)
-    outcome.counts["erased"] = len(erased.read()) // 2
+    outcome.add("acknowledged", sum(len(journal.read()) for journal in journals))
+    outcome.add("erased", len(erased.read()) // 2)
     outcome.check(not wrong.read(), f"wrong bytes were served: {wrong.read()[:5]}")
     final(kind, root, journals, outcome)
-    return outcome
 
 
 def check(
@@ -109,6 +119,6 @@ def final(kind: Kind, root: Path, journals: list[Journal], outcome: Outcome) -> 
     """Prove every acknowledged chunk."""
     store = kind.open(root)
     lost = [number for journal in journals for number in journal.read() if kind.state(store, number) != "readable"]
-    outcome.counts["lost"] = len(lost)
+    outcome.add("lost", len(lost))
     outcome.check(not lost, f"acknowledged chunks are lost: {lost[:5]}")
     store.close()

@@ -49,7 +49,7 @@ SHORT: dict[str, Scenario] = {
 }
 LONG: dict[str, Scenario] = {
     **SHORT,
-    "kills": partial(kills.run, kills=3000),
+    "kills": partial(kills.run, kills=1500),
     "kills, with a key and rounded KV": partial(kills.run, kills=300, kind=PROTECTED),
     "kills, all at once": partial(kills.run, kills=300, kind=ALL_AT_ONCE),
     "system calls": partial(faults.run, limit=None),
