@@ -79,6 +79,35 @@ def quality(result: dict[str, Any]) -> str:
     )
 
 
+def contexts(result: dict[str, Any]) -> str:
+    """Compare what chunks may be encoded behind, by share of repaired rows."""
+    summary, first = result["summary"], result["cases"][0]
+    ratios = list(next(iter(first.values())))
+    rows = []
+    for where in first:
+        kind, _, length = where.partition(":")
+        name = "the prefix alone" if kind == "prefix" else f"{length} tokens, {CONTEXTS[kind]}"
+        kls = [[summary[f"{where}/{ratio}"][kl] for kl in ("kl_own", "kl_first", "kl_gold")] for ratio in ratios]
+        rows.append([name, *(" / ".join(f"{kl:.3f}" for kl in each) for each in kls)])
+    header = [
+        "encoded behind",
+        *("unrepaired" if not float(ratio) else f"{float(ratio):.0%} of the rows" for ratio in ratios),
+    ]
+    count = len(result["cases"])
+    return (
+        table(header, rows)
+        + f"\nMeans over {count} questions: KL of the own answer / of its first token / of the gold answer.\n"
+        + source(result, "context.json")
+    )
+
+
+CONTEXTS = {
+    "shipped": "the text that ships",
+    "corpus": "passages of other questions",
+    "repeated": "one sentence, repeated",
+}
+
+
 def probe(result: dict[str, Any]) -> str:
     """Compare the spans of layers that the probe may go by, the default first."""
     summary = result["summary"]
@@ -389,6 +418,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),
     "probe": ("probe.json", probe),
+    "contexts": ("context.json", contexts),
     "memory": ("memory.json", memory),
     "seams": ("seams.json", seams),
     "support": ("support.json", support),

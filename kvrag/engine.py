@@ -34,6 +34,7 @@ from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute.documents import check_kv_dir, check_namespace, chosen_documents, chosen_keys, members
+from kvrag.precompute.encode import check_context, context_ids
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute, check_items, replaced_ids
@@ -54,11 +55,10 @@ from kvrag.types import (
 )
 from kvrag.verify import verify_prompts
 
-MAX_KEPT = 16
-"""Engines that :meth:`KVRagEngine.get` keeps although nobody else holds them."""
+MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps although nobody else holds them
 
 _SOURCE_OPTIONS = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
-_OPTIONS = (*_SOURCE_OPTIONS, "kv_dir", "prefix", "repair", "namespace", "store_config")
+_OPTIONS = (*_SOURCE_OPTIONS, "kv_dir", "prefix", "context", "repair", "namespace", "store_config")
 
 _sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)  # checking options anew costs more than looking them up
 
@@ -103,6 +103,7 @@ class KVRagEngine:
         *,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
+        context: str | None = None,
         repair: RepairConfig | Mapping[str, Any] | None = None,
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
@@ -115,7 +116,7 @@ class KVRagEngine:
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
-        self._erasures, self._prefix = erasures_of(self.kv_dir), prefix
+        self._erasures, self._prefix, self._context = erasures_of(self.kv_dir), prefix, check_context(context)
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
         self._gate = Gate(self.store_config.read_dtype)
@@ -133,6 +134,7 @@ class KVRagEngine:
         tokenizer: Any = None,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
+        context: str | None = None,
         repair: RepairConfig | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -156,6 +158,9 @@ class KVRagEngine:
         prefix
             What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`.
             Default: the head of the model's chat template.
+        context
+            What chunks are encoded behind besides the prefix, so that they are like a prompt's later documents: ``"default"``, a text that
+            ships with kvrag, or one of your own. ``None``: nothing; a prompt's first chunk behind its own prefix is exact then.
         repair, namespace
             Defaults of the engine's methods.
         device, dtype, revision
@@ -179,7 +184,8 @@ class KVRagEngine:
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
-        return cls(source, kv_dir=kv_dir, prefix=prefix, repair=repair, namespace=namespace, store_config=store_config)
+        own = {"kv_dir": kv_dir, "prefix": prefix, "context": context, "repair": repair, "namespace": namespace}
+        return cls(source, **own, store_config=store_config)  # type: ignore[arg-type]
 
     @classmethod
     def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
@@ -194,7 +200,8 @@ class KVRagEngine:
         repair = as_config(RepairConfig, options.get("repair"), option="repair")
         config = as_config(StoreConfig, options.get("store_config"), option="store_config")
         where = (check_kv_dir(options.get("kv_dir")), repr(options.get("prefix")), options.get("namespace", "default"))
-        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, repair, config)
+        behind = check_context(options.get("context"))
+        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, behind, repair, config)
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls.from_pretrained(model, **options)
             cls._shared[key] = engine
@@ -225,6 +232,12 @@ class KVRagEngine:
     def prefix_text(self) -> str:
         """The text that chunks are encoded behind unless :meth:`precompute` is given another one."""
         return prefix_text(self._prefix, self.loaded.encoder)
+
+    @cached_property
+    def context_ids(self) -> tuple[int, ...]:
+        """Token ids that chunks are encoded behind, between the prefix and the chunk."""
+        lm = self.loaded.lm
+        return () if isinstance(lm, PlainLM) else context_ids(self._context, self.loaded.encoder, lm.reuse_window)
 
     def close(self) -> None:
         """Close the store and release the model; the engine can't be used afterwards."""
@@ -278,7 +291,7 @@ class KVRagEngine:
         self._prefix_texts.setdefault(space, {})[text] = None
         if replaced := replaced_ids(self.store, items, space):
             self.delete(replaced, namespace=namespace)
-        run = Precompute(loaded, self.store, self.store_config, prefix=text, namespace=space, retention=retention)
+        run = Precompute(loaded, self.store, self.store_config, space, text, self.context_ids, retention)
         return run.run(items, batch_size=batch_size, show_progress=show_progress)
 
     def precompute_items(self, items: Iterable[tuple[str | None, str]], **options: Any) -> PrecomputeReport:
@@ -381,9 +394,8 @@ class KVRagEngine:
         """
         own: Options = {"mode": mode, "repair": repair, "namespace": namespace}
         sampling |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "stop": stop}
-        return self._produce(prompt, **own, **sampling)(
-            lambda _: None, threading.Event()
-        )  # in the caller's thread, where Ctrl-C ends it
+        produce = self._produce(prompt, **own, **sampling)
+        return produce(lambda _: None, threading.Event())  # in the caller's thread, where Ctrl-C ends it
 
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Stream an answer: iterate over its text, then read ``.result``. Options as for :meth:`generate`."""
@@ -439,13 +451,13 @@ class KVRagEngine:
         """The query-time half; loads the model."""
         with self._lock:
             loaded = self.loaded  # first: the gate depends on the model's device
-            if self._gate.kv_dtype != "auto":
-                self._gate.admit(loaded)
+            self._gate.admit(loaded)
             if self._query_side is None:
+                ids = self.context_ids
                 if self.store_config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
-                    self._write_back = WriteBack(loaded, self.store, self.store_config, self._erasures)
+                    self._write_back = WriteBack(loaded, self.store, self.store_config, self._erasures, ids)
                     self._resources.callback(self._write_back.close)
-                self._query_side = Answering(loaded, self.store, self.store_config, self._write_back)
+                self._query_side = Answering(loaded, self.store, self.store_config, self._write_back, ids)
             return self._query_side
 
     def _request(

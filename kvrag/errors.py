@@ -70,21 +70,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency.
+    """Import a module that the ``extra`` of the distribution installs; ``purpose`` ends the sentence "... is needed for".
 
-    Parameters
-    ----------
-    module
-        Dotted name.
-    extra
-        The extra of the ``kvrag`` distribution that installs it.
-    purpose
-        What it is needed for; ends the sentence "... is needed for".
-
-    Raises
-    ------
-    MissingDependencyError
-        If the import fails; names the extra.
+    Raises ``MissingDependencyError``, which names the extra, if that fails.
     """
     try:
         return importlib.import_module(module)

@@ -31,6 +31,8 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     prefix: Any = Field(default=None, repr=False)
     """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, or a
     :class:`kvrag.TemplatePrefix` that also names the context variable."""
+    context: str | None = Field(default=None, repr=False)
+    """What chunks are encoded behind besides the prefix: ``default`` (a text that ships with kvrag), your own text, or ``None``."""
     namespace: str = "default"
     """Chunks of one namespace are never found from another."""
     repair: RepairConfig | None = None
@@ -66,5 +68,5 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options of :meth:`kvrag.KVRagEngine.get`, but for the prefix."""
-        names = ("tokenizer", "kv_dir", "namespace", "repair", "store_config", "dtype", "device", "prove")
+        names = ("tokenizer", "kv_dir", "context", "namespace", "repair", "store_config", "dtype", "device", "prove")
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}

@@ -115,8 +115,7 @@ def sync_kv(
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
 
-MAX_PREFETCHES = 4
-"""Prefetches that are planned at the same time; further ones are dropped."""
+MAX_PREFETCHES = 4  # prefetches that are planned at the same time; further ones are dropped
 
 _prefetches = threading.BoundedSemaphore(MAX_PREFETCHES)
 

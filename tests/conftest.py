@@ -90,22 +90,22 @@ def tiny_dir(tmp_path_factory):
 
 @pytest.fixture
 def engine(tiny_dir, tmp_path):
-    """A fresh engine on the tiny Llama with its own store."""
-    engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv")
+    """A fresh engine on the tiny Llama with its own store; chunks have no context, so that first ones are exact."""
+    engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv", context=None)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def engine_of(tokenizer, tmp_path):
-    """Make engines on tiny models by architecture name, or on a model."""
+    """Make engines on tiny models by architecture name, or on a model; without a context, unless one is given."""
     made: list[KVRagEngine] = []
 
     def make(model="llama", *, seed=0, **options):
         if isinstance(model, str):
             options.setdefault("kv_dir", tmp_path / f"kv-{model}")
             model = tiny_model(model, seed=seed)
-        made.append(KVRagEngine.from_pretrained(model, **{"tokenizer": tokenizer, **options}))
+        made.append(KVRagEngine.from_pretrained(model, **{"tokenizer": tokenizer, "context": None, **options}))
         return made[-1]
 
     yield make

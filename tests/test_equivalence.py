@@ -46,7 +46,8 @@ def engines(tokenizer: Any, folders: pytest.TempPathFactory, chunks: list[str]) 
         key = name, batch_size, kv_dtype
         if key not in made:
             options: dict[str, Any] = {"kv_dir": folders.mktemp("kv"), "store_config": StoreConfig(kv_dtype=kv_dtype)}
-            made[key] = KVRagEngine.from_pretrained(tiny_model(name), tokenizer=tokenizer, prove="off", **options)
+            options |= {"tokenizer": tokenizer, "prove": "off", "context": None}
+            made[key] = KVRagEngine.from_pretrained(tiny_model(name), **options)
             made[key].precompute(chunks, batch_size=batch_size)
         return made[key]
 

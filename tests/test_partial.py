@@ -30,7 +30,7 @@ NO_REPAIR = RepairConfig(strategy="none")
 def stored(tmp_path_factory):
     """An engine with the chunks stored, only asked."""
     engine = KVRagEngine.from_pretrained(
-        tiny_model("llama"), tokenizer=tiny_tokenizer(), kv_dir=tmp_path_factory.mktemp("kv")
+        tiny_model("llama"), tokenizer=tiny_tokenizer(), kv_dir=tmp_path_factory.mktemp("kv"), context=None
     )
     engine.precompute(CHUNKS, ids=[f"doc{i}" for i in range(len(CHUNKS))])
     yield engine
@@ -111,7 +111,9 @@ def test_a_part_is_exact_whatever_the_architecture(name, engine_of):
 @pytest.mark.parametrize("prepend", ["normalizer", "always", "first", "never"])
 def test_sentencepiece_parts_are_found_and_exact(prepend, tmp_path):
     tokenizer = tiny_sentencepiece_tokenizer(prepend)
-    engine = KVRagEngine.from_pretrained(tiny_model("llama"), tokenizer=tokenizer, kv_dir=tmp_path, prefix="Read:\n")
+    engine = KVRagEngine.from_pretrained(
+        tiny_model("llama"), tokenizer=tokenizer, kv_dir=tmp_path, prefix="Read:\n", context=None
+    )
     engine.precompute(CHUNKS)
     prompt = f"Read:\n{LONG[:150]}...\nWho?"
     assert len(parts(engine, prompt)[0][0]) > 140

@@ -16,11 +16,7 @@ CHUNKS = make_chunks(4, words=30, seed=53)
 IDS = ["a", "b", "c", "d"]
 ENTRIES = [text_entry(chunk) for chunk in CHUNKS]
 MakeEngine = Callable[..., KVRagEngine]
-WHERE = pytest.mark.parametrize(
-    "options",
-    [{}, {"kv_dir": None}],
-    ids=["disk", "memory"],
-)
+WHERE = pytest.mark.parametrize("options", [{}, {"kv_dir": None}], ids=["disk", "memory"])
 
 
 def worth(engine: KVRagEngine, texts: slice = slice(None), *, namespace: str = "default") -> list[int]:

@@ -32,11 +32,7 @@ class DirectPipeline:
         self._chunks: list[str] = []
         self._index: Any = None
         self.engine = KVRagEngine.get(
-            config.model,
-            kv_dir=config.kv_dir,
-            prefix=_messages("{context}", ""),
-            store_config=STORE,
-            **config.options,
+            config.model, kv_dir=config.kv_dir, prefix=_messages("{context}", ""), store_config=STORE, **config.options
         )
 
     def index(self, chunks: Sequence[DocumentChunk]) -> PrecomputeReport:

@@ -20,7 +20,6 @@ from demo.baseline import FullPrefill, full_prefill
 from demo.pipeline import Answer, Pipeline, prompt_ids
 from demo.questions import Question
 from kvrag.cli.documents import split_documents
-from kvrag.cli.estimate import forget_cached
 from kvrag.generate.sampling import eos_token_ids
 from kvrag.types import PrecomputeReport
 
@@ -191,9 +190,9 @@ def _warn_of_load(say: Callable[[str], None]) -> None:
 
 def _forget_pages(kv_dir: Path) -> None:
     """Drop the store's files from the page cache, so that loading means the disk and not memory."""
-    for file in kv_dir.rglob("*.safetensors"):
+    for file in kv_dir.rglob("*.safetensors") if hasattr(os, "posix_fadvise") else ():
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            forget_cached(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

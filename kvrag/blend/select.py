@@ -104,11 +104,7 @@ def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
 
 
 def select_rows(
-    layout: Layout,
-    config: RepairConfig,
-    *,
-    mass: torch.Tensor | None = None,
-    deviation: torch.Tensor | None = None,
+    layout: Layout, config: RepairConfig, *, mass: torch.Tensor | None = None, deviation: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the rows to repair in this prompt: the heads of stale chunks, and the strategy's choice up to the ratio.
 

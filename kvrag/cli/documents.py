@@ -25,8 +25,7 @@ CountTokens = Callable[[str], int]
 Range = tuple[int, int]
 """A part of the text, in characters: ``text[start:stop]``."""
 
-SUFFIXES = (".md", ".markdown", ".rst", ".txt")
-"""Files taken from a folder; a file given by name may have any."""
+SUFFIXES = (".md", ".markdown", ".rst", ".txt")  # files taken from a folder; a file given by name may have any
 
 _PARTS = (
     re.compile(r"(?:#{1,6} .*\n\s*\n)*\S.*(?:\n[ \t]*\S.*)*"),  # a paragraph, with the headings above it

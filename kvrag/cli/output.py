@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 110
-"""Columns where the output is not a terminal; rich's own guess of 80 breaks tables."""
+WIDTH = 110  # columns where the output is not a terminal; rich's own guess of 80 breaks tables
 
 
 def console(*, err: bool = False) -> Console:

@@ -90,16 +90,8 @@ def decode(
 ) -> Decoded:
     """Choose the tokens of an answer one after the other; the first needs no forward.
 
-    Parameters
-    ----------
-    extend
-        Computes the rows after the prefilled prompt; there is room for ``max_new_tokens - 1`` of them.
-    logits
-        Of the prompt's last row, ``(vocab,)``.
-    emit
-        Takes text as it comes.
-    cancel
-        Ends the answer before the next forward.
+    ``extend`` computes the rows after the prefilled prompt, of which ``max_new_tokens - 1`` have room; ``logits``, ``(vocab,)``, are those
+    of the prompt's last row; ``emit`` takes text as it comes, and ``cancel`` ends the answer before the next forward.
     """
     ids, parts, first_s = [sampler.next(logits)], list[str](), time.perf_counter()
 

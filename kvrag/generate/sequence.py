@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.streams import Emit
-from kvrag.identity.fingerprint import text_digest
+from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
@@ -59,20 +59,23 @@ class Request:
 class Answering:
     """What the requests of one engine share: the model, the store, and the texts that are known to it.
 
-    ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time.
+    ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time. ``context_ids`` are the token ids that
+    chunks are encoded behind besides the prefix.
     """
 
     loaded: LoadedModel
     store: TieredStore
     store_config: StoreConfig
     write_back: WriteBack | None = None
+    context_ids: Sequence[int] = ()
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
     _read_dtype: KVDtype = field(init=False)
+    _context: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self._read_dtype = self.store_config.read_dtype
+        self._read_dtype, self._context = self.store_config.read_dtype, context_digest(self.context_ids)
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
@@ -98,7 +101,9 @@ class Answering:
             request.prompt,
             loaded.encoder,
             scanner=self.scanner(request.namespace, deadline),
-            lookup=Lookup(self.store, loaded.identity.fingerprint, request.namespace, deadline, config.kv_dtype),
+            lookup=Lookup(
+                self.store, loaded.identity.fingerprint, request.namespace, deadline, config.kv_dtype, self._context
+            ),
             prefixes=request.prefixes,
             min_chunk_tokens=config.min_chunk_tokens,
             read_dtype=self._read_dtype,
@@ -171,16 +176,9 @@ class Answering:
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
     ) -> GenerationResult:
-        """Prefill and decode.
+        """Prefill and decode; ``emit`` takes text as it comes, and ``cancel`` ends decoding before its next forward.
 
-        Parameters
-        ----------
-        start
-            When the caller asked, on ``time.perf_counter``'s clock.
-        emit
-            Takes text as it comes.
-        cancel
-            Ends decoding before its next forward.
+        ``start`` is when the caller asked, on ``time.perf_counter``'s clock.
         """
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
         penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens

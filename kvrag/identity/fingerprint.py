@@ -15,8 +15,7 @@ from functools import lru_cache
 
 from kvrag.types import ChunkIdentity, ChunkKey
 
-FORMAT_VERSION = 4
-"""Version of the stored bytes and of the keys; any change of either needs a new number."""
+FORMAT_VERSION = 4  # version of the stored bytes and of the keys; any change of either needs a new number
 
 
 def canonical(fields: Mapping[str, bytes]) -> bytes:
@@ -79,6 +78,11 @@ def ids_bytes(token_ids: Sequence[int]) -> bytes:
 def ids_digest(token_ids: Sequence[int]) -> str:
     """Digest of a run of token ids, such as a prefix."""
     return digest("ids", {"ids": ids_bytes(token_ids)})
+
+
+def context_digest(token_ids: Sequence[int]) -> str:
+    """Digest of what chunks are encoded behind besides the prefix; empty where that is nothing."""
+    return digest("context", {"ids": ids_bytes(token_ids)}) if token_ids else ""
 
 
 def namespace_digest(namespace: str) -> str:

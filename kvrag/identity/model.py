@@ -34,8 +34,7 @@ from kvrag.identity.weights import content_digest, leaves
 
 logger = logging.getLogger(__name__)
 
-SAMPLES = 16
-"""Values per tensor that :func:`sample` reads."""
+SAMPLES = 16  # values per tensor that :func:`sample` reads
 
 _NUM_REMEMBERED = 8
 """States of a model whose digests are remembered, so that switching between adapters hashes each of them once."""

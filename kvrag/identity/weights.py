@@ -35,14 +35,10 @@ NEUTRAL = {
 }
 """Options of ``from_pretrained`` that don't choose weights, or whose effect is in the loaded model's config."""
 
-CACHE_VARIABLE = "KVRAG_CACHE_DIR"
-"""Environment variable with the directory of what kvrag remembers for this user."""
-
-_LARGE = 2**20
-"""Digests of smaller files are not remembered: reading them takes no longer than looking them up."""
+CACHE_VARIABLE = "KVRAG_CACHE_DIR"  # environment variable with the directory of what kvrag remembers for this user
+_LARGE = 2**20  # digests of smaller files are not remembered: reading them takes no longer than looking them up
 _MAX_REMEMBERED = 1000
-_RACE_NS = 2_000_000_000
-"""A file changed this recently may change again within one tick of the file system's clock."""
+_RACE_NS = 2_000_000_000  # a file changed this recently may change again within one tick of the file system's clock
 
 
 def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]) -> str | None:

@@ -66,12 +66,7 @@ def ragged_attention(
 
 
 def _by_blocks(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    limits: Limits,
-    scores: _Scores,
-    mass: Mass | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, limits: Limits, scores: _Scores, mass: Mass | None
 ) -> torch.Tensor:
     """Attend block by block: fused where nobody needs the probabilities."""
     is_plain = scores.softcap is None and scores.sinks is None
@@ -100,12 +95,7 @@ def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def _by_kernel(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    limits: Limits,
-    scores: _Scores,
-    mass: Mass | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, limits: Limits, scores: _Scores, mass: Mass | None
 ) -> torch.Tensor:
     """Attend in one launch for all rows, and collect mass in a second one; on other devices the same ops compute with torch."""
     import kvrag_kernels

@@ -1,28 +1,63 @@
-"""Token ids of chunks → position-free KV, several chunks per forward, each encoded behind the same prefix."""
+"""Token ids of chunks → position-free KV, several chunks per forward, each encoded behind the same prefix and the same context.
+
+A context is a fixed run of ordinary passages that stands in no prompt and is not stored. Right behind the prefix, a chunk is in the state
+of a prompt's first document, with nothing else to attend to; in a prompt it is nearly always a later one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
 from itertools import accumulate, pairwise
 
 import torch
 
+from kvrag.errors import ConfigError
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
+from kvrag.prompt.template import PromptEncoder
 from kvrag.types import ChunkKV, LayerKV
+
+CONTEXT_TOKENS = 1000  # of a context at most; docs/benchmarks.md has other lengths
+WINDOW_SHARE = 4  # and one of so many tokens of a model's context window
+
+
+def check_context(context: object) -> str | None:
+    """Return a valid context: ``"default"``, text or ``None``; raises ``ConfigError``."""
+    if context is not None and (not isinstance(context, str) or not context.strip()):
+        raise ConfigError(f"context is {context!r}; pass 'default', a text of your own, or None")
+    return context
+
+
+def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
+    """Return the token ids that chunks are encoded behind: the first of the text, and at most a share of the model's window."""
+    if context is None:
+        return ()
+    text = shipped() if context == "default" else context
+    return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[: min(CONTEXT_TOKENS, window // WINDOW_SHARE)]
+
+
+@cache
+def shipped() -> str:
+    """Return the text that ships with the package; a change of it is a change of every key."""
+    return files("kvrag.precompute").joinpath("context.txt").read_text("utf-8")
 
 
 @torch.inference_mode()
-def encode_prefix(model: CausalLM, prefix_ids: Sequence[int]) -> tuple[KVBuffer, ChunkKV | None]:
-    """Encode the prefix, ``P`` tokens; return a buffer of its rows for :func:`encode_chunks`, and its KV for the store.
+def encode_prefix(
+    model: CausalLM, prefix_ids: Sequence[int], context_ids: Sequence[int] = ()
+) -> tuple[KVBuffer, ChunkKV | None]:
+    """Encode the prefix, ``P`` tokens, and a context behind it; return a buffer of both for :func:`encode_chunks`, and the prefix's KV.
 
     For an empty prefix the KV is ``None``.
     """
-    length = len(prefix_ids)
-    buffer = model.buffer(length)
-    if not length:
+    ids, length = [*prefix_ids, *context_ids], len(prefix_ids)
+    buffer = model.buffer(len(ids))
+    if not ids:
         return buffer, None
-    return buffer, _encode(model, prefix_ids, Rows.span(0, length), buffer, [(0, 0, length)])[0]
+    found = _encode(model, ids, Rows.span(0, len(ids)), buffer, [(0, 0, length)])[0]
+    return buffer, found if length else None
 
 
 @torch.inference_mode()
@@ -32,17 +67,7 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart. Elsewhere,
     and where a window cuts them, they are a padded batch, which is faster on a CPU.
 
-    Parameters
-    ----------
-    prefix
-        Buffer of :func:`encode_prefix`, ``P`` rows; it is not changed.
-    chunks
-        Token ids of each chunk, none empty.
-
-    Returns
-    -------
-    list of ChunkKV
-        In the given order, contiguous on the host, in the model's dtype.
+    ``prefix`` is the buffer of :func:`encode_prefix`. The KV is in the given order, contiguous on the host, in the model's dtype.
     """
     longest = prefix.capacity + max(map(len, chunks))
     is_packed = len(chunks) > 1 and model.device.type == "cuda" and model.can_pack(longest) and _has_kernel(model)

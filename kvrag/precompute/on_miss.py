@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -27,14 +27,12 @@ from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 256
-"""Chunks that may wait; more are dropped until the next prompt that contains them."""
+MAX_WAITING = 256  # chunks that may wait; more are dropped until the next prompt that contains them
 
 RETRY_S = 60.0
 """Seconds without write-back after a failure: with a full or read-only disk, each miss would cost a forward."""
 
-EVERYWHERE = "*"
-"""All namespaces; it is no digest."""
+EVERYWHERE = "*"  # all namespaces; it is no digest
 
 
 class Stopped(Exception):
@@ -83,8 +81,15 @@ def erasures_of(kv_dir: str | None) -> Erasures:
 class WriteBack:
     """Stores missed chunks in a background thread, which ends when nothing is left to store; ``erasures`` counts for its directory."""
 
-    def __init__(self, loaded: LoadedModel, store: TieredStore, config: StoreConfig, erasures: Erasures) -> None:
-        self.loaded, self.store, self.config, self.erasures = loaded, store, config, erasures
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: TieredStore,
+        config: StoreConfig,
+        erasures: Erasures,
+        context: Sequence[int] = (),
+    ) -> None:
+        self.loaded, self.store, self.config, self.erasures, self.context = loaded, store, config, erasures, context
         self.closed = threading.Event()
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
@@ -166,9 +171,9 @@ class WriteBack:
     def _store(self, missed: Missed) -> Counter[str]:
         """Store the chunks of one prompt that are still missing, and return the counts; no error gets out."""
         guard, rest, skipped, run = _MissGuard(self, missed), "failed", 0, None
-        space, prefix = missed.namespace, missed.prefix
         try:
-            run = Precompute(self.loaded, self.store, self.config, prefix=prefix, namespace=space, guard=guard)
+            behind = missed.namespace, missed.prefix, self.context
+            run = Precompute(self.loaded, self.store, self.config, *behind, guard=guard)
             guard.before_forward()
             wanted = [(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)]
             skipped = len(missed.chunks) - len(wanted)

@@ -31,20 +31,11 @@ from kvrag.types import ChunkKV, KVDtype
 
 logger = logging.getLogger(__name__)
 
-MAX_MEAN_KL = 0.1
-"""Default threshold of ``verify`` and of this check: mean KL from the reference, in nats per token."""
-
-MIN_TOP1 = 0.8
-"""Default threshold of ``verify`` and of this check: share of tokens with the same most likely token."""
-
-VERSION = 2
-"""Version of the comparison; a change invalidates every kept verdict."""
-
-AS_LIKELY = 0.5
-"""A token counts as the best one if it has at least this part of the best one's probability."""
-
-MAX_TOKENS = (16, 64, 64, 32)
-"""Most tokens of the prompt's parts: a second or two for a small model on a CPU."""
+MAX_MEAN_KL = 0.1  # default threshold of ``verify`` and of this check: mean KL from the reference, in nats per token
+MIN_TOP1 = 0.8  # default threshold of ``verify`` and of this check: share of tokens with the same most likely token
+VERSION = 2  # version of the comparison; a change invalidates every kept verdict
+AS_LIKELY = 0.5  # a token counts as the best one if it has at least this part of the best one's probability
+MAX_TOKENS = (16, 64, 64, 32)  # most tokens of the prompt's parts: a second or two for a small model on a CPU
 
 PREFIX = "Read the passages and answer the question.\n\n"
 PASSAGES = (

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from kvrag.blend.quantise import pack
 from kvrag.config import Retention, StoreConfig
 from kvrag.errors import ConfigError, InputError, StoreError, is_out_of_memory
-from kvrag.identity.fingerprint import chunk_key, ids_digest
+from kvrag.identity.fingerprint import chunk_key, context_digest, ids_digest
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 Item = tuple[str | None, str]
 """A document id, if there is one, and a text."""
 
-PREFIX_PRIORITY = 85
-"""Priority of a prefix's KV: it is small, and every prompt begins with it."""
+PREFIX_PRIORITY = 85  # priority of a prefix's KV: it is small, and every prompt begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +105,8 @@ class Precompute:
 
     Parameters
     ----------
-    prefix, namespace
-        Text that the chunks are encoded behind, and the digest of the namespace.
+    namespace, prefix, context
+        The namespace's digest, the text that chunks are encoded behind, and the token ids of the context that stands between both.
     retention
         Retention of the chunks, including stored ones; ``None``: the default for new ones. The prefix has at least
         :data:`PREFIX_PRIORITY`. Without a cost, it is measured: each forward's time, divided among its chunks by their tokens.
@@ -120,10 +119,11 @@ class Precompute:
         loaded: LoadedModel,
         store: TieredStore,
         config: StoreConfig,
-        *,
-        prefix: str,
         namespace: str,
+        prefix: str,
+        context: Sequence[int] = (),
         retention: Retention | None = None,
+        *,
         guard: Guard | None = None,
     ) -> None:
         self._loaded, self._store, self._config, self._guard = loaded, store, config, guard or Guard()
@@ -131,7 +131,7 @@ class Precompute:
         self._retention = retention
         ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
         identity = ChunkIdentity(loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
-        self._prefix = NewChunk((None,), None, identity)
+        self._prefix, self._context = NewChunk((None,), None, identity), tuple(context)
         self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
         self._prefix_kv: KVBuffer | None = None
         self._write: Future[None] | None = None  # one batch is written while the next one is computed
@@ -167,7 +167,8 @@ class Precompute:
         named: dict[str, dict[str | None, None]] = {}
         for name, text in items:
             named.setdefault(text, {})[name] = None
-        behind = replace(self._prefix.identity, prefix=ids_digest(self._prefix.identity.token_ids))
+        prefix, context = ids_digest(self._prefix.identity.token_ids), context_digest(self._context)
+        behind = replace(self._prefix.identity, prefix=prefix, context=context)
         encode = self._loaded.encoder.chunk_ids
         return [
             NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
@@ -176,13 +177,15 @@ class Precompute:
 
     def _is_missing(self, chunk: NewChunk) -> bool:
         """Whether a chunk must be computed; if it is stored already, its documents are added."""
-        length, prefix_length = len(chunk.identity.token_ids), len(self._prefix.identity.token_ids)
+        length, before = len(chunk.identity.token_ids), len(self._prefix.identity.token_ids) + len(self._context)
         if length < self._config.min_chunk_tokens or chunk.entry is None:
             logger.info("chunk %s has %d tokens and remains live text", chunk.label, length)
             self.skipped += 1
             return False
-        if length >= self._lm.reuse_window - prefix_length:
-            self._fail(chunk, f"{length} tokens behind a prefix of {prefix_length} exceed the context window of reuse")
+        if length >= self._lm.reuse_window - before:
+            self._fail(
+                chunk, f"{length} tokens behind {before} of prefix and context exceed the context window of reuse"
+            )
             return False
         for doc_id in chunk.doc_ids:
             with self._guard.storing(chunk.entry):
@@ -249,7 +252,7 @@ class Precompute:
         """Encode the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix_kv is None:
             start = time.perf_counter()
-            self._prefix_kv, kv = encode_prefix(self._lm, self._prefix.identity.token_ids)
+            self._prefix_kv, kv = encode_prefix(self._lm, self._prefix.identity.token_ids, self._context)
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
             if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
                 try:

@@ -31,16 +31,8 @@ MAX_BACK_OFF = 8  # tokens that are given up so that a part ends where its text,
 class PartFinder:
     """Finds first parts of stored chunks in the pieces of one prompt.
 
-    Parameters
-    ----------
-    scanner
-        Known chunk texts.
-    encoder
-        Tokenises.
-    stored_ids
-        Texts → by digest, the token ids of those that have KV of this model. Asked once a call.
-    min_tokens
-        Shorter parts stay live text.
+    ``scanner`` knows the texts of chunks. ``stored_ids`` returns, by digest, the token ids of those texts that have KV of this model; it is
+    called once a prompt. Parts with fewer than ``min_tokens`` tokens stay live text.
     """
 
     scanner: SpanIndex

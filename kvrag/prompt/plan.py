@@ -22,6 +22,7 @@ from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
+OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 
@@ -30,7 +31,7 @@ REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 class Lookup:
     """Asks the store about chunks, in another thread; if it fails or is late, they count as absent.
 
-    ``model``, ``namespace`` and ``kv_dtype`` are fields of the identities; ``deadline`` is for all questions together.
+    ``model``, ``namespace``, ``kv_dtype`` and ``context`` are fields of the identities; ``deadline`` is for all questions together.
     """
 
     store: TieredStore
@@ -38,10 +39,11 @@ class Lookup:
     namespace: str
     deadline: Deadline
     kv_dtype: KVDtype = "auto"
+    context: str = ""
 
-    def identity(self, ids: TokenIds, prefix: str) -> ChunkIdentity:
-        """Return the identity of a chunk behind a prefix."""
-        return ChunkIdentity(self.model, self.namespace, prefix, ids, self.kv_dtype)
+    def identity(self, ids: TokenIds, prefix: str, context: str = "") -> ChunkIdentity:
+        """Return the identity of a chunk behind a prefix and a context."""
+        return ChunkIdentity(self.model, self.namespace, prefix, ids, self.kv_dtype, context)
 
     def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
         """Return those whose KV is stored."""
@@ -232,7 +234,11 @@ class _Draft:
 
     def _look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
         """Find KV of runs of ids, behind this prefix or else elsewhere, and return those identities that are known."""
-        own = {ids: self._lookup.identity(ids, self._prefix) for ids in runs if ids not in self._found}
+        own = {
+            ids: self._lookup.identity(ids, self._prefix, self._lookup.context)
+            for ids in runs
+            if ids not in self._found
+        }
         known = self._lookup.known([*own.values(), *others])
         self._found |= {ids: identity for ids, identity in own.items() if identity in known}
         self._found |= self._lookup.elsewhere([ids for ids in own if ids not in self._found])
@@ -285,11 +291,10 @@ class _Draft:
         stored = piece.part_of or ids
         if (identity := self._usable(stored)) is None:
             return None
-        reasons = [f"first {len(ids)} of {len(stored)} tokens of a stored chunk"] if len(stored) > len(ids) else []
+        part = f"first {len(ids)} of {len(stored)} tokens of a stored chunk" if len(stored) > len(ids) else None
         is_mismatched = identity.prefix != self._prefix
-        if is_mismatched:
-            reasons.append(OTHER_PREFIX)
-        elif not is_next_to_head:
-            reasons.append(OTHER_TEXT)
-        is_exact = is_next_to_head and not is_mismatched
-        return PlannedPiece(piece, ids, identity, is_exact, is_mismatched, "; ".join(reasons) or None)
+        other = OTHER_PREFIX if is_mismatched else None if is_next_to_head else OTHER_TEXT
+        why = other or (OTHER_CONTEXT if identity.context else None)
+        return PlannedPiece(
+            piece, ids, identity, why is None, is_mismatched, "; ".join(filter(None, (part, why))) or None
+        )

@@ -20,8 +20,7 @@ from kvrag.prompt.tokenizer import check_encodable
 from kvrag.threads import fork_lock
 from kvrag.types import Span, TextEntry
 
-ANCHOR_CHARS = 32
-"""Characters of the windows that are hashed; shorter texts can't be found and are computed live."""
+ANCHOR_CHARS = 32  # characters of the windows that are hashed; shorter texts can't be found and are computed live
 
 MAX_PAIRS = 1 << 20
 """Pairs of (place in the prompt, registered text) that one scan compares. Only texts that repeat themselves, such as a
@@ -30,8 +29,7 @@ long run of one character, have so many; then the shortest registered texts are 
 MAX_WASTED_CHARS = 1 << 24
 """Characters that one scan hashes for places that look right at both ends and turn out different in the middle."""
 
-MIN_OVERFLOW = 1024
-"""New entries that are kept beside the sorted table, at least, before it is sorted again."""
+MIN_OVERFLOW = 1024  # new entries that are kept beside the sorted table, at least, before it is sorted again
 
 _BASE = 0x9E3779B97F4A7C15
 _POWERS = np.array([pow(_BASE, ANCHOR_CHARS - 1 - i, 1 << 64) for i in range(ANCHOR_CHARS)], dtype=np.uint64)

@@ -61,24 +61,9 @@ _locks_guard = fork_lock()
 class SegmentTokenizer:
     """Tokenises the segments of a prompt one by one, so that their ids can be joined.
 
-    Parameters
-    ----------
-    tokenizer
-        A transformers tokenizer, fast or slow.
-
-    Attributes
-    ----------
-    bos_ids
-        What the tokenizer puts before a text: BOS, nothing, or what a model has instead (GLM: two tokens).
-    has_dummy_prefix
-        Whether the tokenizer writes a space before the first word of a text.
-
-    Raises
-    ------
-    ConfigError
-        If it is no transformers tokenizer.
-    ModelError
-        If it can't keep control-token text as text.
+    ``bos_ids`` is what the ``tokenizer``, one of transformers, puts before a text: BOS, nothing, or what a model has instead (GLM: two
+    tokens); ``has_dummy_prefix`` says whether it writes a space before the first word. Raises ``ConfigError`` if it is no transformers
+    tokenizer, ``ModelError`` if it can't keep control-token text as text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

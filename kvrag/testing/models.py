@@ -42,7 +42,18 @@ _FALCON = {
     "multi_query": True,
     "alibi": False,
 }
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _MLA = {
+    **_ROUTED_EXPERTS,
+    "n_group": 2,
     "head_dim": None,
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -50,14 +61,10 @@ _MLA = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
 }
+_WINDOW = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}
+_CAPPED = {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16}
+_LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 TINY: dict[str, dict[str, Any]] = {
@@ -71,26 +78,14 @@ TINY: dict[str, dict[str, Any]] = {
     "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
     "mistral": {"sliding_window": 48},
     "ministral": {"sliding_window": 48, "layer_types": _ALTERNATING},
-    "ministral3": {
-        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5, "max_position_embeddings": 4096},
-    },
+    "ministral3": {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5, "max_position_embeddings": 4096}},
     "qwen2": {},
     "qwen2-linear": {"model_type": "qwen2", "rope_parameters": _LINEAR},
     "qwen2-yarn": {"model_type": "qwen2", "rope_parameters": _YARN},
-    "qwen2-window": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 48,
-        "max_window_layers": 2,
-    },
+    "qwen2-window": {"model_type": "qwen2", **_WINDOW},
     "qwen3": {},
     "gemma": {},
-    "gemma2": {
-        "sliding_window": 48,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 16,
-    },
+    "gemma2": {**_CAPPED, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         "sliding_window": 48,
         "layer_types": _ALTERNATING,
@@ -100,7 +95,7 @@ TINY: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
         },
     },
-    "vaultgemma": {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16},
+    "vaultgemma": _CAPPED,
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
     "olmo3": {"sliding_window": 48, "layer_types": _ALTERNATING},
@@ -110,20 +105,14 @@ TINY: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "arcee": {},
     "apertus": {},
-    "exaone4": {"sliding_window": 48, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "exaone4": {"sliding_window": 48, "layer_types": _LAST_FULL},
     "cwm": {"sliding_window": 48, "layer_types": _ALTERNATING},
     "nanochat": {},
     "jais2": {},
     "bitnet": {},
     # Experts
     "mixtral": {**_LOCAL_EXPERTS, "sliding_window": 48},
-    "qwen2_moe": {
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 32,
-        "use_sliding_window": True,
-        "sliding_window": 48,
-        "max_window_layers": 2,
-    },
+    "qwen2_moe": {**_EXPERTS, **_WINDOW, "shared_expert_intermediate_size": 32},
     "qwen3_moe": _EXPERTS,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": _LOCAL_EXPERTS,
@@ -143,25 +132,8 @@ TINY: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": True,
     },
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
-    "dots1": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "use_qk_norm": True,
-    },
+    "dots1": _ROUTED_EXPERTS,
+    "glm4_moe": {**_ROUTED_EXPERTS, "use_qk_norm": True},
     # Keys that rotate in part, in pairs of neighbours, or come out of a fused projection
     "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
     "phi3": {"sliding_window": None, "partial_rotary_factor": 0.5},
@@ -177,11 +149,7 @@ TINY: dict[str, dict[str, Any]] = {
     "persimmon": {"partial_rotary_factor": 0.5},
     "nemotron": {"partial_rotary_factor": 0.5},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
-    "cohere2": {
-        "sliding_window": 48,
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-        "logit_scale": 0.5,
-    },
+    "cohere2": {"sliding_window": 48, "layer_types": _LAST_FULL, "logit_scale": 0.5},
     "glm": {"partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
     "ernie4_5": {},

@@ -161,11 +161,7 @@ def small_model_run(count: int, folder: Path) -> dict[str, Any]:
         f"ratio {r:.2f}": {"mode": "stitch", "repair": RepairConfig(recompute_ratio=r)} for r in RATIOS if r != 0.10
     }
     modes = {"stitch": {"mode": "stitch"}, "auto": {"mode": "auto"}}
-    for label, chunks, tokens, configs in (
-        ("2500", 10, 250, ratios),
-        ("1000", 6, 150, modes),
-        ("500", 3, 150, modes),
-    ):
+    for label, chunks, tokens, configs in (("2500", 10, 250, ratios), ("1000", 6, 150, modes), ("500", 3, 150, modes)):
         todo = items(engine.tokenizer, count=count, num_chunks=chunks, chunk_tokens=tokens)
         report = engine.precompute([c for item in todo for c in item.chunks], show_progress=True)
         assert not report.failed

@@ -172,12 +172,7 @@ def _model_of(layers: int, heads: int, dim: int, rows: int, device: torch.device
 
 
 def _kept(
-    model: Any,
-    layout: Any,
-    codec: Any,
-    sizes: tuple[int, int, int, int, int],
-    device: torch.device,
-    dtype: torch.dtype,
+    model: Any, layout: Any, codec: Any, sizes: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Any, int]:
     """Stitch random chunks; returns the buffer, what places them again, and the bytes of a layer that it reads."""
     import kvrag.blend.stitch as stitching

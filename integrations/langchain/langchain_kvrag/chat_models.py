@@ -94,9 +94,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
 
 def _chat_result(engine: KVRagEngine, result: GenerationResult) -> ChatResult:
     message = AIMessage(
-        content=result.text,
-        usage_metadata=usage_of(result),
-        response_metadata=metadata_of(result, engine.source.name),
+        content=result.text, usage_metadata=usage_of(result), response_metadata=metadata_of(result, engine.source.name)
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
 

@@ -38,16 +38,7 @@ from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_pr
 from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
 from llama_index.llms.kvrag.serialised import SerialisedLLM
 
-_REQUEST_FIELDS = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "mode",
-)
+_REQUEST_FIELDS = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "mode")
 
 
 class KVRagLLM(SerialisedLLM):

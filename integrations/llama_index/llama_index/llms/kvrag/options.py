@@ -9,12 +9,7 @@ from typing import Any
 from kvrag.config import StoreConfig, refuse_misplaced, unknown_option
 from kvrag.errors import ConfigError
 
-ALIASES = {
-    "model_name": "model",
-    "model_id": "model",
-    "tokenizer_name": "tokenizer",
-    "max_tokens": "max_new_tokens",
-}
+ALIASES = {"model_name": "model", "model_id": "model", "tokenizer_name": "tokenizer", "max_tokens": "max_new_tokens"}
 """Other names of options."""
 
 OWNER = "KVRagLLM"

@@ -1,0 +1,107 @@
+"""What chunks should be encoded behind: KL to the full prefill of the same token ids, by context and by share of repaired rows.
+
+MuSiQue questions on SmolLM2-135M-Instruct, float32, ten chunks of 250 tokens in random order. ``prefix`` is no context, ``shipped:N`` the
+first N tokens of the text that ships with kvrag, ``corpus:N`` passages of other questions, ``repeated:N`` one short text over and over.
+``--chunks`` and ``--chunk-tokens`` make shorter prompts. Every figure is the mean over the questions; all repeats are in the JSON.
+
+    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_context.py [--count 30] [--contexts prefix shipped:1000 ...] [--name context]
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from bench_quality import Case
+from common import Item, eval_data, items, machine, means, parser, small_engine, write_result
+
+from kvrag import RepairConfig
+from kvrag.blend.layout import Layout
+from kvrag.blend.repair import probe, repair
+from kvrag.blend.select import select_rows
+from kvrag.blend.stitch import stitch
+from kvrag.precompute.encode import encode_chunks, encode_prefix, shipped
+from kvrag.types import ChunkKV
+
+CONTEXTS = ("prefix", "shipped:125", "shipped:250", "shipped:500", "shipped:1000", "shipped:1800", "corpus:1000")
+RATIOS = (0.0, 0.02, 0.05, 0.10)
+SENTENCE = "This is a passage of an ordinary document. "
+
+
+def others(item: Item) -> str:
+    """Passages of questions that share no text with this one, each cut to about 250 tokens."""
+    texts = [c["text"][:1000] for row in eval_data() for c in row["ctxs"][::3]]
+    return "\n\n".join(text for text in texts if not any(text[:100] in chunk for chunk in item.chunks))
+
+
+class ContextCase(Case):
+    """A question whose chunks are encoded behind contexts."""
+
+    def context(self, name: str) -> list[int]:
+        """Token ids of a context by its name."""
+        kind, _, length = name.partition(":")
+        if kind == "prefix":
+            return []
+        texts = {"shipped": shipped(), "corpus": others(self.item), "repeated": SENTENCE * 400}
+        return list(self.encoder.chunk_ids(texts[kind]))[: int(length)]
+
+    def encode(self, where: str) -> tuple[list[ChunkKV], Layout]:
+        """Encode the chunks behind the prefix and a context."""
+        (prefix_kv, *_), layout = super().encode("prefix") if not hasattr(self, "_laid") else self._laid
+        self._laid = [prefix_kv], layout
+        behind, _ = encode_prefix(self.lm, self.prefix, self.context(where))
+        return [prefix_kv, *encode_chunks(self.lm, behind, self.chunks)], layout
+
+    def measure_at(self, where: str, ratios: list[float], shift: float) -> dict[str, dict[str, float]]:
+        """Measure a context at several ratios; only without one the first chunk is exact."""
+        kvs, layout = self.encode(where)
+        if where != "prefix":
+            layout = Layout(tuple(replace(s, exact=s.exact and s.kind == "prefix") for s in layout.segments))
+        rotary = self.lm.rotary(layout.num_tokens)
+        stitched = self.lm.buffer(layout.num_tokens)
+        stitch(stitched, layout, kvs, rotary)
+        mass = probe(self.lm, self.copy(stitched, self.scratch), layout, self.ids, span=RepairConfig().probe_span)
+        out = {}
+        for ratio in ratios:
+            config = RepairConfig(recompute_ratio=ratio, shift=shift) if ratio else RepairConfig(strategy="none")
+            buffer = self.copy(stitched, self.scratch)
+            rows = select_rows(layout, config, mass=mass)
+            first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)
+            out[f"{ratio:.2f}"] = self.compare(buffer, first, rows, layout)
+        return out
+
+
+def main() -> None:
+    """Measure, print a table and write the JSON after each question."""
+    options = parser(__doc__, count=30, threads=torch.get_num_threads(), chunks=10, chunk_tokens=250)
+    options.add_argument("--contexts", nargs="+", default=CONTEXTS)
+    options.add_argument("--ratios", nargs="+", type=float, default=RATIOS)
+    options.add_argument("--shift", type=float, default=RepairConfig().shift)
+    options.add_argument("--name", default="context", help="of the JSON file")
+    args = options.parse_args()
+    engine = small_engine(args.threads)
+    todo = items(engine.tokenizer, count=args.count, num_chunks=args.chunks, chunk_tokens=args.chunk_tokens)
+    cases: list[dict[str, Any]] = []
+    for number, item in enumerate(todo, 1):
+        start = time.perf_counter()
+        with torch.inference_mode():
+            case = ContextCase(engine, item)
+            cases.append({where: case.measure_at(where, args.ratios, args.shift) for where in args.contexts})
+        summary = {f"{w}/{r}": means([c[w][r] for c in cases]) for w in cases[0] for r in cases[0][w]}
+        about = {"model": "SmolLM2-135M-Instruct", "chunks": args.chunks, "chunk_tokens": args.chunk_tokens, "seed": 0}
+        write_result(
+            args.name,
+            {"machine": machine(), **about, "shift": args.shift, "cases": cases, "summary": summary},
+            args.out,
+        )
+        print(f"question {number}/{len(todo)}: {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{'context/ratio':24} {'KL own':>8} {'first':>8} {'gold':>8} {'top-1':>6}")
+    for name, row in summary.items():
+        kls = "".join(f" {row[kl]:8.4f}" for kl in ("kl_own", "kl_first", "kl_gold"))
+        print(f"{name:24}{kls} {row['top1_first']:6.2f}")
+
+
+if __name__ == "__main__":
+    main()
