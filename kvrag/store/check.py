@@ -101,9 +101,8 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
             found.get(type(fault), set()).add(key)
     report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
     report.foreign = len(store.delete_blobs(found[Foreign])) if with_foreign else 0
-    pending = catalog.revisions(catalog.keys(pending=True))
-    store.delete_blobs(pending)  # a writer that lives writes it again
-    catalog.remove(pending)
+    pending = catalog.keys(pending=True)
+    store.delete(pending)  # a writer that lives writes it again
     report.pending, report.dormant = len(pending), store.erase_dormant()
     before = catalog.totals()[0]
     with suppress(StoreError):

@@ -24,7 +24,7 @@ from kvrag.store.reading import Reader
 from kvrag.store.worth import Budget, Evictor, Usage, check_retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
-ATTEMPTS = 3  # times that a chunk is written that others erase meanwhile
+ATTEMPTS = 10  # times that a chunk is written that others erase meanwhile
 
 
 class TieredStore(Reader):
@@ -102,10 +102,10 @@ class TieredStore(Reader):
         try:
             with refusal("the chunk can't be written to the KV store"):
                 for _ in range(ATTEMPTS):
-                    if not self.catalog.begin(record, text, doc_id, retention):
+                    if (revision := self.catalog.begin(record, text, doc_id, retention)) is None:
                         return None
                     written = self._write_blob(key, encoded)
-                    if self.catalog.confirm(key):
+                    if self.catalog.confirm(key, revision):
                         return written
                     # The blob stays for the next attempt: another writer may count on it.
             raise StoreError("the chunk is erased from the KV store as fast as it is written; try again later")
@@ -145,9 +145,9 @@ class TieredStore(Reader):
             with suppress(OSError):
                 self.delete_blobs([key] if fault.hole == "damaged" else [])
             return False
-        if not self.catalog.begin(record, text, doc_id, None):
+        if (revision := self.catalog.begin(record, text, doc_id, None)) is None:
             return True
-        if is_stored := self.catalog.confirm(key):
+        if is_stored := self.catalog.confirm(key, revision):
             tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
@@ -222,7 +222,7 @@ class TieredStore(Reader):
             except BlobRejected as fault:  # what other keys protect, or can't be read, stays
                 is_going = fault.hole == "damaged" and namespace is None
             going |= {key} if is_going else set()
-        self.delete_blobs(going)
+        self._erase(going, "deleted")
         if namespace is None and self.catalog.state().dormant:
             self.catalog.no_dormant()
         return len(going)
@@ -256,6 +256,10 @@ class TieredStore(Reader):
         rows = self.catalog.revisions(keys)
         gone = self.delete_blobs(keys)
         self.catalog.remove(rows)
+        with refusal("stored chunks can't be erased"):  # what a writer confirms meanwhile may have gone before
+            left = [(key, row) for key, row in self.catalog.revisions(gone).items() if row]
+            if found := {key: row for key, row in left if self._read(key, 0, 1) is None}:
+                self.catalog.remove(found)
         self._drop(keys, reason, gone)
         return gone
 

@@ -25,6 +25,8 @@ from stores import (
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, namespace_digest
 from kvrag.store import FileBlobs, Retention
+from kvrag.store.check import gc
+from kvrag.store.format import record_of
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, Hole
 
@@ -258,8 +260,8 @@ def test_a_writer_whose_row_was_erased_leaves_the_blob_that_another_one_counts_o
         other.catalog.remove(other.catalog.revisions([KEYS[1]]))
         return write(*args)
 
-    def others_write_first(key):
-        is_there = confirm(key)
+    def others_write_first(*args):
+        is_there = confirm(*args)
         monkeypatch.undo()
         put(other, 1)
         return is_there
@@ -269,6 +271,48 @@ def test_a_writer_whose_row_was_erased_leaves_the_blob_that_another_one_counts_o
     put(slow, 1)
     assert present(slow) == files(root) == [1]
     assert same_bits(slow.get(ME), KVS[1])
+
+
+def test_a_writer_whose_chunk_was_erased_does_not_confirm_what_another_one_has_only_begun(handle, root, monkeypatch):
+    """Who trusts the row would find no blob."""
+    slow, other = handle(ram=0), handle(ram=0)
+    write = slow.blobs.write
+
+    def erased_and_begun_again(*args):
+        written = write(*args)
+        monkeypatch.undo()
+        assert other.forget(NAMESPACE, "doc 1") == 0
+        assert other.catalog.begin(record_of(ME, 100), make_text("text 1"), "doc 1", None) is not None
+        return written
+
+    monkeypatch.setattr(slow.blobs, "write", erased_and_begun_again)
+    put(slow, 1)
+    assert present(slow) == files(root) == [1]
+    assert same_bits(slow.get(ME), KVS[1])
+
+
+@pytest.mark.parametrize("how", ["delete", "gc"])
+def test_a_blob_that_is_erased_before_it_is_confirmed_leaves_no_row(handle, root, monkeypatch, how):
+    """A row without a blob would keep the next writer from writing it."""
+    slow, erasing = handle(ram=0), handle(ram=0)
+    confirm, delete = slow.catalog.confirm, erasing.blobs.delete
+
+    def erased_first(*args):
+        monkeypatch.setattr(erasing.blobs, "delete", delete_then_confirm)
+        erasing.delete([KEYS[1]]) if how == "delete" else gc(erasing)
+        return True
+
+    def delete_then_confirm(keys):
+        if not (gone := delete(keys)):
+            return gone
+        monkeypatch.undo()
+        assert confirm(KEYS[1], slow.catalog.revisions([KEYS[1]])[KEYS[1]])
+        return gone
+
+    monkeypatch.setattr(slow.catalog, "confirm", erased_first)
+    put(slow, 1)
+    assert present(slow) == files(root) == []
+    assert put(slow, 1) > 0
 
 
 def test_threads_read_write_and_erase_at_once_and_the_accounts_stay_right(handle):

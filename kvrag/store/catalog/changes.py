@@ -56,23 +56,31 @@ class Catalog(Ledger):
                     self._attach(key, chunk, text, doc_id)
         return chunk is not None
 
-    def begin(self, record: Record, text: TextEntry | None, doc_id: str | None, retention: Retention | None) -> bool:
-        """Note that a chunk is about to be written; ``False`` if it is stored already.
+    def begin(
+        self, record: Record, text: TextEntry | None, doc_id: str | None, retention: Retention | None
+    ) -> int | None:
+        """Note that a chunk is about to be written, and return the note's revision; ``None`` if it is stored already.
 
-        Another writer's note is taken over: both write the same bytes.
+        Writers share a note: they write the same bytes.
         """
         with self._rows.change():
             if self.link(record.key, text, doc_id):
-                return False
-            chunk = self._chunk(record.key) or Chunk._make([*astuple(record)[1:], [], Usage(), True, 0])
+                return None
+            new = Chunk._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
+            chunk = self._chunk(record.key) or new
             usage = chunk.usage if retention is None else chunk.usage.retained(retention)
-            self._attach(record.key, chunk._replace(usage=usage, revision=secrets.randbits(60)), text, doc_id)
-        return True
+            self._attach(record.key, chunk._replace(usage=usage), text, doc_id)
+        return chunk.revision
 
-    def confirm(self, key: ChunkKey) -> bool:
-        """Note that a chunk's blob is there; ``False`` if the chunk was erased meanwhile."""
+    def confirm(self, key: ChunkKey, revision: int) -> bool:
+        """Note that a chunk's blob is there; ``False`` if the chunk was erased since :meth:`begin` returned this revision.
+
+        Another writer may have begun after the erasure, whose blob is not there yet.
+        """
         with self._rows.change():
             chunk = self._chunk(key)
+            if chunk is not None and chunk.pending and chunk.revision != revision:
+                return False
             if chunk is not None and chunk.pending:
                 variants, usage = f"i {chunk.content}", chunk.usage._replace(last=self.state().accesses)
                 stored = chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60))

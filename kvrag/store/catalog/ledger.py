@@ -38,7 +38,7 @@ Hash = Annotated[int, Field(ge=0, lt=2**64)]
 class Chunk(NamedTuple):
     """The row ``c``: a record without its key, digests of the chunk's texts, its usage, and whether its blob is yet to be written.
 
-    ``revision`` is another one each time that the chunk is about to be written, and when it is.
+    ``revision`` is another one when the chunk begins to be written, and when it is.
     """
 
     content: str
