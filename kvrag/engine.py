@@ -103,7 +103,7 @@ class KVRagEngine:
         *,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
-        context: str | None = None,
+        context: str | None = "default",
         repair: RepairConfig | Mapping[str, Any] | None = None,
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
@@ -134,7 +134,7 @@ class KVRagEngine:
         tokenizer: Any = None,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
-        context: str | None = None,
+        context: str | None = "default",
         repair: RepairConfig | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -200,7 +200,7 @@ class KVRagEngine:
         repair = as_config(RepairConfig, options.get("repair"), option="repair")
         config = as_config(StoreConfig, options.get("store_config"), option="store_config")
         where = (check_kv_dir(options.get("kv_dir")), repr(options.get("prefix")), options.get("namespace", "default"))
-        behind = check_context(options.get("context"))
+        behind = check_context(options.get("context", "default"))
         key = (source.key, tuple(sorted(source.extra_keys.items())), *where, behind, repair, config)
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls.from_pretrained(model, **options)
@@ -289,8 +289,8 @@ class KVRagEngine:
             self._gate.admit(loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        if replaced := replaced_ids(self.store, items, space):
-            self.delete(replaced, namespace=namespace)
+        if gone := replaced_ids(self.store, items, space):
+            self.delete(gone, namespace=namespace)
         run = Precompute(loaded, self.store, self.store_config, space, text, self.context_ids, retention)
         return run.run(items, batch_size=batch_size, show_progress=show_progress)
 

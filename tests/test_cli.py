@@ -90,6 +90,7 @@ def test_ask_finds_the_chunks_in_its_context(run, notes):
 
 @pytest.mark.parametrize("prefix", [("--system", "Answer in one word."), ("--prefix", "Documents:\n\n")])
 def test_a_prefix_is_said_on_both_sides(run, notes, prefix):
+    prefix = (*prefix, "--chunk-context", "none")
     run("precompute", notes, "--chunk-tokens", 100, *prefix)
     options = ("--max-new-tokens", 1, "--mode", "prefix", "--json")
     accounting = json.loads(run("ask", "Who?", "-c", notes, *prefix, *options).stdout)

@@ -108,9 +108,9 @@ def test_misses_are_stored_behind_it(engine_of):
 
 
 def test_shared_engines_differ_by_context(tiny_dir):
-    one, other = KVRagEngine.get(tiny_dir), KVRagEngine.get(tiny_dir, context="default")
+    one, other = KVRagEngine.get(tiny_dir, context=None), KVRagEngine.get(tiny_dir)
     assert one is not other
-    assert KVRagEngine.get(tiny_dir, context=None) is one
+    assert KVRagEngine.get(tiny_dir, context="default") is other
 
 
 def test_a_chunk_that_does_not_fit_behind_it_is_reported(engine_of):
@@ -121,3 +121,19 @@ def test_a_chunk_that_does_not_fit_behind_it_is_reported(engine_of):
     assert report.stored == 0
     assert f"{len(engine.context_ids)}"[0] in report.failed[0][1]
     assert "prefix and context" in report.failed[0][1]
+
+
+def test_prefix_and_context_are_encoded_once_for_an_index_that_grows(engine_of, monkeypatch):
+    from kvrag.precompute import run
+
+    engine, calls = engine_of("llama", context=OWN), []
+    encode = run.encode_prefix
+    monkeypatch.setattr(run, "encode_prefix", lambda *args: calls.append(args) or encode(*args))
+    for text in CHUNKS[:2]:
+        assert engine.precompute([text]).stored == 1
+    assert len(calls) == 1
+    engine.precompute(CHUNKS[2:3], prefix="Others: ")
+    assert len(calls) == 2
+    other = engine_of("llama", seed=1, context=OWN)
+    other.precompute(CHUNKS[:1])
+    assert len(calls) == 3

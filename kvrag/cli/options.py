@@ -40,6 +40,9 @@ _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
 _MODEL = _of_engine("--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 _PREFIX = _of_engine("--prefix", help="Text before the first chunk of your prompts, as rendered.")
 _SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
+_CONTEXT = _of_engine(
+    "--chunk-context", help="What chunks are encoded behind, too: default, none, or a text of your own."
+)
 _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
 _MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)
@@ -97,6 +100,7 @@ _RUN = (_option("dtype", Annotated[str, _DTYPE], "auto"), _option("device", Anno
 _PROMPTS = (
     _option("prefix", Annotated[str | None, _PREFIX]),
     _option("system", Annotated[str | None, _SYSTEM]),
+    _option("chunk_context", Annotated[str, _CONTEXT], "default"),
     _option("namespace", Namespace, "default"),
 )
 ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.empty), *_STORED, *_RUN)
@@ -125,7 +129,7 @@ def key_options() -> Given:
 def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:
     """Open an engine from the options of these groups and load its model, with a sign of life."""
     options = dict(engine)
-    prefix, system = options.pop("prefix", None), options.pop("system", None)
+    prefix, system, context = (options.pop(name, None) for name in ("prefix", "system", "chunk_context"))
     if prefix is not None and system is not None:
         raise ConfigError("--prefix and --system both say what stands before the first chunk; pass one of them")
     kept = {"kv_dtype": options.pop("kv_dtype")} if "kv_dtype" in options else {}
@@ -134,6 +138,7 @@ def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | N
     with progress(f"loading {options['model']} ..."):
         from kvrag.engine import KVRagEngine
 
+        options["context"] = None if context == "none" else context or "default"
         before = prefix if system is None else [{"role": "system", "content": system}]
         opened = KVRagEngine.from_pretrained(**options, prefix=before, repair=repaired, store_config=config)
         opened.loaded  # noqa: B018 - loads it here, where it is announced

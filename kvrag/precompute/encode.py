@@ -20,6 +20,7 @@ from kvrag.prompt.template import PromptEncoder
 from kvrag.types import ChunkKV, LayerKV
 
 CONTEXT_TOKENS = 1000  # of a context at most; docs/benchmarks.md has other lengths
+Behind = tuple[KVBuffer, ChunkKV | None]  # what :func:`encode_prefix` returns
 WINDOW_SHARE = 4  # and one of so many tokens of a model's context window
 
 
@@ -45,9 +46,7 @@ def shipped() -> str:
 
 
 @torch.inference_mode()
-def encode_prefix(
-    model: CausalLM, prefix_ids: Sequence[int], context_ids: Sequence[int] = ()
-) -> tuple[KVBuffer, ChunkKV | None]:
+def encode_prefix(model: CausalLM, prefix_ids: Sequence[int], context_ids: Sequence[int] = ()) -> Behind:
     """Encode the prefix, ``P`` tokens, and a context behind it; return a buffer of both for :func:`encode_chunks`, and the prefix's KV.
 
     For an empty prefix the KV is ``None``.

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from tqdm.auto import tqdm
 
@@ -19,7 +22,7 @@ from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import in_collection
-from kvrag.precompute.encode import encode_chunks, encode_prefix
+from kvrag.precompute.encode import Behind, encode_chunks, encode_prefix
 from kvrag.prompt.spans import text_entry
 from kvrag.prompt.template import check_chunk_text
 from kvrag.store import TieredStore
@@ -28,8 +31,7 @@ from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
 
-Item = tuple[str | None, str]
-"""A document id, if there is one, and a text."""
+Item = tuple[str | None, str]  # a document id, if there is one, and a text
 
 PREFIX_PRIORITY = 85  # priority of a prefix's KV: it is small, and every prompt begins with it
 
@@ -114,6 +116,9 @@ class Precompute:
         Called before each forward and around each write.
     """
 
+    # On a CPU, where an index that grows by single documents would compute the same prefix and context for seconds each time.
+    _kept: ClassVar[WeakKeyDictionary[CausalLM, dict[object, Behind]]] = WeakKeyDictionary()
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -169,11 +174,8 @@ class Precompute:
             named.setdefault(text, {})[name] = None
         prefix, context = ids_digest(self._prefix.identity.token_ids), context_digest(self._context)
         behind = replace(self._prefix.identity, prefix=prefix, context=context)
-        encode = self._loaded.encoder.chunk_ids
-        return [
-            NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
-            for text, ids in named.items()
-        ]
+        encode, found = self._loaded.encoder.chunk_ids, named.items()
+        return [NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text))) for text, ids in found]
 
     def _is_missing(self, chunk: NewChunk) -> bool:
         """Whether a chunk must be computed; if it is stored already, its documents are added."""
@@ -183,9 +185,7 @@ class Precompute:
             self.skipped += 1
             return False
         if length >= self._lm.reuse_window - before:
-            self._fail(
-                chunk, f"{length} tokens behind {before} of prefix and context exceed the context window of reuse"
-            )
+            self._fail(chunk, f"{length} tokens behind {before} of prefix and context exceed the context window")
             return False
         for doc_id in chunk.doc_ids:
             with self._guard.storing(chunk.entry):
@@ -212,9 +212,8 @@ class Precompute:
     def _store_batch(self, chunks: list[NewChunk]) -> None:
         """Encode some chunks and start writing them; failures are reported, and the run continues."""
         kvs, ms_per_token, reason = self._encode(chunks)
-        if (
-            self._loaded.identity.fingerprint != self._prefix.identity.model
-        ):  # the forward may have seen another adapter
+        # The forward may have seen another adapter.
+        if self._loaded.identity.fingerprint != self._prefix.identity.model:
             for chunk in chunks:
                 self._fail(chunk, "the model's adapters or weights changed while it was computed; precompute again")
         elif kvs:
@@ -251,8 +250,11 @@ class Precompute:
     def _encode_prefix(self) -> KVBuffer:
         """Encode the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix_kv is None:
-            start = time.perf_counter()
-            self._prefix_kv, kv = encode_prefix(self._lm, self._prefix.identity.token_ids, self._context)
+            start, behind, kept = time.perf_counter(), (self._prefix.identity, self._context), self._kept
+            known, ids = kept.get(self._lm, {}).get(behind), self._prefix.identity.token_ids
+            self._prefix_kv, kv = found = known or encode_prefix(self._lm, ids, self._context)
+            if self._lm.device.type == "cpu" and self._loaded.identity.fingerprint == self._prefix.identity.model:
+                kept[self._lm] = {behind: found}
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
             if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
                 try:
@@ -276,11 +278,10 @@ class Precompute:
     def _put(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> None:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
+        put = partial(self._store.put, chunk.identity, kv, text=chunk.entry, retention=retention)
         for doc_id in chunk.doc_ids:
             with self._guard.storing(chunk.entry):
-                self.stored_bytes += self._store.put(
-                    chunk.identity, kv, text=chunk.entry, doc_id=doc_id, retention=retention
-                )
+                self.stored_bytes += put(doc_id=doc_id)
 
     def _recount(self) -> None:
         """Report chunks that later ones have already evicted."""

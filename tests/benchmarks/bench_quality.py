@@ -2,22 +2,23 @@
 
 For each question the full prefill of the same token ids is the reference. Measured: mean KL per token over the model's own greedy
 answer (teacher-forced) and over the gold answer, KL and top-1 agreement of the first token, loss of the gold answer, token F1 of the
-greedy answer. Chunks are encoded alone (as CacheBlend publishes it) and behind the prompt's prefix.
+greedy answer. Chunks are encoded alone (as CacheBlend publishes it), behind the prompt's prefix, and behind prefix and context.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_quality.py [--count 20] [--threads N] [--shard I/N] [--merge]
+    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_quality.py [--count 30] [--processes N] [--only context]
 """
 
 from __future__ import annotations
 
 import collections
-import json
 import re
 import string
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from common import Item, items, machine, means, parser, small_engine, write_result
+from common import Item, in_processes, items, machine, means, parser, process_engine, write_result
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend.layout import Layout, place
@@ -26,28 +27,44 @@ from kvrag.blend.select import NEEDS, select_rows
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.precompute.encode import encode_chunks, encode_prefix
+from kvrag.precompute.encode import context_ids, encode_chunks, encode_prefix
 from kvrag.types import ChunkKV
 from kvrag.verify import kl_divergence
 
 OWN_TOKENS = 10
-RATIOS = (0.05, 0.15, 0.30)
+RATIOS = (0.02, 0.05, 0.10)
 STRATEGIES = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
-SHIFTS = (0.0, 0.5)
+SHIFT = RepairConfig().shift
+NONE, CACHEBLEND = {"none": RepairConfig(strategy="none")}, {"cacheblend@0.15": RepairConfig.cacheblend()}
 
 
-def configs(*, default_only: bool = False) -> dict[str, RepairConfig]:
-    """Every configuration to measure, by name; ``+s`` is the default residual shift."""
-    if default_only:
-        defaults = {f"query+s@{ratio:.2f}": RepairConfig(recompute_ratio=ratio) for ratio in (0.05, 0.10, 0.15, 0.30)}
-        return {"none": RepairConfig(strategy="none"), "cacheblend@0.15": RepairConfig.cacheblend(), **defaults}
-    out = {"none": RepairConfig(strategy="none"), "cacheblend@0.15": RepairConfig.cacheblend()}
-    for ratio in RATIOS:
-        for strategy in STRATEGIES:
-            for shift in SHIFTS:
-                name = f"{strategy}{'+s' if shift else ''}@{ratio:.2f}"
-                out[name] = RepairConfig(strategy=strategy, recompute_ratio=ratio, shift=shift)
-    return out
+def query(ratio: float, **options: Any) -> RepairConfig:
+    """The default strategy at a ratio."""
+    return RepairConfig(strategy="query", recompute_ratio=ratio, **options)
+
+
+def grid() -> dict[str, RepairConfig]:
+    """Every strategy at every ratio; ``+s`` is the default shift."""
+    pairs = [(strategy, ratio) for ratio in RATIOS for strategy in STRATEGIES]
+    return {f"{s}+s@{r:.2f}": RepairConfig(strategy=s, recompute_ratio=r, shift=SHIFT) for s, r in pairs}
+
+
+def variants() -> dict[str, RepairConfig]:
+    """What the default leaves out, one change each."""
+    out = {f"query@{ratio:.2f}": query(ratio, shift=0.0) for ratio in RATIOS}
+    out |= {f"query+s@{ratio:.2f}": query(ratio) for ratio in (0.01, 0.03, 0.20)}
+    out |= {f"query+s@0.03 shift {shift}": query(0.03, shift=shift) for shift in (0.25, 0.75, 1.0)}
+    out |= {f"query+s@0.03 first_k {first_k}": query(0.03, first_k=first_k) for first_k in (0, 2, 8)}
+    spans = ((1 / 3, 0.5), (1 / 3, 2 / 3), (0.5, 2 / 3))
+    return out | {f"query+s@0.03 span {a:.2f}-{b:.2f}": query(0.03, probe_span=(a, b)) for a, b in spans}
+
+
+CONFIGS = {
+    "alone": NONE | CACHEBLEND,
+    "prefix": NONE | CACHEBLEND | {f"query+s@{ratio:.2f}": query(ratio) for ratio in RATIOS},
+    "context": NONE | grid() | variants(),
+}
+"""What is measured, by what chunks are encoded behind."""
 
 
 def normalise(text: str) -> list[str]:
@@ -120,10 +137,11 @@ class Case:
         return answer
 
     def encode(self, where: str) -> tuple[list[ChunkKV], Layout]:
-        """Encode the chunks alone or behind the prefix, and lay the prompt out."""
-        behind, prefix_kv = encode_prefix(self.lm, self.prefix)
-        alone, _ = encode_prefix(self.lm, [])
-        kvs = [encode_chunks(self.lm, behind if where == "prefix" else alone, [chunk])[0] for chunk in self.chunks]
+        """Encode the chunks alone, behind the prefix, or behind prefix and context, and lay the prompt out."""
+        context = context_ids("default", self.encoder, self.lm.reuse_window) if where == "context" else ()
+        _, prefix_kv = encode_prefix(self.lm, self.prefix)
+        behind, _ = encode_prefix(self.lm, [] if where == "alone" else self.prefix, context)
+        kvs = [encode_chunks(self.lm, behind, [chunk])[0] for chunk in self.chunks]
         assert prefix_kv is not None
         segments: list[tuple[int, Any, bool, int, bool]] = [(len(self.prefix), "prefix", True, 0, False)]
         for index, chunk in enumerate(self.chunks):
@@ -132,20 +150,21 @@ class Case:
         segments.append((len(self.tail), "live", False, -1, False))
         return [prefix_kv, *kvs], place(segments)
 
-    def measure(self, where: str, *, default_only: bool = False) -> dict[str, dict[str, float]]:
+    def measure(self, where: str) -> dict[str, dict[str, float]]:
         """Measure every configuration with chunks encoded as ``where`` says."""
         kvs, layout = self.encode(where)
         rotary = self.lm.rotary(layout.num_tokens)
         stitched = self.lm.buffer(layout.num_tokens)
         stitch(stitched, layout, kvs, rotary)
-        mass = probe(self.lm, self.copy(stitched, self.scratch), layout, self.ids, span=RepairConfig().probe_span)
         compared = self.copy(stitched, self.lm.buffer(layout.num_tokens))
-        change = deviation(self.lm, compared, layout, self.ids)
-        out = {}
-        for name, config in configs(default_only=default_only).items():
-            uses_check = "deviation" in NEEDS.get(config.strategy, ())
-            buffer = self.copy(compared if uses_check else stitched, self.scratch)
-            rows = select_rows(layout, config, mass=mass, deviation=change)
+        change, masses, out = deviation(self.lm, compared, layout, self.ids), dict[object, torch.Tensor](), {}
+        for name, config in CONFIGS[where].items():
+            needs = NEEDS.get(config.strategy, ())
+            if "mass" in needs and config.probe_span not in masses:
+                scratch = self.copy(stitched, self.scratch)
+                masses[config.probe_span] = probe(self.lm, scratch, layout, self.ids, span=config.probe_span)
+            buffer = self.copy(compared if "deviation" in needs else stitched, self.scratch)
+            rows = select_rows(layout, config, mass=masses.get(config.probe_span), deviation=change)
             first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)
             out[name] = self.compare(buffer, first, rows, layout)
         return out
@@ -179,13 +198,11 @@ class Case:
 
 
 def summarise(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over questions, with intervals of the two KLs."""
-    out: dict[str, Any] = {}
-    for where in ("alone", "prefix"):
-        for name in cases[0][where]:
-            out[f"{where}/{name}"] = means([case[where][name] for case in cases])
-    out["full"] = means([case["full"] for case in cases])
-    return out
+    """Means over questions, with intervals of the KLs."""
+    kls = ("kl_own", "kl_first", "kl_gold")
+    named = {f"{where}/{name}": (where, name) for where in CONFIGS if where in cases[0] for name in cases[0][where]}
+    out = {key: means([case[where][name] for case in cases], kls) for key, (where, name) in named.items()}
+    return {**out, "full": means([case["full"] for case in cases])}
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -202,51 +219,28 @@ def show(summary: dict[str, Any]) -> None:
             f"{name:32} {own:>16} {row['kl_first']:9.4f} {row['top1_first']:6.2f} {gold:>16} {row['gold_loss']:6.3f} "
             f"{row['f1']:6.3f} {row['rows']:6.3f}"
         )
-    base = summary["alone/cacheblend@0.15"]
-    for ratio, limits in ((0.15, (0.35, 0.5)), (0.05, (0.7, 0.7))):
-        ours = summary[f"prefix/query+s@{ratio:.2f}"]
-        own, gold = ours["kl_own"] / base["kl_own"], ours["kl_gold"] / base["kl_gold"]
-        print(
-            f"default@{ratio} ÷ CacheBlend as published@0.15: own {own:.2f} (≤ {limits[0]}), gold {gold:.2f} (≤ {limits[1]})"
-        )
+
+
+def measure(item: Item, wheres: Sequence[str]) -> dict[str, Any]:
+    """Measure a question, in a process of its own engine."""
+    start = time.perf_counter()
+    with torch.inference_mode():
+        case = Case(process_engine(), item)
+        found = {where: case.measure(where) for where in wheres} | {"full": case.reference()}
+    print(f"{time.perf_counter() - start:.0f} s: {item.question[:70]}", flush=True)
+    return found
 
 
 def main() -> None:
-    """Measure, and write one JSON file per shard, or merge the shards."""
-    options = parser(__doc__, count=20, threads=torch.get_num_threads())
-    options.add_argument("--shard", default="0/1")
-    options.add_argument("--merge", action="store_true")
-    options.add_argument(
-        "--default-only", action="store_true", help="the default at four ratios beside CacheBlend: minutes, not an hour"
-    )
+    """Measure, a process per thread, and write the JSON after each question."""
+    options = parser(__doc__, count=30, processes=torch.get_num_threads())
+    options.add_argument("--only", nargs="+", choices=list(CONFIGS), default=list(CONFIGS), help="encodings to measure")
     args = options.parse_args()
-    part, parts = map(int, args.shard.split("/"))
-    stem = "quality-default" if args.default_only else "quality"
-    if args.merge:
-        found = [json.loads(p.read_text()) for p in sorted(args.out.glob(f"{stem}.part*.json"))]
-        cases = [case for result in found for case in result["cases"]]
-        write_result(stem, {**found[0], "cases": cases, "summary": summarise(cases)}, args.out)
-        show(summarise(cases))
-        return
-    engine = small_engine(args.threads)
-    todo = items(engine.tokenizer, count=args.count)[part::parts]
-    cases = []
-    for index, item in enumerate(todo):
-        start = time.perf_counter()
-        with torch.inference_mode():
-            case = Case(engine, item)
-            measured = {where: case.measure(where, default_only=args.default_only) for where in ("alone", "prefix")}
-            cases.append({**measured, "full": case.reference()})
-        print(f"question {index + 1}/{len(todo)}: {time.perf_counter() - start:.0f} s", flush=True)
-        result = {
-            "machine": machine(),
-            "model": "SmolLM2-135M-Instruct",
-            "chunk_tokens": 250,
-            "seed": 0,
-            "cases": cases,
-        }
-        name = stem if parts == 1 else f"{stem}.part{part}"
-        write_result(name, result if parts > 1 else {**result, "summary": summarise(cases)}, args.out)
+    todo, cases = items(process_engine().tokenizer, count=args.count), list[dict[str, Any]]()
+    about = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "chunk_tokens": 250, "seed": 0}
+    for found in in_processes(partial(measure, wheres=args.only), todo, args.processes):
+        cases.append(found)
+        write_result("quality", {**about, "cases": cases, "summary": summarise(cases)}, args.out)
     show(summarise(cases))
 
 

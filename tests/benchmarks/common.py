@@ -11,7 +11,11 @@ import platform
 import random
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,20 @@ def small_engine(threads: int) -> KVRagEngine:
     """SmolLM2-135M-Instruct in float32, on so many threads; its KV is kept nowhere."""
     torch.set_num_threads(threads)
     return KVRagEngine.from_pretrained(small_model(), dtype="float32")
+
+
+@cache
+def process_engine() -> KVRagEngine:
+    """The engine of this process, on one thread."""
+    return small_engine(1)
+
+
+def in_processes(
+    measure: Callable[[Item], dict[str, Any]], todo: Sequence[Item], processes: int
+) -> Iterator[dict[str, Any]]:
+    """Measure items in so many processes, and yield the results in order as they come."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        yield from pool.map(measure, todo)
 
 
 def bootstrap(values: list[float], repeats: int = 2000) -> tuple[float, float]:

@@ -78,7 +78,7 @@ def test_the_models_own_tokenizer_counts(chat, tokenizer):
     ids=["template", "named", "partial", "messages", "tuples", "dicts", "text"],
 )
 def test_the_first_chunk_behind_the_prefix_is_exact(options, chunks, prefix):
-    llm = ChatKVRag(**options, prefix=prefix)
+    llm = ChatKVRag(**options, prefix=prefix, context=None)
     llm.precompute_kv(chunks[:2])
     value = PROMPT.invoke({"context": f"{chunks[0]}\n\n{chunks[1]}", "question": "Who?"})
     spans = [span for span in llm.explain(value).spans if span.kind == "chunk"]

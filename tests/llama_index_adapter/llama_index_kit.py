@@ -59,8 +59,8 @@ def hit_texts(engine: KVRagEngine, prompts: list[str]) -> set[str]:
 
 
 def make_llm(source: Any, kv_dir: Any, **options: Any) -> KVRagLLM:
-    """Make an LLM for tests: reuse always, short answers."""
-    return KVRagLLM(source, kv_dir=kv_dir, **{"mode": "stitch", "max_new_tokens": 6, **options})
+    """Make an LLM for tests: reuse always, short answers, and no context, so that a first chunk is exact."""
+    return KVRagLLM(source, kv_dir=kv_dir, **{"mode": "stitch", "max_new_tokens": 6, "context": None, **options})
 
 
 Make = Callable[..., KVRagLLM]
