@@ -190,11 +190,12 @@ class RepairConfig:
     strategy: Strategy = "query"
     """Which rows are recomputed: ``query`` (those the question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd``
     (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
-    recompute_ratio: Fraction = 0.10
+    recompute_ratio: Fraction = 0.05
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
-    first_k: Count = 4
-    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it."""
-    shift: Fraction = 0.5
+    first_k: Count = 0
+    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it. 4 helps chunks
+    that were encoded without a context: their heads are in the state of a prompt's beginning."""
+    shift: Fraction = 1.0
     """Strength in [0, 1] of the residual shift: the mean change of a chunk's repaired rows, applied to its other rows."""
     mismatch_ratio: Fraction = 0.20
     """Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind."""

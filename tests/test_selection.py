@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvrag.blend.layout import Layout, Segment, place, rows_of
+from kvrag.blend.repair import residual_shift
 from kvrag.blend.select import decide, effective_ratio, estimated_rows, select_rows
 from kvrag.config import RepairConfig
 
@@ -38,6 +39,14 @@ def test_the_last_row_is_always_live():
     )
 
 
+def test_the_mean_change_of_few_rows_moves_a_chunk_less_than_that_of_many():
+    """A chunk of 4 and one of 12 repaired rows that count, each with a change of 1: the mean takes in three rows without one."""
+    rows = torch.cat([torch.arange(120, 124), torch.arange(220, 232), torch.arange(314, 330)])
+    shift = residual_shift(LAYOUT, rows, 1.0, [])
+    assert torch.allclose(shift.average @ torch.ones(16), torch.tensor([4 / 7, 12 / 15]))
+    assert residual_shift(LAYOUT, torch.arange(120, 122), 1.0, []) is None, "two rows say nothing"
+
+
 def test_only_the_leading_exact_segments_remain_in_prefix_mode():
     head = LAYOUT.only_exact_head()
     assert [(s.start, s.stop, s.kind) for s in head.segments] == [
@@ -52,7 +61,7 @@ def test_only_the_leading_exact_segments_remain_in_prefix_mode():
 @pytest.mark.parametrize("strategy", ["random", "first_k", "boundary", "hkvd", "query", "query_hkvd"])
 def test_selected_rows_keep_the_budget_and_lie_in_stale_chunks(strategy, ratio):
     torch.manual_seed(0)
-    config = RepairConfig(strategy=strategy, recompute_ratio=ratio)
+    config = RepairConfig(strategy=strategy, recompute_ratio=ratio, first_k=4)
     rows = select_rows(LAYOUT, config, mass=torch.rand(330), deviation=torch.rand(330))
     assert torch.equal(rows, torch.unique(rows))
     assert set(rows.tolist()) <= set(rows_of(LAYOUT.stale).tolist())
@@ -76,11 +85,11 @@ def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation():
     mass, change = torch.zeros(330), torch.zeros(330)
     mass[[50, 150, 160]] = 1.0  # row 50 is exact: no candidate
     change[[220, 300]] = 1.0
-    query = RepairConfig(recompute_ratio=0.01, first_k=0)
+    query = RepairConfig(recompute_ratio=0.01)
     assert select_rows(LAYOUT, query, mass=mass).tolist() == [150, 160]
-    hkvd = RepairConfig(strategy="hkvd", recompute_ratio=0.01, first_k=0)
+    hkvd = RepairConfig(strategy="hkvd", recompute_ratio=0.01)
     assert select_rows(LAYOUT, hkvd, deviation=change).tolist() == [220, 300]
-    ties = RepairConfig(recompute_ratio=0.01, first_k=0)
+    ties = RepairConfig(recompute_ratio=0.01)
     assert select_rows(LAYOUT, ties, mass=torch.ones(330)).tolist() == [112, 113]
 
 
@@ -94,7 +103,7 @@ def test_another_prefix_raises_the_ratio():
     assert effective_ratio(layout, RepairConfig()) == 0.20
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.3)) == 0.3
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.0)) == 0.0
-    assert effective_ratio(LAYOUT, RepairConfig()) == 0.10
+    assert effective_ratio(LAYOUT, RepairConfig()) == 0.05
 
 
 @pytest.mark.parametrize(
@@ -122,5 +131,6 @@ def test_auto_weighs_the_cost():
 def test_estimates_count_every_pass():
     assert estimated_rows(LAYOUT, RepairConfig(strategy="none"), num_layers=30) == 20
     assert estimated_rows(LAYOUT, RepairConfig(strategy="all"), num_layers=30) == 220
-    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 20 + 16  # the probe ends at 0.8 of the layers
-    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 20 + 330 * 2 // 30
+    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 10 + 16  # the probe ends at 0.8 of the layers
+    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 10 + 330 * 2 // 30
+    assert estimated_rows(LAYOUT, RepairConfig(recompute_ratio=0.0), num_layers=30) == 20, "nothing asks for a probe"

@@ -17,6 +17,7 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
 SHIFT_SKIP = 4  # head rows of a chunk that don't count towards its mean change: former sinks change in their own way
+SHIFT_PRIOR = 3  # rows without a change that each mean counts in: a few rows say little about a chunk
 SHIFT_MIN_ROWS = 3  # fewer repaired rows than this give no estimate of a chunk's change worth applying
 
 
@@ -101,7 +102,7 @@ class ResidualShift:
     picked, at
         The repaired rows that count, of all chunks: as indices into the forward's rows and as positions, int64 ``(M,)``.
     average
-        Float32 ``(C, M)``: takes the mean over each chunk's picked rows.
+        Float32 ``(C, M)``: takes the mean over each chunk's picked rows and :data:`SHIFT_PRIOR` that did not change.
     rotary
         Rotations of the prompt's positions.
     place_again, computed
@@ -161,7 +162,7 @@ def residual_shift(
     every = torch.cat(picked)
     owner = torch.repeat_interleave(torch.tensor([len(p) for p in picked]))
     average = (owner == torch.arange(len(picked))[:, None]).float()
-    average = (average / average.sum(dim=1, keepdim=True)).to(rows.device)
+    average = (average / (average.sum(dim=1, keepdim=True) + SHIFT_PRIOR)).to(rows.device)
     computed = None if place_again is None else mask_of(rows, layout.num_tokens)
     return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary, place_again, computed)
 

@@ -100,7 +100,7 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before the rows to repair are known."""
-    return NEEDS.get(config.strategy, frozenset()) if layout.stale else frozenset()
+    return NEEDS.get(config.strategy, frozenset()) if _num_selected(layout, config) else frozenset()
 
 
 def select_rows(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from common import Item, in_processes, items, machine, means, parser, process_engine, write_result
 
+import kvrag.blend.repair as repairing
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend.layout import Layout, place
 from kvrag.blend.repair import deviation, probe, repair
@@ -35,6 +36,9 @@ OWN_TOKENS = 10
 RATIOS = (0.02, 0.05, 0.10)
 STRATEGIES = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
 SHIFT = RepairConfig().shift
+SPANS = ((1 / 3, 0.5), (1 / 3, 2 / 3))
+PRIOR = repairing.SHIFT_PRIOR
+BEFORE = {"first_k": 4, "shift": 0.5}  # the default before there were contexts, when the shift had no prior
 NONE, CACHEBLEND = {"none": RepairConfig(strategy="none")}, {"cacheblend@0.15": RepairConfig.cacheblend()}
 
 
@@ -52,16 +56,18 @@ def grid() -> dict[str, RepairConfig]:
 def variants() -> dict[str, RepairConfig]:
     """What the default leaves out, one change each."""
     out = {f"query@{ratio:.2f}": query(ratio, shift=0.0) for ratio in RATIOS}
-    out |= {f"query+s@{ratio:.2f}": query(ratio) for ratio in (0.01, 0.03, 0.20)}
-    out |= {f"query+s@0.03 shift {shift}": query(0.03, shift=shift) for shift in (0.25, 0.75, 1.0)}
-    out |= {f"query+s@0.03 first_k {first_k}": query(0.03, first_k=first_k) for first_k in (0, 2, 8)}
-    spans = ((1 / 3, 0.5), (1 / 3, 2 / 3), (0.5, 2 / 3))
-    return out | {f"query+s@0.03 span {a:.2f}-{b:.2f}": query(0.03, probe_span=(a, b)) for a, b in spans}
+    out |= {f"query+s@{ratio:.2f}": query(ratio) for ratio in (0.01, 0.03, 0.20, 0.30)}
+    out |= {f"query+s@0.05 shift {shift}": query(0.05, shift=shift) for shift in (0.5, 0.75)}
+    out |= {"query+s@0.02 first_k 4": query(0.02, first_k=4), "query+s@0.05 first_k 4": query(0.05, first_k=4)}
+    return out | {f"query+s@0.05 span {a:.2f}-{b:.2f}": query(0.05, probe_span=(a, b)) for a, b in SPANS}
 
 
 CONFIGS = {
     "alone": NONE | CACHEBLEND,
-    "prefix": NONE | CACHEBLEND | {f"query+s@{ratio:.2f}": query(ratio) for ratio in RATIOS},
+    "prefix": NONE
+    | CACHEBLEND
+    | {f"before@{r:.2f}": query(r, **BEFORE) for r in RATIOS}
+    | {f"query+s@{r:.2f}": query(r) for r in RATIOS},
     "context": NONE | grid() | variants(),
 }
 """What is measured, by what chunks are encoded behind."""
@@ -164,6 +170,7 @@ class Case:
                 scratch = self.copy(stitched, self.scratch)
                 masses[config.probe_span] = probe(self.lm, scratch, layout, self.ids, span=config.probe_span)
             buffer = self.copy(compared if "deviation" in needs else stitched, self.scratch)
+            repairing.SHIFT_PRIOR = 0 if name.startswith("before") else PRIOR
             rows = select_rows(layout, config, mass=masses.get(config.probe_span), deviation=change)
             first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)
             out[name] = self.compare(buffer, first, rows, layout)
