@@ -38,7 +38,7 @@ def source(result: dict[str, Any], file: str) -> str:
 def ttft(result: dict[str, Any]) -> str:
     """Time to first token by ratio and by prompt length."""
     rows = []
-    for label in ("2500", "1000", "500"):
+    for label in ("5800", "2500", "1000", "500"):
         for name, row in result[label]["summary"].items():
             stages = row["stages_ms"]
             rows.append(
@@ -48,35 +48,43 @@ def ttft(result: dict[str, Any]) -> str:
                     f"{row['full_ms']:.0f}",
                     f"{row['ttft_ms']:.0f}",
                     f"**{row['ratio']:.2f}**",
+                    f"{row['cpu_ratio']:.2f}",
+                    f"{row['system_ms']:.0f}",
+                    f"{row['faults']:.0f}",
                     *(f"{stages[s]:.0f}" if s in stages else "–" for s in STAGES),
                 ]
             )
-    header = ["tokens", "configuration", "full prefill, ms", "kvrag, ms", "ratio", *STAGES]
+    header = ["tokens", "configuration", "full prefill, ms", "kvrag, ms", "ratio"]
+    header += ["ratio of CPU time", "system, ms", "page faults", *STAGES]
     return table(header, rows) + source(result, "ttft.json")
 
 
 def quality(result: dict[str, Any]) -> str:
-    """Every strategy at every ratio, chunks behind the prefix, without and with the shift."""
+    """Every strategy at every ratio, chunks behind prefix and context; then what else was tried; first, what is published elsewhere."""
     summary, rows = result["summary"], []
-    rows.append(["CacheBlend as published, chunks alone, 15%", *_cells(summary["alone/cacheblend@0.15"])])
-    rows.append(["none, chunks alone", *_cells(summary["alone/none"])])
-    rows.append(["none", *_cells(summary["prefix/none"])])
-    for ratio in ("0.05", "0.15", "0.30"):
-        for method in METHODS:
-            for suffix, label in (("", ""), ("+s", " + shift")):
-                name = f"{method}{label}, {float(ratio):.0%}"
-                cells = _cells(summary[f"prefix/{method}{suffix}@{ratio}"])
-                is_default = method == "query" and suffix
-                rows.append([f"**{name}**" if is_default else name, *cells])
+    named = {
+        "CacheBlend as published, chunks alone, 15%": "alone/cacheblend@0.15",
+        "CacheBlend's repair, chunks behind the prefix, 15%": "prefix/cacheblend@0.15",
+        "none, chunks alone": "alone/none",
+        "none, chunks behind the prefix": "prefix/none",
+    }
+    ratios = ("0.02", "0.05", "0.10")
+    named |= {f"the default before contexts, {float(r):.0%}": f"prefix/before@{r}" for r in ratios}
+    named |= {f"query, chunks behind the prefix, {float(r):.0%}": f"prefix/query@{r}" for r in ratios[1:]}
+    named["none"] = "context/none"
+    keys = sorted(key for key in summary if key.startswith("context/") and "@" in key)
+    for key in sorted(keys, key=lambda key: (" " in key, "query@" not in key)):
+        method, ratio, *change = key.removeprefix("context/").replace("@", " ").split(" ", 2)
+        named[", ".join([method, f"{float(ratio):.0%}", *change])] = key
+    for name, key in named.items():
+        rows.append([f"**{name}**" if key == "context/query@0.05" else name, *_cells(summary[key])])
     full = summary["full"]
     rows.append(["full prefill", "0", "0", "1.00", "0", f"{full['gold_loss']:.2f}", f"{full['f1']:.3f}"])
     header = ["strategy", "KL, own answer", "KL, first token", "top-1", "KL, gold answer", "loss of gold", "F1"]
     count = len(result["cases"])
-    return (
-        table(header, rows)
-        + f"\nMeans over {count} questions, ± half of a 95% bootstrap interval.\n"
-        + source(result, "quality.json")
-    )
+    note = f"\nMeans over {count} questions, ± half of a 95% bootstrap interval. Chunks stand behind prefix and context unless a row says "
+    note += "otherwise.\n"
+    return table(header, rows) + note + source(result, "quality.json")
 
 
 def contexts(result: dict[str, Any]) -> str:
@@ -141,11 +149,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def quality_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the quality table."""
-    s = result["summary"]
-    keys = ["alone/cacheblend@0.15", "prefix/none", *(f"prefix/query+s@{ratio}" for ratio in ("0.05", "0.15", "0.30"))]
-    kinds = {"alone": "CacheBlend as published", "prefix": "kvrag"}
-    names = {f"{kinds[key.split('/')[0]]}, {s[key]['rows']:.1%} of the rows repaired": key for key in keys}
-    rows = [[label, *_cells(s[key])[:4]] for label, key in names.items()]
+    summary = result["summary"]
+    keys = {"alone/cacheblend@0.15": "CacheBlend as published", "context/none": "kvrag"}
+    keys |= {f"context/query@{ratio}": "kvrag" for ratio in ("0.02", "0.05", "0.10", "0.20")}
+    rows = []
+    for key, who in keys.items():
+        share = summary[key]["rows"]
+        what = f"{share:.0%} of the rows repaired" + (" (default)" if key.endswith("query@0.05") else "")
+        rows.append([f"{who}, {what if share else 'unrepaired'}", *_cells(summary[key])[:4]])
     header = ["", "KL, own answer", "KL, first token", "top-1", "KL, gold answer"]
     count = len(result["cases"])
     return table(header, rows) + f"\nMeans over {count} questions.\n" + source(result, "quality.json")
@@ -154,22 +165,16 @@ def quality_short(result: dict[str, Any]) -> str:
 def ttft_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the TTFT table."""
     rows = []
-    picks = [("2500", "default"), ("2500", "ratio 0.05"), ("2500", "ratio 0.30"), ("1000", "stitch"), ("500", "stitch")]
+    names = {"default": "default (5%)", "stitch": "default (5%)", "unrepaired": "nothing"}
+    picks = [("5800", "default"), ("5800", "unrepaired"), ("2500", "default"), ("2500", "unrepaired")]
+    picks += [("2500", "ratio 0.02"), ("2500", "ratio 0.20"), ("1000", "stitch"), ("500", "stitch")]
     for label, name in picks:
         row = result[label]["summary"][name]
-        config = "default (10%)" if name in ("default", "stitch") else name.replace("ratio 0.", "").lstrip("0") + "%"
-        rows.append(
-            [
-                f"{row['tokens']:.0f}",
-                config,
-                f"{row['full_ms']:.0f} ms",
-                f"{row['ttft_ms']:.0f} ms",
-                f"**{row['ratio']:.1f}×**",
-            ]
-        )
-    return table(["prompt tokens", "repaired", "full prefill", "kvrag, load from disk included", ""], rows) + source(
-        result, "ttft.json"
-    )
+        repaired = names.get(name) or f"{float(name.removeprefix('ratio ')):.0%}"
+        times = [f"{row['full_ms']:.0f} ms", f"{row['ttft_ms']:.0f} ms", f"**{row['ratio']:.1f}×**"]
+        rows.append([f"{row['tokens']:.0f}", repaired, *times, f"{row['cpu_ratio']:.1f}×"])
+    header = ["prompt tokens", "repaired", "full prefill", "kvrag, load from disk included", "", "by CPU time"]
+    return table(header, rows) + source(result, "ttft.json")
 
 
 def memory(result: dict[str, Any]) -> str:

@@ -35,42 +35,33 @@ from kvrag.verify import kl_divergence
 OWN_TOKENS = 10
 RATIOS = (0.02, 0.05, 0.10)
 STRATEGIES = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
-SHIFT = RepairConfig().shift
-SPANS = ((1 / 3, 0.5), (1 / 3, 2 / 3))
 PRIOR = repairing.SHIFT_PRIOR
-BEFORE = {"first_k": 4, "shift": 0.5}  # the default before there were contexts, when the shift had no prior
 NONE, CACHEBLEND = {"none": RepairConfig(strategy="none")}, {"cacheblend@0.15": RepairConfig.cacheblend()}
 
 
-def query(ratio: float, **options: Any) -> RepairConfig:
-    """The default strategy at a ratio."""
-    return RepairConfig(strategy="query", recompute_ratio=ratio, **options)
-
-
-def grid() -> dict[str, RepairConfig]:
-    """Every strategy at every ratio; ``+s`` is the default shift."""
-    pairs = [(strategy, ratio) for ratio in RATIOS for strategy in STRATEGIES]
-    return {f"{s}+s@{r:.2f}": RepairConfig(strategy=s, recompute_ratio=r, shift=SHIFT) for s, r in pairs}
-
-
-def variants() -> dict[str, RepairConfig]:
-    """What the default leaves out, one change each."""
-    out = {f"query@{ratio:.2f}": query(ratio, shift=0.0) for ratio in RATIOS}
-    out |= {f"query+s@{ratio:.2f}": query(ratio) for ratio in (0.01, 0.03, 0.20, 0.30)}
-    out |= {f"query+s@0.05 shift {shift}": query(0.05, shift=shift) for shift in (0.5, 0.75)}
-    out |= {"query+s@0.02 first_k 4": query(0.02, first_k=4), "query+s@0.05 first_k 4": query(0.05, first_k=4)}
-    return out | {f"query+s@0.05 span {a:.2f}-{b:.2f}": query(0.05, probe_span=(a, b)) for a, b in SPANS}
+def named(*ratios: float, strategies: Sequence[str] = ("query",), **options: Any) -> dict[str, RepairConfig]:
+    """Strategies at ratios, with what is left out of the default in their names."""
+    change = "".join(f" {name} {value}" for name, value in options.items())
+    pairs = [(strategy, ratio) for ratio in ratios for strategy in strategies]
+    return {f"{s}@{r:.2f}{change}": RepairConfig(strategy=s, recompute_ratio=r, **options) for s, r in pairs}
 
 
 CONFIGS = {
     "alone": NONE | CACHEBLEND,
     "prefix": NONE
     | CACHEBLEND
-    | {f"before@{r:.2f}": query(r, **BEFORE) for r in RATIOS}
-    | {f"query+s@{r:.2f}": query(r) for r in RATIOS},
-    "context": NONE | grid() | variants(),
+    | {f"before@{r:.2f}": RepairConfig(recompute_ratio=r, first_k=4, shift=0.5) for r in RATIOS}
+    | named(0.05, 0.10),
+    "context": NONE
+    | named(*RATIOS)
+    | named(0.01, 0.03, 0.20, 0.30)
+    | named(0.05, strategies=STRATEGIES)
+    | named(0.02, 0.05, first_k=4)
+    | named(0.05, shift=0.0)
+    | named(0.05, shift=0.5)
+    | named(0.05, probe_span=(0.33, 0.67)),
 }
-"""What is measured, by what chunks are encoded behind."""
+"""What is measured, by what chunks are encoded behind; ``before``: the default before there were contexts, when the shift had no prior."""
 
 
 def normalise(text: str) -> list[str]:
