@@ -23,9 +23,7 @@ CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "f
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
 MAX_LAYERS = 512  # more are neither written nor read
-SCAN_BYTES = (
-    1280 * 1024
-)  # looked at and hashed at once: fits the processor's cache, and holds whole values of any dtype
+SCAN_BYTES = 1280 * 1024  # looked at and hashed at once: fits the processor's cache, holds whole values of any dtype
 # Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones.
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")  # as messages call them
@@ -63,9 +61,7 @@ def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> 
         key_channels, scales = 1, (1, 1)
     elif kv_dtype == "int4":
         if dim % 2 or value_dim % 2:
-            raise StoreError(
-                f"int4 packs two channels into a byte, and the head dim {dim} or {value_dim} is odd; use int8"
-            )
+            raise StoreError(f"int4 packs two channels into a byte; the head dim {dim} or {value_dim} is odd; use int8")
         packed, groups = 2, -(-tokens // GROUP)
         scales = (tokens, -(-value_dim // group_of(value_dim)))
     return (

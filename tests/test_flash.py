@@ -122,7 +122,7 @@ def test_what_it_cannot_compute_is_refused_by_name():
     with torch.no_grad():
         with pytest.raises(InputError, match="padding between real tokens"):
             model(input_ids=ids, attention_mask=holes)
-        with pytest.raises(InputError, match="was given a 4-D mask"):
+        with pytest.raises(InputError, match="got a 4-D mask"):
             model(input_ids=ids, attention_mask=torch.zeros(1, 1, 90, 90))
         packed = torch.cat([torch.arange(50), torch.arange(40)])[None]
         with pytest.raises(InputError, match="packed sequences"):

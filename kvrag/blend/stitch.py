@@ -18,9 +18,7 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.types import ChunkKV, LayerKV, Scales
 
-LAYERS_PER_LAUNCH = (
-    8  # whose stored KV is on the device at one time, beside the buffer: few launches, and little memory
-)
+LAYERS_PER_LAUNCH = 8  # whose stored KV is on the device at once, beside the buffer: few launches, and little memory
 KEPT_SHARE = 0.5  # of the device's free memory that stored KV may take while the prompt is repaired
 
 

@@ -54,9 +54,7 @@ def demo(context: typer.Context) -> None:
         if (base / "examples" / "demo" / "main.py").is_file():
             break
     else:
-        raise InputError(
-            "the demo is in examples/demo of kvrag's source code, not in the package; run it in a checkout"
-        )
+        raise InputError("the demo is in examples/demo of kvrag's source, not in the package; run it in a checkout")
     sys.path.insert(0, str(base / "examples"))
     try:
         importlib.import_module("demo.main").command.main(context.args, prog_name="kvrag demo", standalone_mode=False)

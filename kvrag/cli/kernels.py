@@ -52,9 +52,7 @@ def build(
     for name in arch or []:
         if not re.fullmatch(r"sm_\d{2,3}", name) or capability_of(name) < OLDEST:
             known = ", ".join(ARCHS)
-            raise ConfigError(
-                f"--arch is {name!r}; it must be one of {known}, or another from compute capability 7.5 on"
-            )
+            raise ConfigError(f"--arch is {name!r}; pass one of {known}, or another from compute capability 7.5 on")
     for dim in head_dim or []:
         if dim not in HEAD_DIMS:
             raise ConfigError(f"--head-dim is {dim}; it must be one of {', '.join(map(str, HEAD_DIMS))}")

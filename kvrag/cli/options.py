@@ -40,9 +40,7 @@ _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
 _MODEL = _of_engine("--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 _PREFIX = _of_engine("--prefix", help="Text before the first chunk of your prompts, as rendered.")
 _SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
-_CONTEXT = _of_engine(
-    "--chunk-context", help="What chunks are encoded behind, too: default, none, or a text of your own."
-)
+_CONTEXT = _of_engine("--chunk-context", help="What chunks are encoded behind: default, none, or a text of your own.")
 _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
 _MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)

@@ -35,9 +35,7 @@ from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Miss
 
 logger = logging.getLogger(__name__)
 
-MAX_RUNNING = (
-    8  # requests of this process that hold the KV of their prompts at one time; the others wait for their turn
-)
+MAX_RUNNING = 8  # requests of this process that hold the KV of their prompts at once; the others wait for their turn
 
 TURNS = Turns(MAX_RUNNING)
 

@@ -133,9 +133,7 @@ def _rows_attention(
             f"kvrag's attention is not installed in the model of this {name}; call install_flash_attention(model)"
         )
     if forward is None:
-        raise InputError(
-            f"{name} was given a 4-D mask; pass a 2-D attention mask, or call uninstall_flash_attention(model)"
-        )
+        raise InputError(f"{name} got a 4-D mask; pass a 2-D attention mask, or call uninstall_flash_attention(model)")
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
         raise InputError("kvrag's attention has no gradient and no dropout; run the model under torch.inference_mode()")
     hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
@@ -164,9 +162,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
         return len(attention_modules(model))
     lm = CausalLM(model)
     if lm.is_dense:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} asks for no attention function, so its own can't be replaced"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} asks for no attention function: its own can't be replaced")
     modules = attention_modules(model)
     with lock_of(model):
         _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})

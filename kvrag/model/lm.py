@@ -57,9 +57,8 @@ class CausalLM:
         self._captured: dict[int, torch.Tensor] | None = None
         self._find_traits()
         self.shapes = [trait.shape for trait in self.traits]
-        self.kv_bytes_per_token = self.dtype.itemsize * sum(
-            s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes
-        )
+        width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
+        self.kv_bytes_per_token = self.dtype.itemsize * width
 
     @torch.inference_mode()
     def _find_traits(self) -> None:

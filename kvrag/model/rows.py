@@ -113,11 +113,9 @@ def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: tor
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     ends = [*accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)]
-    memory = torch.from_numpy(np.empty(ends[-1] + ALIGNMENT, np.uint8))
-    memory = memory[-memory.data_ptr() % ALIGNMENT :]
-    return [
-        memory[at : at + size].view(dtype).view(shape) for at, size, shape in zip(ends, sizes, shapes, strict=False)
-    ]
+    whole = torch.from_numpy(np.empty(ends[-1] + ALIGNMENT, np.uint8))
+    whole = whole[-whole.data_ptr() % ALIGNMENT :]
+    return [whole[at : at + size].view(dtype).view(shape) for at, size, shape in zip(ends, sizes, shapes, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,9 +139,8 @@ def copy(
         if identity is None or space is None or (kv := source.get(identity)) is None:
             counts[2] += 1
             continue
-        put = partial(
-            target.put, replace(identity, namespace=space), kv, retention=source.retention(key), reason="import"
-        )
+        there, kept = replace(identity, namespace=space), source.retention(key)
+        put = partial(target.put, there, kv, retention=kept, reason="import")
         texts, written = list[TextEntry | None](catalog.key_texts(key)), 0
         for text in texts or [None]:
             for doc_id in holders.get((identity.namespace, text.digest), [None]) if text else [None]:

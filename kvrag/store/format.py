@@ -138,9 +138,7 @@ class Encoded:
             self._layers = [layer.tensors for layer in own_kv(kv).layers]
             self.head_bytes = len(self.head())
         except (MemoryError, RuntimeError) as error:
-            raise StoreError(
-                f"there is not enough memory for the chunk ({error}); free some, then try again"
-            ) from error
+            raise StoreError(f"memory is short for the chunk ({error}); free some, then try again") from error
         if self.head_bytes > MAX_HEADER_BYTES:
             raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
 

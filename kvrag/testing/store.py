@@ -373,9 +373,7 @@ class StoreContract:
 
     # -- retention -------------------------------------------------------------------------------------------------------
 
-    def test_retention_is_kept_with_what_is_left_of_it_and_updated(
-        self, store: TieredStore, other: TieredStore
-    ) -> None:
+    def test_retention_is_kept_with_what_is_left_and_updated(self, store: TieredStore, other: TieredStore) -> None:
         given = [None, Retention(80, HOUR_S, cost_ms=12.5), Retention(20)]
         for number, retention in enumerate(given):
             identity = make_identity(number)
