@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-all lint types check bench bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
+.PHONY: setup demo test test-all lint types check bench bench-ttft bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -48,13 +48,16 @@ types: setup ## Check types (strict)
 
 check: lint types test-all ## What CI runs, but for the wheel
 
-bench: bench-ttft bench-quality bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
+bench: bench-ttft bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
 
 bench-quality: setup ## Distance from full prefill, every strategy (about an hour on two cores)
 	cd tests/benchmarks && ../../$(BIN)/python bench_quality.py $(ARGS)
+
+bench-context: setup ## What chunks should be encoded behind (an hour on two cores)
+	cd tests/benchmarks && ../../$(BIN)/python bench_context.py $(ARGS)
 
 bench-probe: setup ## Which layers' attention should choose the rows to repair (ten minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_probe.py $(ARGS)

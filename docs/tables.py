@@ -104,7 +104,7 @@ def contexts(result: dict[str, Any]) -> str:
     count = len(result["cases"])
     return (
         table(header, rows)
-        + f"\nMeans over {count} questions: KL of the own answer / of its first token / of the gold answer.\n"
+        + f"\nMeans over {count} questions: KL of the own answer / of its first token / of the gold answer. Shift {result['shift']}.\n"
         + source(result, "context.json")
     )
 
@@ -113,6 +113,8 @@ CONTEXTS = {
     "shipped": "the text that ships",
     "corpus": "passages of other questions",
     "repeated": "one sentence, repeated",
+    "gap": "positions without text",
+    "mean": "the mean of two of the text that ships",
 }
 
 

@@ -360,7 +360,7 @@ def adapter_dir(tmp_path):
 
 def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir, tmp_path):
     one, two, elsewhere = adapter_dir(1), adapter_dir(2), adapter_dir(1, base="other-place")
-    engine = KVRagEngine.from_pretrained(one, kv_dir=tmp_path / "kv")
+    engine = KVRagEngine.from_pretrained(one, kv_dir=tmp_path / "kv", context=None)
     base = load(ModelSource(tmp_path / "base")).fingerprint
     first = engine.loaded.fingerprint
     assert len({first, base, load(ModelSource(two)).fingerprint}) == 3

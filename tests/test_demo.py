@@ -182,8 +182,8 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tm
     assert (again.indexed.stored, again.indexed.skipped) == (0, 8)
     for row in [*first.rows, *again.rows]:
         made = row.answer
-        # "auto" may find that repairing every row costs more than reuse saves, and then reuses the exact head alone.
-        assert made.cached_tokens + made.repaired_tokens > 80
+        # "auto" finds that repairing every row costs more than reuse saves, and then reuses the exact head alone.
+        assert made.cached_tokens + made.repaired_tokens > 40
         assert made.prompt_tokens > 240, "three chunks and a question"
         assert row.is_same
     print_report(first, console)
@@ -199,7 +199,7 @@ def test_without_a_checkout_the_demo_says_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--help"])
     assert done.exit_code == 2
-    assert "examples/demo of kvrag's source code" in done.stderr
+    assert "examples/demo of kvrag's source" in done.stderr
 
 
 # -- the real thing -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def engine_for(base_dir):
     made: list[KVRagEngine] = []
 
     def make(method, bits):
-        made.append(KVRagEngine.from_pretrained(base_dir, quantization_config=method(bits)))
+        made.append(KVRagEngine.from_pretrained(base_dir, quantization_config=method(bits), context=None))
         return made[-1]
 
     yield make

@@ -317,7 +317,7 @@ def test_chunks_at_the_ends_of_trimmed_messages_are_found(template):
 def test_a_default_system_prompt_is_part_of_the_prefix(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = QWEN
-    engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, kv_dir=tmp_path)
+    engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, kv_dir=tmp_path, context=None)
     assert engine.prefix_text == "<|im_start|>system\nYou are Q.<|im_end|>\n<|im_start|>user\n"
     engine.precompute(CHUNKS)
     spans = engine.explain([{"role": "user", "content": CHUNKS[2] + "\n\nWhat?"}]).spans

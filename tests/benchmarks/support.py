@@ -81,7 +81,7 @@ def rope_of(lm: CausalLM) -> str:
 def accepted_row(name: str) -> dict[str, Any]:
     """Measure one architecture of the tests."""
     model = tiny_model(name)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), prefix=PREFIX, prove="off")
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), prefix=PREFIX, context=None, prove="off")
     row: dict[str, Any] = {"architecture": type(model).__name__}
     lm = engine.loaded.lm
     if isinstance(lm, PlainLM):
