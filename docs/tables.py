@@ -44,7 +44,7 @@ def ttft(result: dict[str, Any]) -> str:
             rows.append(
                 [
                     f"{row['tokens']:.0f}",
-                    name,
+                    {"default": "ratio 0.05"}.get(name, name),
                     f"{row['full_ms']:.0f}",
                     f"{row['ttft_ms']:.0f}",
                     f"**{row['ratio']:.2f}**",
@@ -77,7 +77,7 @@ def quality(result: dict[str, Any]) -> str:
         method, ratio, *change = key.removeprefix("context/").replace("@", " ").split(" ", 2)
         named[", ".join([method, f"{float(ratio):.0%}", *change])] = key
     for name, key in named.items():
-        rows.append([f"**{name}**" if key == "context/query@0.05" else name, *_cells(summary[key])])
+        rows.append([f"**{name}**" if key == "prefix/query@0.10" else name, *_cells(summary[key])])
     full = summary["full"]
     rows.append(["full prefill", "0", "0", "1.00", "0", f"{full['gold_loss']:.2f}", f"{full['f1']:.3f}"])
     header = ["strategy", "KL, own answer", "KL, first token", "top-1", "KL, gold answer", "loss of gold", "F1"]
@@ -152,12 +152,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def quality_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the quality table."""
     summary = result["summary"]
-    keys = {"alone/cacheblend@0.15": "CacheBlend as published", "context/none": "kvrag"}
-    keys |= {f"context/query@{ratio}": "kvrag" for ratio in ("0.02", "0.05", "0.10", "0.20")}
+    keys = {"alone/cacheblend@0.15": "CacheBlend as published", "context/none": "kvrag, context"}
+    keys["prefix/query@0.10"] = "kvrag"
+    keys |= {f"context/query@{ratio}": "kvrag, context" for ratio in ("0.02", "0.05", "0.10", "0.20")}
     rows = []
     for key, who in keys.items():
         share = summary[key]["rows"]
-        what = f"{share:.0%} of the rows repaired" + (" (default)" if key.endswith("query@0.05") else "")
+        what = f"{share:.0%} of the rows repaired" + (" (default)" if key == "prefix/query@0.10" else "")
         rows.append([f"{who}, {what if share else 'unrepaired'}", *_cells(summary[key])[:4]])
     header = ["", "KL, own answer", "KL, first token", "top-1", "KL, gold answer"]
     count = len(result["cases"])
@@ -167,7 +168,7 @@ def quality_short(result: dict[str, Any]) -> str:
 def ttft_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the TTFT table."""
     rows = []
-    names = {"default": "default (5%)", "stitch": "default (5%)", "unrepaired": "nothing"}
+    names = {"default": "5%", "stitch": "5%", "unrepaired": "nothing"}
     picks = [("5800", "default"), ("5800", "unrepaired"), ("2500", "default"), ("2500", "unrepaired")]
     picks += [("2500", "ratio 0.02"), ("2500", "ratio 0.20"), ("1000", "stitch"), ("500", "stitch")]
     for label, name in picks:

@@ -103,7 +103,7 @@ class KVRagEngine:
         *,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
-        context: str | None = "default",
+        context: str | None = None,
         repair: RepairConfig | Mapping[str, Any] | None = None,
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
@@ -134,7 +134,7 @@ class KVRagEngine:
         tokenizer: Any = None,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
-        context: str | None = "default",
+        context: str | None = None,
         repair: RepairConfig | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -200,7 +200,7 @@ class KVRagEngine:
         repair = as_config(RepairConfig, options.get("repair"), option="repair")
         config = as_config(StoreConfig, options.get("store_config"), option="store_config")
         where = (check_kv_dir(options.get("kv_dir")), repr(options.get("prefix")), options.get("namespace", "default"))
-        behind = check_context(options.get("context", "default"))
+        behind = check_context(options.get("context"))
         key = (source.key, tuple(sorted(source.extra_keys.items())), *where, behind, repair, config)
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls.from_pretrained(model, **options)

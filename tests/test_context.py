@@ -108,9 +108,9 @@ def test_misses_are_stored_behind_it(engine_of):
 
 
 def test_shared_engines_differ_by_context(tiny_dir):
-    one, other = KVRagEngine.get(tiny_dir, context=None), KVRagEngine.get(tiny_dir)
+    one, other = KVRagEngine.get(tiny_dir), KVRagEngine.get(tiny_dir, context="default")
     assert one is not other
-    assert KVRagEngine.get(tiny_dir, context="default") is other
+    assert KVRagEngine.get(tiny_dir, context=None) is one
 
 
 def test_a_chunk_that_does_not_fit_behind_it_is_reported(engine_of):

@@ -98,7 +98,7 @@ _RUN = (_option("dtype", Annotated[str, _DTYPE], "auto"), _option("device", Anno
 _PROMPTS = (
     _option("prefix", Annotated[str | None, _PREFIX]),
     _option("system", Annotated[str | None, _SYSTEM]),
-    _option("chunk_context", Annotated[str, _CONTEXT], "default"),
+    _option("chunk_context", Annotated[str, _CONTEXT], "none"),
     _option("namespace", Namespace, "default"),
 )
 ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.empty), *_STORED, *_RUN)
@@ -136,7 +136,7 @@ def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | N
     with progress(f"loading {options['model']} ..."):
         from kvrag.engine import KVRagEngine
 
-        options["context"] = None if context == "none" else context or "default"
+        options["context"] = None if context in (None, "none") else context
         before = prefix if system is None else [{"role": "system", "content": system}]
         opened = KVRagEngine.from_pretrained(**options, prefix=before, repair=repaired, store_config=config)
         opened.loaded  # noqa: B018 - loads it here, where it is announced
