@@ -80,7 +80,7 @@ wheel-test: setup ## Build the wheel and run its tests in a fresh environment
 bench-store: setup ## Writes, verified reads, look-ups and opening of the store beside plain files
 	cd tests/benchmarks && ../../$(BIN)/python bench_store.py $(ARGS)
 
-reliability: setup ## Faults below the store, long form (about a quarter of an hour); ARGS=--short is what CI runs
+reliability: setup ## Faults below the store, long form (about half an hour); ARGS=--short is what CI runs
 	$(BIN)/python tests/reliability/run.py $(ARGS)
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
