@@ -18,7 +18,7 @@ BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOT
 NOT_MEASURED = "Not measured yet.\n"
 
 STAGES = ("plan", "load", "stitch", "select", "repair")
-METHODS = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
+METHODS = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

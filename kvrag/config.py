@@ -19,7 +19,7 @@ from kvrag.types import KVDtype, Mode, Prove
 
 T = TypeVar("T")
 
-Strategy = Literal["none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd"]
+Strategy = Literal["none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
@@ -187,16 +187,17 @@ def _key_source(value: object) -> object:
 class RepairConfig:
     """How stitched KV is repaired."""
 
-    strategy: Strategy = "query"
-    """Which rows are recomputed: ``query`` (those the question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd``
-    (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
+    strategy: Strategy = "query_gain"
+    """Which rows are recomputed: ``query_gain`` (those that tell most of the changes in what the question attends to), ``query`` (those the
+    question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC),
+    ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction = 0.10
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
     first_k: Count = 0
     """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it. 4 helps chunks
     that were encoded without a context: their heads are in the state of a prompt's beginning."""
     shift: Fraction = 1.0
-    """Strength in [0, 1] of the residual shift: the mean change of a chunk's repaired rows, applied to its other rows."""
+    """Strength in [0, 1] of the residual shift: what the changes of the repaired rows tell of the other rows', applied to these."""
     mismatch_ratio: Fraction = 0.20
     """Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind."""
     check_layer: Positive = 1

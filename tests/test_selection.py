@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvrag.blend.layout import Layout, Segment, place, rows_of
-from kvrag.blend.repair import residual_shift
 from kvrag.blend.select import decide, effective_ratio, estimated_rows, select_rows
 from kvrag.config import RepairConfig
 
@@ -37,14 +36,6 @@ def test_the_last_row_is_always_live():
         Segment(0, 3, "chunk", False, 0),
         Segment(3, 4, "live"),
     )
-
-
-def test_the_mean_change_of_few_rows_moves_a_chunk_less_than_that_of_many():
-    """A chunk of 4 and one of 12 repaired rows that count, each with a change of 1: the mean takes in three rows without one."""
-    rows = torch.cat([torch.arange(120, 124), torch.arange(220, 232), torch.arange(314, 330)])
-    shift = residual_shift(LAYOUT, rows, 1.0, [])
-    assert torch.allclose(shift.average @ torch.ones(16), torch.tensor([4 / 7, 12 / 15]))
-    assert residual_shift(LAYOUT, torch.arange(120, 122), 1.0, []) is None, "two rows say nothing"
 
 
 def test_only_the_leading_exact_segments_remain_in_prefix_mode():
@@ -85,11 +76,11 @@ def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation():
     mass, change = torch.zeros(330), torch.zeros(330)
     mass[[50, 150, 160]] = 1.0  # row 50 is exact: no candidate
     change[[220, 300]] = 1.0
-    query = RepairConfig(recompute_ratio=0.01)
+    query = RepairConfig("query", recompute_ratio=0.01)
     assert select_rows(LAYOUT, query, mass=mass).tolist() == [150, 160]
     hkvd = RepairConfig(strategy="hkvd", recompute_ratio=0.01)
     assert select_rows(LAYOUT, hkvd, deviation=change).tolist() == [220, 300]
-    ties = RepairConfig(recompute_ratio=0.01)
+    ties = RepairConfig("query", recompute_ratio=0.01)
     assert select_rows(LAYOUT, ties, mass=torch.ones(330)).tolist() == [112, 113]
 
 

@@ -12,7 +12,7 @@ from kit import lm_of
 
 import kvrag.blend.stitch as module
 import kvrag_kernels
-from kvrag.blend.layout import Layout, mask_of, place
+from kvrag.blend.layout import Layout, place
 from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
@@ -70,7 +70,7 @@ def by_torch(model: CausalLM, layout: Layout, kvs: Sequence[ChunkKV]) -> KVBuffe
     buffer = filled(model, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_has_kernel", lambda *_: False)
-        assert stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
+        stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
     return buffer
 
 
@@ -144,60 +144,6 @@ def test_rows_that_will_be_computed_are_not_stitched(launches):
     for layer in range(model.num_layers):
         assert bool((buffer.keys(layer)[:, :, skipped] == 7.0).all())
         assert bool((buffer.values(layer)[:, :, skipped] == 7.0).all())
-
-
-@pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
-def test_kept_chunks_are_placed_again_with_residuals(kv_dtype, launches):
-    """What is added before the rotation, row by row; rows that are computed, other chunks and other layers stay as they are."""
-    model, layout, kvs = prompt_on("llama-yarn")
-    kvs = [pack(kv, kv_dtype) for kv in kvs]
-    rotary = model.rotary(layout.num_tokens)
-    buffer, expected = filled(model, layout), by_torch(model, layout, kvs)
-    stitcher = stitch(buffer, layout, kvs, rotary, keep=True)
-    assert stitcher is not None
-    chunks, computed = layout.stale[:2], torch.tensor([5, 27])
-    residuals = [torch.randn(x.shape[1], 2, x.shape[3]) for x in (buffer.keys(2), buffer.values(2))]
-    del launches[:]
-    assert stitcher.place_again(2, chunks, *residuals, mask_of(computed, layout.num_tokens))
-    assert [(x["layers"], x["starts"]) for x in launches] == [(1, [3, 25])]
-    for index, chunk in enumerate(chunks):
-        rows = torch.tensor([i for i in range(chunk.start, chunk.stop) if i not in computed.tolist()])
-        added = residuals[0][:, index : index + 1].expand(-1, len(rows), -1)
-        expected.keys(2)[0][:, rows] += rotary[2].rotate(added, rows)
-        expected.values(2)[0][:, rows] += residuals[1][:, index : index + 1]
-    for layer in range(model.num_layers):
-        for read in ("keys", "values"):
-            torch.testing.assert_close(getattr(buffer, read)(layer), getattr(expected, read)(layer), atol=1e-5, rtol=0)
-    assert not stitcher.place_again(0, chunks, *residuals, mask_of(computed, layout.num_tokens)), (
-        "layer 0 is never shifted, so it is not kept"
-    )
-    stitcher.forget(range(3))
-    assert not stitcher.place_again(2, chunks, *residuals, mask_of(computed, layout.num_tokens))
-    assert stitcher.has_kept
-    stitcher.forget([3])
-    assert not stitcher.has_kept
-
-
-def test_without_room_nothing_is_kept(launches, monkeypatch):
-    model, layout, kvs = prompt_on()
-    monkeypatch.setattr(module, "_has_room", lambda *_: False)
-    assert stitch(filled(model, layout), layout, kvs, model.rotary(layout.num_tokens), keep=True) is None
-    assert launches
-
-
-def test_room_is_half_of_what_the_device_has_left(monkeypatch):
-    cuda = torch.device("cuda", 0)
-    state = {"mem_get_info": (60, 1000), "memory_reserved": 140, "memory_allocated": 100}
-    for name, value in state.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert module._has_room(50, cuda)
-    assert not module._has_room(51, cuda)
-
-
-def test_what_is_on_the_device_anyway_takes_no_room():
-    _, layout, kvs = prompt_on()
-    assert module._kept_bytes(layout, kvs, torch.device("cpu")) == 0
-    assert module._kept_bytes(layout, kvs, torch.device("meta")) == sum(kv.num_bytes for kv in kvs)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvrag.blend.layout import Layout, num_rows_of
+from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
 from kvrag.blend.stitch import stitch
@@ -234,15 +235,15 @@ def _blend(
     clock: Clock,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
-    rotary = stored = selected = None
+    rotary = selected = None
     needs = needs_of(layout, config)
     if not needs:  # what will be computed is known: it need not be stitched
         with clock.stage("select"):
             selected = select_rows(layout, config)
     if layout.reused:
         with clock.stage("stitch"):
-            rotary, keep = model.rotary(layout.num_tokens), may_shift(layout, selected, config.shift)
-            stored = stitch(buffer, layout, kvs, rotary, skip=None if keep else selected, keep=keep)
+            rotary, is_compared = model.rotary(layout.num_tokens), may_shift(layout, selected, config.shift)
+            stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     if selected is None:
         with clock.stage("select"):
@@ -250,11 +251,9 @@ def _blend(
             change = None
             if "deviation" in needs:
                 change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
-                if stored is not None:  # up to there, every row is a fresh one now
-                    stored.forget(range(config.check_layer + 1))
-            selected = select_rows(layout, config, mass=mass, deviation=change)
+            likeness = Likeness.of(buffer, layout) if "likeness" in needs else None
+            selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
     with clock.stage("repair" if layout.reused else "prefill"):
-        again = None if stored is None else stored.place_again
-        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, place_again=again)
+        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary)
         _wait_for(logits)
     return selected, logits

@@ -1,4 +1,4 @@
-"""Repair: recompute chosen rows against the whole stitched prompt, and carry their mean change to the rows left alone.
+"""Repair: recompute chosen rows against the whole stitched prompt, and carry their change to the rows left alone.
 
 All strategies share one forward (:meth:`kvrag.model.CausalLM.forward`) over the chosen rows, the glue and the suffix, each at its own
 position, with an exact causal limit per row. Its last row's logits choose the first answer token: no other forward stands before it.
@@ -6,19 +6,18 @@ position, with an exact causal limit per row. Its last row's logits choose the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of
+from kvrag.blend.layout import Layout, num_rows_of, rows_of
+from kvrag.blend.likeness import Likeness
 from kvrag.model import CausalLM, StopForward
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
-SHIFT_SKIP = 4  # head rows of a chunk that don't count towards its mean change: former sinks change in their own way
-SHIFT_PRIOR = 3  # rows without a change that each mean counts in: a few rows say little about a chunk
-SHIFT_MIN_ROWS = 3  # fewer repaired rows than this give no estimate of a chunk's change worth applying
+SHIFT_SKIP = 4  # head rows of a chunk that say nothing of others: former sinks change in their own way
+SHIFT_MAX_ROWS = 1024  # that are counted: more cost memory and tell no more
 
 
 def probed_layers(span: tuple[float, float], num_layers: int) -> range:
@@ -82,42 +81,31 @@ def deviation(
     return found[0].cpu()
 
 
-PlaceAgain = Callable[[int, Sequence[Segment], torch.Tensor, torch.Tensor, torch.Tensor | None], bool]
-"""Writes a layer's stored rows again, with residuals, and returns whether it could: :meth:`kvrag.blend.stitch.Stitcher.place_again`."""
-
-
 @dataclass(frozen=True, slots=True)
 class ResidualShift:
-    """Shift a chunk's unrepaired rows by the mean change of its repaired ones, layer by layer, before attention.
+    """Shift unrepaired rows by what the change of the repaired ones says of theirs, layer by layer, before attention.
 
-    A stored chunk lacks what stands before it in this prompt, and much of that is common to its rows (the nearest published idea is
-    AgentKVShift, arXiv 2607.21604). Keys are averaged position-free and rotated back to each row.
+    The changes of rows that are left alone are predicted from those of the rows that are computed, by Gaussian process regression: see
+    :class:`~kvrag.blend.likeness.Likeness`. (The nearest published idea, AgentKVShift, arXiv 2607.21604, takes a chunk's mean.) Changes
+    of keys are position-free, and rotated back to each row.
 
     Parameters
     ----------
-    strength
-        Factor in (0, 1].
-    chunks
-        Stale chunks with enough repaired rows, ``C`` of them.
+    span
+        Rows from the first to the last of the stale chunks, ``S`` of them: the ones that may be shifted.
     picked, at
-        The repaired rows that count, of all chunks: as indices into the forward's rows and as positions, int64 ``(M,)``.
-    average
-        Float32 ``(C, M)``: takes the mean over each chunk's picked rows and :data:`SHIFT_PRIOR` that did not change.
+        The repaired rows that count: as indices into the forward's rows and as positions, int64 ``(M,)``.
+    weights
+        Float32 ``(S, M)``: from the changes of the picked rows to those of the span's. Zero for rows that are not a stale chunk's.
     rotary
         Rotations of the prompt's positions.
-    place_again, computed
-        Writes the shifted rows from what is stored, with one rounding, but for the rows that this forward computes, bool ``(N,)``; where
-        it can't, or is ``None``, the change is added to what stands in the buffer.
     """
 
-    strength: float
-    chunks: tuple[Segment, ...]
+    span: slice
     picked: torch.Tensor
     at: torch.Tensor
-    average: torch.Tensor
+    weights: torch.Tensor
     rotary: Rotations
-    place_again: PlaceAgain | None = None
-    computed: torch.Tensor | None = None
 
     def __call__(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, fresh_keys: torch.Tensor, fresh_values: torch.Tensor
@@ -127,17 +115,11 @@ class ResidualShift:
             return
         table = self.rotary[layer]
         change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
-        mean_keys = self.average @ table.unit_unrotate(change, self.at) * self.strength
-        mean_values = self.average @ (fresh_values[0, :, self.picked].float() - values[0, :, self.at].float())
-        mean_values *= self.strength
-        residuals = table.without_magnitude(mean_keys), mean_values
-        if self.place_again is not None and self.place_again(layer, self.chunks, *residuals, self.computed):
-            return
-        partners = table.partner(mean_keys)
-        for index, chunk in enumerate(self.chunks):
-            span, one = slice(chunk.start, chunk.stop), slice(index, index + 1)
-            table.add_unit_rotated(keys[0, :, span], mean_keys[:, one], partners[:, one], span)
-            values[0, :, span] += mean_values[:, one]
+        predicted = self.weights @ table.unit_unrotate(change, self.at)
+        table.add_unit_rotated(keys[0, :, self.span], predicted, self.span)
+        values[0, :, self.span] += self.weights @ (
+            fresh_values[0, :, self.picked].float() - values[0, :, self.at].float()
+        )
 
 
 def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
@@ -147,24 +129,18 @@ def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) ->
 
 
 def residual_shift(
-    layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations, place_again: PlaceAgain | None = None
+    buffer: KVBuffer, layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations
 ) -> ResidualShift | None:
-    """Make the residual shift for a forward over ``rows``; ``None`` where no chunk has both repaired rows enough and others to shift."""
-    chunks, picked = [], []
+    """Make the residual shift for a forward over ``rows``; ``None`` where no repaired row says anything of others."""
+    counted = torch.zeros(layout.num_tokens, dtype=torch.bool, device=rows.device)
     for chunk in layout.stale if strength > 0 else ():
-        inside = (rows >= chunk.start) & (rows < chunk.stop)
-        counted = torch.nonzero(inside & (rows >= chunk.start + SHIFT_SKIP))[:, 0]
-        if len(counted) >= SHIFT_MIN_ROWS and int(inside.sum()) < chunk.num_rows:
-            chunks.append(chunk)
-            picked.append(counted)
-    if not chunks:
+        counted[chunk.start + SHIFT_SKIP : chunk.stop] = True
+    picked = torch.nonzero(counted[rows])[:, 0]
+    if not len(picked):
         return None
-    every = torch.cat(picked)
-    owner = torch.repeat_interleave(torch.tensor([len(p) for p in picked]))
-    average = (owner == torch.arange(len(picked))[:, None]).float()
-    average = (average / (average.sum(dim=1, keepdim=True) + SHIFT_PRIOR)).to(rows.device)
-    computed = None if place_again is None else mask_of(rows, layout.num_tokens)
-    return ResidualShift(strength, tuple(chunks), every, rows[every], average, rotary, place_again, computed)
+    picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
+    likeness, at = Likeness.of(buffer, layout), rows[picked]
+    return ResidualShift(likeness.span, picked, at, likeness.weights(at).mul_(strength), rotary)
 
 
 def repair(
@@ -176,12 +152,10 @@ def repair(
     *,
     shift: float,
     rotary: Rotations | None,
-    place_again: PlaceAgain | None = None,
 ) -> torch.Tensor:
     """Recompute the selected rows of stale chunks (int64, ascending) and all live rows in one forward.
 
-    ``shift`` is the strength of the residual shift, 0 is off; it needs the prompt's rotations, ``rotary``. ``place_again`` shifts rows
-    where it can: see :class:`ResidualShift`.
+    ``shift`` is the strength of the residual shift, 0 is off; it needs the prompt's rotations, ``rotary``.
 
     Returns
     -------
@@ -191,5 +165,5 @@ def repair(
     rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values.to(model.device)
     if len(rows) == layout.num_tokens:
         return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
-    shifting = None if rotary is None else residual_shift(layout, rows, shift, rotary, place_again)
+    shifting = None if rotary is None else residual_shift(buffer, layout, rows, shift, rotary)
     return model.forward(token_ids[rows.cpu()], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from kvrag.blend.layout import Layout, Segment, lay_out, num_rows_of, rows_of
+from kvrag.blend.likeness import Likeness
 from kvrag.config import RepairConfig
 from kvrag.prompt.plan import Plan
 from kvrag.types import Hole, Mode
@@ -24,8 +25,12 @@ OVERHEAD_TOKENS = 160
 _NOT_STORED = frozenset({"no stored KV for this prompt", "no stored KV for the head of this prompt"})
 """Reasons that do not hold where KV is stored and could not be looked up or loaded."""
 
-Signal = Literal["mass", "deviation"]
-"""``mass``: attention that the question pays to each row; ``deviation``: squared change of each row's values at the check layer."""
+POOL = 512
+"""Rows, those with most attention, that ``query_gain`` compares; half of them at most it chooses so, the rest of a budget by attention."""
+
+Signal = Literal["mass", "deviation", "likeness"]
+"""``mass``: attention that the question pays to each row; ``deviation``: squared change of each row's values at the check layer;
+``likeness``: how alike rows change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,9 @@ class Signals:
     budget, ratio
         Rows to choose, and the recompute ratio that the budget was made from.
     measured
-        The signals that the strategy needs, float32 ``(N,)`` on the host.
+        Of the signals that the strategy needs, those with a number per row, float32 ``(N,)`` on the host.
+    likeness
+        How alike rows change, if the strategy needs it.
     config
         Its ``first_k`` and ``seed``.
     """
@@ -51,6 +58,7 @@ class Signals:
     budget: int
     ratio: float
     measured: Mapping[Signal, torch.Tensor | None]
+    likeness: Likeness | None
     config: RepairConfig
 
 
@@ -80,6 +88,18 @@ def _top_rows(signals: Signals) -> torch.Tensor:
     return signals.candidates[order[: signals.budget]]
 
 
+def _telling_rows(signals: Signals) -> torch.Tensor:
+    """Choose the rows that tell most of the changes in what the question attends to."""
+    likeness, by_mass = signals.likeness, _top_rows(replace(signals, budget=len(signals.candidates)))
+    mass, count = signals.measured["mass"], min(signals.budget, POOL // 2)
+    assert likeness is not None
+    assert mass is not None
+    pool, device = by_mass[:POOL], likeness.rows.device
+    chosen = likeness.most_telling(pool.to(device), mass[pool].to(device), count).cpu()
+    rest = by_mass[~torch.isin(by_mass, chosen)]
+    return torch.cat([chosen, rest[: signals.budget - count]])
+
+
 SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "random": _random,
     "first_k": _first_rows,
@@ -87,6 +107,7 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "hkvd": _top_rows,  # CacheBlend, arXiv 2405.16444
     "query": _top_rows,  # the idea of ProphetKV, arXiv 2602.02579
     "query_hkvd": _top_rows,
+    "query_gain": _telling_rows,
 }
 """By name, what chooses rows besides the heads: int64, any order, without repetition. ``none`` and ``all`` choose nothing."""
 
@@ -94,8 +115,9 @@ NEEDS: dict[str, frozenset[Signal]] = {
     "hkvd": frozenset({"deviation"}),
     "query": frozenset({"mass"}),
     "query_hkvd": frozenset({"mass", "deviation"}),
+    "query_gain": frozenset({"mass", "likeness"}),
 }
-"""Signals to measure before the rows are chosen; each costs a forward."""
+"""Signals to measure before the rows are chosen; mass and deviation cost a forward each."""
 
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
@@ -104,7 +126,12 @@ def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
 
 
 def select_rows(
-    layout: Layout, config: RepairConfig, *, mass: torch.Tensor | None = None, deviation: torch.Tensor | None = None
+    layout: Layout,
+    config: RepairConfig,
+    *,
+    mass: torch.Tensor | None = None,
+    deviation: torch.Tensor | None = None,
+    likeness: Likeness | None = None,
 ) -> torch.Tensor:
     """Return the rows to repair in this prompt: the heads of stale chunks, and the strategy's choice up to the ratio.
 
@@ -114,8 +141,8 @@ def select_rows(
         The prompt.
     config
         Strategy, ratio and heads. A ratio of 1 selects every row, whatever the strategy.
-    mass, deviation
-        Signals that the strategy needs, float32 ``(N,)``, on the host.
+    mass, deviation, likeness
+        Signals that the strategy needs; the first two float32 ``(N,)``, on the host.
 
     Returns
     -------
@@ -128,10 +155,11 @@ def select_rows(
         return every[:count]
     heads = rows_of(_heads(layout, config))
     candidates = every[~torch.isin(every, heads)]
-    needs, given = NEEDS.get(config.strategy, ()), {"mass": mass, "deviation": deviation}
-    measured: dict[Signal, torch.Tensor | None] = {need: given[need] for need in needs}
+    given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
+    measured = {name: signal for name, signal in given.items() if name in NEEDS.get(config.strategy, ())}
     budget, ratio = min(len(candidates), count - len(heads)), effective_ratio(layout, config)
-    chosen = SELECT[config.strategy](Signals(layout.stale, candidates, budget, ratio, measured, config))
+    signals = Signals(layout.stale, candidates, budget, ratio, measured, likeness, config)
+    chosen = SELECT[config.strategy](signals) if budget else every[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows
 

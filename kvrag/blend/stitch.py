@@ -1,12 +1,12 @@
 """Stitch: put stored KV at its final positions in one buffer. No model forward.
 
 On a CUDA device :mod:`kvrag_kernels` does it for several layers and all segments in one launch, codes and all; elsewhere torch, layer by
-layer. What the repair will shift stays on the device, and :class:`Stitcher` places it once more, a layer to a launch.
+layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,19 +19,12 @@ from kvrag.model.rows import KVBuffer
 from kvrag.types import ChunkKV, LayerKV, Scales
 
 LAYERS_PER_LAUNCH = 8  # whose stored KV is on the device at once, beside the buffer: few launches, and little memory
-KEPT_SHARE = 0.5  # of the device's free memory that stored KV may take while the prompt is repaired
 
 
 @torch.inference_mode()
 def stitch(
-    buffer: KVBuffer,
-    layout: Layout,
-    kvs: Sequence[ChunkKV],
-    rotary: Rotations,
-    *,
-    skip: torch.Tensor | None = None,
-    keep: bool = False,
-) -> Stitcher | None:
+    buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations, *, skip: torch.Tensor | None = None
+) -> None:
     """Copy the KV of every reused segment into the buffer; codes are unpacked, and position-free keys rotated to their rows.
 
     Parameters
@@ -42,22 +35,19 @@ def stitch(
         Loaded chunks, by ``segment.source``. A segment shorter than its chunk takes the chunk's first rows (causal: they stand alone).
     skip
         Rows that the next forward computes, int64: they may be left unwritten.
-    keep
-        Whether rows of stale chunks will be placed again, by what is returned: their stored KV stays on the device, where there is room.
     """
-    segments, stitcher = layout.reused, None
-    keys, values = buffer.layers[0]
+    segments, (keys, values) = layout.reused, buffer.layers[0]
     has_kernel = bool(segments) and _has_kernel(keys, values, rotary) and _is_uniform(buffer, segments, kvs)
     angles = _angles(rotary) if has_kernel else None
     if angles is None:
         _stitch_by_torch(buffer, segments, kvs, rotary)
     else:
-        stitcher = Stitcher(buffer, angles)
-        is_kept = keep and _has_room(_kept_bytes(layout, kvs, keys.device), keys.device)
-        stitcher.place_all(layout, kvs, skip=skip, keep=is_kept)
+        computed = None if skip is None or not len(skip) else mask_of(skip.to(keys.device), layout.num_tokens)
+        layers = range(len(buffer.layers))
+        for group in (layers[i : i + LAYERS_PER_LAUNCH] for i in layers[::LAYERS_PER_LAUNCH]):
+            _launch(buffer, group, segments, kvs, angles, computed)
     if keys.is_cuda:  # the next read may reuse the pinned memory that these copies are from
         torch.cuda.current_stream(keys.device).synchronize()
-    return stitcher if stitcher is not None and stitcher.has_kept else None
 
 
 def _stitch_by_torch(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
@@ -82,95 +72,42 @@ class Angles(NamedTuple):
     is_neighbours: bool
 
 
-class Stitcher:
-    """Places stored KV in one prompt's buffer by :func:`kvrag_kernels.stitch`, and what it has kept of it on the device again."""
+def _launch(
+    buffer: KVBuffer,
+    layers: Sequence[int],
+    segments: Sequence[Segment],
+    kvs: Sequence[ChunkKV],
+    angles: Angles,
+    skip: torch.Tensor | None,
+) -> None:
+    """Place every segment in some layers with one call of :func:`kvrag_kernels.stitch`."""
+    import kvrag_kernels
 
-    def __init__(self, buffer: KVBuffer, angles: Angles) -> None:
-        self._buffer, self._angles = buffer, angles
-        self._kept: dict[tuple[int, int], LayerKV] = {}
+    found = [_moved(kvs[s.source].layers[i], s.num_rows, buffer.keys(i)) for i in layers for s in segments]
+    scales = [part.scales for part in found if part.scales is not None]
+    kvrag_kernels.stitch(
+        [part.keys for part in found],
+        [part.values for part in found],
+        [buffer.keys(i)[0] for i in layers],
+        [buffer.values(i)[0] for i in layers],
+        [segment.start for segment in segments],
+        angles.cos,
+        angles.sin,
+        [angles.kinds[i] for i in layers],
+        interleaved=angles.is_neighbours,
+        key_scales=[s.keys for s in scales] or None,
+        value_scales=[s.values for s in scales] or None,
+        key_zeros=[s.zeros for s in scales] or None,
+        skip=skip,
+    )
 
-    @property
-    def has_kept(self) -> bool:
-        """Whether anything can be placed again."""
-        return bool(self._kept)
 
-    def place_all(self, layout: Layout, kvs: Sequence[ChunkKV], *, skip: torch.Tensor | None, keep: bool) -> None:
-        """Place every reused segment in all layers, some layers to a launch; see :func:`stitch`."""
-        segments, layers = layout.reused, range(len(self._angles.kinds))
-        stale = {segment.start for segment in layout.stale} if keep else set()
-        mask = None
-        if skip is not None and len(skip):
-            mask = mask_of(skip.to(self._angles.cos.device), layout.num_tokens)
-        for group in (layers[i : i + LAYERS_PER_LAUNCH] for i in layers[::LAYERS_PER_LAUNCH]):
-            parts = {(i, s.start): self._moved(kvs[s.source].layers[i], s.num_rows, i) for i in group for s in segments}
-            self._launch(group, segments, parts, mask)
-            # Layer 0 depends on the token alone: nothing shifts it.
-            self._kept |= {at: part for at, part in parts.items() if at[0] > 0 and at[1] in stale}
-
-    def place_again(
-        self,
-        layer: int,
-        chunks: Sequence[Segment],
-        key_residuals: torch.Tensor,
-        value_residuals: torch.Tensor,
-        computed: torch.Tensor | None,
-    ) -> bool:
-        """Place a layer's kept chunks again with residuals, in one launch; returns whether it could: only if all of them are kept.
-
-        Parameters
-        ----------
-        key_residuals, value_residuals
-            Float32 ``(H_kv, C, D)``: added to every row of each chunk, to keys before they are rotated.
-        computed
-            Bool ``(N,)``: the prompt's rows that the running forward computes, which are left as they are.
-        """
-        if not all((layer, chunk.start) in self._kept for chunk in chunks):
-            return False
-        residuals = {"key_residuals": list(key_residuals.unbind(1)), "value_residuals": list(value_residuals.unbind(1))}
-        self._launch([layer], chunks, self._kept, computed, **residuals)
-        return True
-
-    def forget(self, layers: Iterable[int]) -> None:
-        """Drop layers whose rows in the buffer are no longer the stored ones, and must not be overwritten."""
-        gone = set(layers)
-        self._kept = {at: part for at, part in self._kept.items() if at[0] not in gone}
-
-    def _launch(
-        self,
-        layers: Sequence[int],
-        segments: Sequence[Segment],
-        parts: dict[tuple[int, int], LayerKV],
-        skip: torch.Tensor | None,
-        **residuals: list[torch.Tensor],
-    ) -> None:
-        import kvrag_kernels
-
-        found, angles = [parts[i, s.start] for i in layers for s in segments], self._angles
-        scales = [part.scales for part in found if part.scales is not None]
-        kvrag_kernels.stitch(
-            [part.keys for part in found],
-            [part.values for part in found],
-            [self._buffer.keys(i)[0] for i in layers],
-            [self._buffer.values(i)[0] for i in layers],
-            [segment.start for segment in segments],
-            angles.cos,
-            angles.sin,
-            [angles.kinds[i] for i in layers],
-            interleaved=angles.is_neighbours,
-            key_scales=[s.keys for s in scales] or None,
-            value_scales=[s.values for s in scales] or None,
-            key_zeros=[s.zeros for s in scales] or None,
-            skip=skip,
-            **residuals,
-        )
-
-    def _moved(self, kv: LayerKV, num_rows: int, layer: int) -> LayerKV:
-        """Return a part's first rows on the buffer's device: codes as they are, all else in the buffer's dtype."""
-        like = self._buffer.keys(layer)
-        if num_rows < kv.keys.shape[1]:  # rarely; views of hundreds of parts take longer than planning their launch
-            kv = _first_rows(kv, num_rows)
-        dtype = like.dtype if kv.scales is None else None
-        return kv.map(lambda x: x.to(like.device, dtype or x.dtype, non_blocking=True))
+def _moved(kv: LayerKV, num_rows: int, like: torch.Tensor) -> LayerKV:
+    """Return a part's first rows on the buffer's device: codes as they are, all else in the buffer's dtype."""
+    if num_rows < kv.keys.shape[1]:  # rarely; views of hundreds of parts take longer than planning their launch
+        kv = _first_rows(kv, num_rows)
+    dtype = like.dtype if kv.scales is None else None
+    return kv.map(lambda x: x.to(like.device, dtype or x.dtype, non_blocking=True))
 
 
 def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
@@ -197,19 +134,6 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
     layers = [(index, layer) for s in segments for index, layer in enumerate(kvs[s.source].layers)]
     odd = [i for i, x in layers if x.scales is not None and buffer.values(i).shape[-1] % x.scales.values.shape[2]]
     return not odd and len({None if x.scales is None else x.keys.dtype for _, x in layers}) == 1
-
-
-def _kept_bytes(layout: Layout, kvs: Sequence[ChunkKV], device: torch.device) -> int:
-    """Return the bytes that keeping the stale chunks' KV adds to the device's memory."""
-    return sum(kv.num_bytes for kv in (kvs[s.source] for s in layout.stale) if kv.layers[0].keys.device != device)
-
-
-def _has_room(num_bytes: int, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return num_bytes <= KEPT_SHARE * (free + unused)
 
 
 def _angles(rotary: Rotations) -> Angles | None:

@@ -67,36 +67,20 @@ class RotaryTable:
         square = self.magnitude * self.magnitude
         return self._apply(keys, self.cos[rows] / square, -self.sin[rows] / square)
 
-    def unit_rotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Rotate ``(H, T, D)`` without the magnitude: for differences of keys, which carry it already."""
-        return self._apply(vectors, self.unit_cos[rows], self.unit_sin[rows])
-
     def unit_unrotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Invert :meth:`unit_rotate`."""
+        """Rotate ``(H, T, D)`` back, without the magnitude: differences of rotated keys carry it already."""
         return self._apply(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
-    def without_magnitude(self, differences: torch.Tensor) -> torch.Tensor:
-        """Return differences of keys ``(H, T, D)``, rotated back by :meth:`unit_unrotate`, as differences of stored keys."""
-        if self.magnitude == 1.0 or not self.width:
-            return differences
-        stored = differences.clone()
-        stored[..., self.rotating] /= self.magnitude
-        return stored
-
     def partner(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return ``J(vectors)``, ``(H, C, width)`` for ``(H, C, D)``: what the sines multiply, the same at every row."""
+        """Return ``J(vectors)``, ``(H, T, width)`` for ``(H, T, D)``: what the sines multiply."""
         found = vectors[..., self.rotating]
         if not self.width:
             return found
         zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
         return self.apply(found[None], zero[None], one[None])[0]
 
-    def add_unit_rotated(self, target: torch.Tensor, vector: torch.Tensor, partner: torch.Tensor, rows: Index) -> None:
-        """Add one vector, rotated to each of the ``T`` positions, to ``target`` in place.
-
-        The same as ``target += unit_rotate(vector.expand(...), rows)``, in two fused passes and without a copy of the target's size.
-        ``target`` is ``(H, T, D)``, any dtype; ``vector`` is float32 ``(H, 1, D)``, and ``partner`` its :meth:`partner`.
-        """
+    def add_unit_rotated(self, target: torch.Tensor, vectors: torch.Tensor, rows: Index) -> None:
+        """Add ``vectors``, float32 ``(H, T, D)``, to ``target``, any dtype, in place, each rotated to its position: no magnitude."""
         part = target[..., self.rotating]
         if self.width:
             if self._columns is None:  # a column per dimension that rotates
@@ -104,13 +88,12 @@ class RotaryTable:
                 self._columns = aligned if self.is_aligned else spread(self.apply, *aligned, self.width)
             cos, sin = self._columns
             if target.dtype == torch.float32:
-                part.addcmul_(cos[rows], vector[..., self.rotating])
-                part.addcmul_(sin[rows], partner)
+                part.addcmul_(cos[rows], vectors[..., self.rotating]).addcmul_(sin[rows], self.partner(vectors))
             else:  # one rounding, not two
-                part += cos[rows] * vector[..., self.rotating] + sin[rows] * partner
+                part += cos[rows] * vectors[..., self.rotating] + sin[rows] * self.partner(vectors)
         for fixed in (slice(0, self.start), slice(self.rotating.stop, target.shape[-1])):  # partial rotary
             if fixed.start < fixed.stop:
-                target[..., fixed] += vector[..., fixed]
+                target[..., fixed] += vectors[..., fixed]
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
         """Return the cosine and sine of each pair, ``(N, width / 2)``, and whether pairs are neighbours rather than halves.

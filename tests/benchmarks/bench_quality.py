@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from common import Item, in_processes, items, machine, means, parser, process_engine, write_result
 
-import kvrag.blend.repair as repairing
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend.layout import Layout, place
+from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, probe, repair
 from kvrag.blend.select import NEEDS, select_rows
 from kvrag.blend.stitch import stitch
@@ -33,13 +33,11 @@ from kvrag.types import ChunkKV
 from kvrag.verify import kl_divergence
 
 OWN_TOKENS = 10
-RATIOS = (0.02, 0.05, 0.10)
-STRATEGIES = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd")
-PRIOR = repairing.SHIFT_PRIOR
+STRATEGIES = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain")
 NONE, CACHEBLEND = {"none": RepairConfig(strategy="none")}, {"cacheblend@0.15": RepairConfig.cacheblend()}
 
 
-def named(*ratios: float, strategies: Sequence[str] = ("query",), **options: Any) -> dict[str, RepairConfig]:
+def named(*ratios: float, strategies: Sequence[str] = ("query_gain",), **options: Any) -> dict[str, RepairConfig]:
     """Strategies at ratios, with what is left out of the default in their names."""
     change = "".join(f" {name} {value}" for name, value in options.items())
     pairs = [(strategy, ratio) for ratio in ratios for strategy in strategies]
@@ -50,18 +48,14 @@ CONFIGS = {
     "alone": NONE | CACHEBLEND,
     "prefix": NONE
     | CACHEBLEND
-    | {f"before@{r:.2f}": RepairConfig(recompute_ratio=r, first_k=4, shift=0.5) for r in RATIOS}
-    | named(0.05, 0.10),
-    "context": NONE
-    | named(*RATIOS)
-    | named(0.01, 0.03, 0.20, 0.30)
+    | named(0.01, 0.02, 0.03, 0.05, 0.10, 0.20)
     | named(0.05, strategies=STRATEGIES)
-    | named(0.02, 0.05, first_k=4)
-    | named(0.05, shift=0.0)
-    | named(0.05, shift=0.5)
-    | named(0.05, probe_span=(0.33, 0.67)),
+    | named(0.02, strategies=("query",))
+    | named(0.05, first_k=4)
+    | named(0.05, shift=0.0),
+    "context": NONE | named(0.02, 0.03, 0.05, 0.10),
 }
-"""What is measured, by what chunks are encoded behind; ``before``: the default before there were contexts, when the shift had no prior."""
+"""What is measured, by what chunks are encoded behind."""
 
 
 def normalise(text: str) -> list[str]:
@@ -153,6 +147,7 @@ class Case:
         rotary = self.lm.rotary(layout.num_tokens)
         stitched = self.lm.buffer(layout.num_tokens)
         stitch(stitched, layout, kvs, rotary)
+        likeness = Likeness.of(stitched, layout)
         compared = self.copy(stitched, self.lm.buffer(layout.num_tokens))
         change, masses, out = deviation(self.lm, compared, layout, self.ids), dict[object, torch.Tensor](), {}
         for name, config in CONFIGS[where].items():
@@ -161,8 +156,8 @@ class Case:
                 scratch = self.copy(stitched, self.scratch)
                 masses[config.probe_span] = probe(self.lm, scratch, layout, self.ids, span=config.probe_span)
             buffer = self.copy(compared if "deviation" in needs else stitched, self.scratch)
-            repairing.SHIFT_PRIOR = 0 if name.startswith("before") else PRIOR
-            rows = select_rows(layout, config, mass=masses.get(config.probe_span), deviation=change)
+            mass = masses.get(config.probe_span)
+            rows = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
             first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)
             out[name] = self.compare(buffer, first, rows, layout)
         return out

@@ -1,0 +1,112 @@
+"""How alike the changes of stored rows are: what one row's repair says of another's change, without either forward.
+
+A stored chunk lacks what stands before it in this prompt, and that changes rows that are alike in a like way. So the changes of all rows
+are taken for one Gaussian process: the repair reads off it which rows tell most of the others, and how to shift the others by what was
+found (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006; choosing rows: Krause et al., JMLR 9, 2008).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.blend.layout import Layout
+from kvrag.model.rows import KVBuffer
+
+LAYERS = (0.25, 0.75)  # where rows are compared, as fractions of all layers
+COMMON = 0.25  # variance of what all rows' changes share
+NOISE = 1.5  # variance of what a row's change shares with none
+STEPS = 64  # in which the most informative rows are chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """The rows from the first to the last of a prompt's stale chunks, ``S`` of them, as they are stored.
+
+    Parameters
+    ----------
+    span
+        Where they are in the prompt.
+    rows
+        Float32 ``(S, F)``, of unit length: their values in the layers :data:`LAYERS`, centred.
+    owner
+        Number of the stale chunk that each belongs to, int64 ``(S,)``; -1 for rows of none.
+    """
+
+    span: slice
+    rows: torch.Tensor
+    owner: torch.Tensor
+
+    @classmethod
+    def of(cls, buffer: KVBuffer, layout: Layout) -> Likeness:
+        """Compare the rows of a stitched prompt with stale chunks."""
+        span = slice(layout.stale[0].start, layout.stale[-1].stop)
+        owner = torch.full((layout.num_tokens,), -1)
+        for index, chunk in enumerate(layout.stale):
+            owner[chunk.start : chunk.stop] = index
+        owner = owner[span].to(buffer.values(0).device)
+        found = list[torch.Tensor]()
+        for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS}):
+            values = buffer.values(layer)[0, :, span].float().transpose(0, 1).flatten(1)
+            found.append(torch.nn.functional.normalize(values - values[owner >= 0].mean(dim=0), dim=1))
+        return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner)
+
+    def covariance(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the covariance of the changes of rows, float32: ``max(0, x_i x_j) + COMMON``, twice that within a chunk.
+
+        ``at`` and ``those`` (``None``: all rows of the span) are positions in the prompt, int64 ``(M,)`` and ``(T,)``; the result is
+        ``(T, M)``, zero for rows that are not a stale chunk's.
+        """
+        to = at - self.span.start
+        rows = slice(None) if those is None else those - self.span.start
+        found = (self.rows[rows] @ self.rows[to].T).clamp_(min=0).add_(COMMON)
+        found *= 1 + (self.owner[rows, None] == self.owner[to]).int()
+        found[self.owner[rows] < 0] = 0  # what is there may not be written yet
+        return found
+
+    def weights(self, at: torch.Tensor) -> torch.Tensor:
+        """Return what predicts the changes of all rows from those of the rows ``at``: float32 ``(S, M)``.
+
+        ``K_sa (K_aa + noise)^-1``, Rasmussen and Williams, eq. 2.25.
+        """
+        known = self.covariance(at, at)
+        found: torch.Tensor = torch.linalg.solve(known + _noise(known), self.covariance(at).T)
+        return found.T.contiguous()
+
+    def most_telling(self, candidates: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
+        """Choose the rows whose repair leaves least error, weighed by the attention that each row gets.
+
+        Greedy, in at most :data:`STEPS` steps: a repaired row has no error, and the variance of the others falls by what it tells of
+        them. Rows weigh by the square root of their attention: what the question reads is known from unrepaired KV alone.
+
+        Parameters
+        ----------
+        candidates
+            Rows of stale chunks to choose from, as positions in the prompt, int64 ``(C,)``; the error of others doesn't count.
+        mass
+            Attention that each gets, float32 ``(C,)``.
+        count
+            How many to choose, at most ``C``.
+
+        Returns
+        -------
+        torch.Tensor
+            Int64 ``(count,)``, as they were chosen.
+        """
+        left, weight = self.covariance(candidates, candidates), mass.clamp(min=0).sqrt()
+        taken, each, chosen = torch.zeros_like(candidates, dtype=torch.bool), -(-count // STEPS), list[torch.Tensor]()
+        for start in range(0, count, each):
+            variance = left.diagonal()
+            told = (weight @ left.square() - weight * variance.square()) / (variance + NOISE)
+            gain = (weight * (variance + NOISE) + told).masked_fill(taken, -torch.inf)
+            rows = gain.topk(min(each, count - start)).indices
+            chosen.append(rows)
+            taken[rows], weight[rows] = True, 0
+            known = left[rows]
+            left -= known.T @ torch.linalg.solve(known[:, rows] + _noise(known), known)
+        return candidates[torch.cat(chosen)]
+
+
+def _noise(square: torch.Tensor) -> torch.Tensor:
+    return NOISE * torch.eye(len(square), device=square.device)

@@ -1,0 +1,181 @@
+"""The residual shift: what repaired rows say of the others, and what it leaves alone."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from test_equivalence import CHUNKS, TOLERANCE, ask, distance, engines
+from test_equivalence import largest_change_before_the_difference as change_before
+
+import kvrag.blend.likeness as likeness
+import kvrag.blend.repair as repairing
+import kvrag.blend.stitch as stitching
+import kvrag_kernels
+from kvrag import RepairConfig
+from kvrag.blend.layout import Layout, place, rows_of
+from kvrag.blend.repair import ResidualShift, may_shift, residual_shift
+from kvrag.model.rope import NO_ROTATION, Rotations
+from kvrag.model.rows import KVArena, KVBuffer, LayerShape
+from kvrag.testing.models import tiny_model
+
+HEADS, DIM, LAYERS = 2, 8, 4
+
+
+def chunks_of(*lengths: int) -> Layout:
+    """Chunks in a row behind three live rows, and a live row between them and behind them."""
+    live = (1, "live", False, -1, False)
+    parts = [part for i, n in enumerate(lengths) for part in ((n, "chunk", False, i, False), live)]
+    return place([(3, "live", False, -1, False), *parts])  # type: ignore[list-item]
+
+
+def two_kinds(layout: Layout) -> tuple[KVBuffer, torch.Tensor]:
+    """A prompt whose stored rows are alike in two kinds, in turn; live rows are not written yet."""
+    shapes = [LayerShape(HEADS, DIM, DIM)] * LAYERS
+    buffer = KVArena(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    kinds = torch.arange(layout.num_tokens) % 2
+    for keys, values in buffer.layers:
+        keys.fill_(float("nan"))
+        rows = rows_of(layout.stale)
+        keys[:, :, rows] = (kinds[rows] * 2.0 - 1)[:, None] + 0.01 * torch.randn(HEADS, len(rows), DIM)
+        values.copy_(keys)
+    return buffer, kinds
+
+
+def shift_of(
+    layout: Layout, buffer: KVBuffer, selected: Sequence[int], strength: float = 1.0
+) -> tuple[ResidualShift | None, torch.Tensor]:
+    rows = torch.sort(torch.cat([torch.tensor(selected, dtype=torch.int64), rows_of(layout.live)])).values
+    rotary: Rotations = [NO_ROTATION.at(torch.arange(layout.num_tokens))] * LAYERS
+    return residual_shift(buffer, layout, rows, strength, rotary), rows
+
+
+def changes(layout: Layout, buffer: KVBuffer, selected: Sequence[int], kinds: torch.Tensor) -> torch.Tensor:
+    """How far each row of layer 1 is shifted where the repaired rows of the first kind change by 1, and of the second by -1."""
+    shift, rows = shift_of(layout, buffer, selected)
+    assert shift is not None
+    before = buffer.values(1).clone()
+    fresh = [x[:, :, rows] + (1.0 - 2 * kinds[rows])[:, None] for x in buffer.layers[1]]
+    shift(1, *buffer.layers[1], *fresh)
+    torch.testing.assert_close(buffer.keys(1), buffer.values(1), equal_nan=True)
+    return (buffer.values(1) - before).mean(dim=(0, 1, 3))
+
+
+def test_rows_change_as_the_repaired_rows_do_that_are_like_them():
+    layout = chunks_of(40, 40)
+    buffer, kinds = two_kinds(layout)
+    found = changes(layout, buffer, [*range(10, 22), *range(55, 67)], kinds)
+    stale = rows_of(layout.stale)
+    assert bool((found[stale][kinds[stale] == 0] > 0.4).all()), "the first kind changed by 1"
+    assert bool((found[stale][kinds[stale] == 1] < -0.4).all()), "the second by -1"
+
+
+def test_a_chunk_learns_from_others_and_more_from_itself():
+    layout = chunks_of(40, 40)
+    buffer, kinds = two_kinds(layout)
+    found = changes(layout, buffer, range(10, 14), kinds)
+    one, other = (float(found[s.start : s.stop].abs().mean()) for s in layout.stale)
+    assert one > 1.2 * other > 0.1
+
+
+def test_few_rows_move_others_less_than_many_do():
+    moved = []
+    for count in (2, 8, 30):
+        torch.manual_seed(0)
+        layout = chunks_of(60)
+        buffer, kinds = two_kinds(layout)
+        moved.append(float(changes(layout, buffer, range(10, 10 + count), kinds)[50:60].abs().mean()))
+    assert 0 < moved[0] < moved[1] < moved[2] < 1
+
+
+def test_the_weights_are_those_of_the_formula():
+    """Rasmussen and Williams, eq. 2.25, row by row in float64."""
+    torch.manual_seed(0)
+    layout = chunks_of(9, 7)
+    shapes = [LayerShape(HEADS, DIM, DIM)] * LAYERS
+    buffer = KVArena(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    for tensors in buffer.layers:
+        for tensor in tensors:
+            tensor.normal_()
+    selected = [8, 10, 18, 19]
+    shift, _ = shift_of(layout, buffer, selected)
+    assert shift is not None
+    span = range(layout.stale[0].start, layout.stale[-1].stop)
+    owner = {row: i for i, chunk in enumerate(layout.stale) for row in range(chunk.start, chunk.stop)}
+
+    def alike(a: int, b: int) -> float:
+        found = 0.0
+        for layer in (1, 3):
+            values = buffer.values(layer)[0].double().numpy()
+            mean = values[:, list(owner)].mean(axis=1)
+            x, y = ((values[:, row] - mean).ravel() for row in (a, b))
+            found += x @ y / np.linalg.norm(x) / np.linalg.norm(y) / 2
+        return (max(0.0, found) + 0.25) * (2 if owner[a] == owner[b] else 1)
+
+    inner = np.array([[alike(a, b) for b in selected] for a in selected]) + 1.5 * np.eye(4)
+    for row, weights in zip(span, shift.weights, strict=True):
+        expected = np.linalg.solve(inner, [alike(row, b) for b in selected]) if row in owner else np.zeros(4)
+        np.testing.assert_allclose(weights.numpy(), expected, atol=1e-5)
+
+
+def test_heads_and_live_rows_say_nothing():
+    layout = chunks_of(20)
+    buffer, _ = two_kinds(layout)
+    shift, rows = shift_of(layout, buffer, [3, 4, 6, 7, 12])
+    assert shift is not None
+    assert shift.at.tolist() == [7, 12]
+    assert rows[shift.picked].tolist() == [7, 12]
+    assert shift_of(layout, buffer, [3, 4, 5])[0] is None
+    assert shift_of(layout, buffer, [7, 12], strength=0.0)[0] is None
+    half, _ = shift_of(layout, buffer, [3, 4, 6, 7, 12], strength=0.5)
+    assert half is not None
+    torch.testing.assert_close(half.weights * 2, shift.weights)
+
+
+def test_of_very_many_rows_some_are_counted(monkeypatch):
+    monkeypatch.setattr(repairing, "SHIFT_MAX_ROWS", 10)
+    layout = chunks_of(40)
+    shift, _ = shift_of(layout, two_kinds(layout)[0], range(10, 35))
+    assert shift is not None
+    assert shift.at.tolist() == list(range(10, 35, 3))
+
+
+@pytest.mark.parametrize(
+    ("selected", "strength", "expected"),
+    [(None, 0.5, True), (None, 0.0, False), (0, 0.5, False), (3, 0.5, True), (9, 0.5, False), (3, 0.0, False)],
+)
+def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(selected, strength, expected):
+    rows = None if selected is None else torch.arange(selected)
+    assert may_shift(chunks_of(4, 5), rows, strength) is expected
+    assert not may_shift(chunks_of(), rows, strength)
+
+
+NAMES = [
+    *("llama", "llama-yarn", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "gptj", "glm", "cohere2"),
+    *("smollm3", "gpt_oss", "nanochat"),
+]
+"""One of each way to turn in pairs: with a magnitude, a part of the head, neighbours, some layers, the other way round."""
+
+
+@pytest.fixture(scope="module")
+def stored(tokenizer, tmp_path_factory):
+    with engines(tokenizer, tmp_path_factory, CHUNKS) as get:
+        yield get
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_promises_hold_with_launches(name, stored, monkeypatch):
+    """Let the op stitch, as on a CUDA device; here its torch path computes."""
+    launches, real = list[int](), kvrag_kernels.stitch
+    monkeypatch.setattr(kvrag_kernels, "stitch", lambda *given, **how: (launches.append(1), real(*given, **how)))
+    monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
+    engine = stored(name)
+    for order in ((3, 1, 0, 2), (2, 2, 0)):
+        assert distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all")) < TOLERANCE
+    assert distance(engine, ask((1,)), mode="stitch", repair=RepairConfig(strategy="none")) < TOLERANCE
+    assert change_before(engine) < 1e-5
+    assert launches
+
+
+def test_the_tiny_models_have_other_layers_to_compare_than_the_first():
+    assert {int(share * tiny_model().config.num_hidden_layers) for share in likeness.LAYERS} == {1, 3}
