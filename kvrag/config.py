@@ -191,7 +191,7 @@ class RepairConfig:
     """Which rows are recomputed: ``query_gain`` (those that tell most of the changes in what the question attends to), ``query`` (those the
     question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC),
     ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
-    recompute_ratio: Fraction = 0.10
+    recompute_ratio: Fraction = 0.05
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
     first_k: Count = 0
     """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it. 4 helps chunks

@@ -451,8 +451,8 @@ class KVRagEngine:
         """The query-time half; loads the model."""
         with self._lock:
             loaded = self.loaded  # first: the gate depends on the model's device
-            self._gate.admit(loaded)
             if self._query_side is None:
+                self._gate.admit(loaded)
                 ids = self.context_ids
                 if self.store_config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, self.store_config, self._erasures, ids)

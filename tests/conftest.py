@@ -30,7 +30,7 @@ SPREAD = {
     "kernels/test_stitch.py::test_the_kernel_does_the_same": 4,
     "kernels/test_stitch.py::test_the_kernel_reads_codes_to_the_bit": 3,
     "kernels/test_stitch.py::test_planted_bugs_are_caught": 4,
-    "kernels/test_stitch_wiring.py::test_the_kernel_stitches_and_shifts_for_the_engine": 5,
+    "kernels/test_stitch_wiring.py::test_the_kernel_stitches_for_the_engine": 5,
     "kernels/test_commands.py::test_build_compiles_what_is_asked": 0,
     "llama_index_adapter/test_llama_index_chains.py::test_a_full_context_is_packed_and_still_fits": 0,
     "test_equivalence.py::test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair": 4,

@@ -94,7 +94,7 @@ def test_another_prefix_raises_the_ratio():
     assert effective_ratio(layout, RepairConfig()) == 0.20
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.3)) == 0.3
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.0)) == 0.0
-    assert effective_ratio(LAYOUT, RepairConfig()) == 0.10
+    assert effective_ratio(LAYOUT, RepairConfig()) == 0.05
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,6 @@ def test_auto_weighs_the_cost():
 def test_estimates_count_every_pass():
     assert estimated_rows(LAYOUT, RepairConfig(strategy="none"), num_layers=30) == 20
     assert estimated_rows(LAYOUT, RepairConfig(strategy="all"), num_layers=30) == 220
-    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 20 + 16  # the probe ends at 0.8 of the layers
+    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 10 + 16  # the probe ends at 0.8 of the layers
     assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 20 + 330 * 2 // 30
     assert estimated_rows(LAYOUT, RepairConfig(recompute_ratio=0.0), num_layers=30) == 20, "nothing asks for a probe"

@@ -12,7 +12,7 @@ from kit import lm_of
 
 import kvrag.blend.stitch as module
 import kvrag_kernels
-from kvrag.blend.layout import Layout, place
+from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
@@ -87,7 +87,7 @@ def test_both_ways_write_the_same_rows(name, launches):
     model, layout, kvs = prompt_on(name)
     buffer = stitched(model, layout, kvs)
     assert bool(launches) == (name not in NOT_SAID)
-    assert_same(model, buffer, by_torch(model, layout, kvs))
+    assert_same(model, buffer, by_torch(model, layout, kvs), rows_of(layout.reused))
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
@@ -97,7 +97,7 @@ def test_rounded_kv_travels_as_codes(name, kv_dtype, launches):
     kvs = [pack(kv, kv_dtype) for kv in kvs]
     buffer = stitched(model, layout, kvs)
     assert {x.dtype for launch in launches for x in launch["keys"]} == {kvs[0].layers[0].keys.dtype}
-    assert_same(model, buffer, by_torch(model, layout, kvs))
+    assert_same(model, buffer, by_torch(model, layout, kvs), rows_of(layout.reused))
 
 
 def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
@@ -108,7 +108,7 @@ def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
     layout = place([*segments, (2, "live", False, -1, False)])
     buffer = stitched(model, layout, kvs)
     assert [x.shape[1] for x in launches[0]["key_scales"][:2]] == [3, 2]
-    assert_same(model, buffer, by_torch(model, layout, kvs))
+    assert_same(model, buffer, by_torch(model, layout, kvs), rows_of(layout.reused))
 
 
 def test_what_one_call_can_not_say_is_left_to_torch(launches):
@@ -116,7 +116,7 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches):
     model, layout, kvs = prompt_on()
     mixed = [pack(kvs[0], "int8"), *kvs[1:]]
     buffer = stitched(model, layout, mixed)
-    assert_same(model, buffer, by_torch(model, layout, mixed))
+    assert_same(model, buffer, by_torch(model, layout, mixed), rows_of(layout.reused))
     odd = pack(kvs[0], "int4")
     scales = odd.layers[0].scales
     assert scales is not None
@@ -132,14 +132,14 @@ def test_a_launch_takes_several_layers(monkeypatch, launches):
     model, layout, kvs = prompt_on()
     buffer = stitched(model, layout, kvs)
     assert [(x["layers"], x["starts"]) for x in launches] == [(3, [3, 25, 37]), (1, [3, 25, 37])]
-    assert_same(model, buffer, by_torch(model, layout, kvs))
+    assert_same(model, buffer, by_torch(model, layout, kvs), rows_of(layout.reused))
 
 
 def test_rows_that_will_be_computed_are_not_stitched(launches):
     model, layout, kvs = prompt_on()
     skipped = torch.tensor([3, 4, 30, 45])
     buffer = stitched(model, layout, kvs, skip=skipped)
-    others = [i for i in range(layout.num_tokens) if i not in skipped.tolist()]
+    others = [i for i in rows_of(layout.reused).tolist() if i not in skipped.tolist()]
     assert_same(model, buffer, by_torch(model, layout, kvs), others)
     for layer in range(model.num_layers):
         assert bool((buffer.keys(layer)[:, :, skipped] == 7.0).all())

@@ -24,14 +24,8 @@ STEPS = 64  # in which the most informative rows are chosen
 class Likeness:
     """The rows from the first to the last of a prompt's stale chunks, ``S`` of them, as they are stored.
 
-    Parameters
-    ----------
-    span
-        Where they are in the prompt.
-    rows
-        Float32 ``(S, F)``, of unit length: their values in the layers :data:`LAYERS`, centred.
-    owner
-        Number of the stale chunk that each belongs to, int64 ``(S,)``; -1 for rows of none.
+    ``span`` says where they are in the prompt; ``rows``, float32 ``(S, F)`` of unit length, are their values in the layers :data:`LAYERS`,
+    centred; ``owner``, int64 ``(S,)``, is the number of each row's chunk, -1 for rows of none.
     """
 
     span: slice
@@ -55,8 +49,7 @@ class Likeness:
     def covariance(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
         """Return the covariance of the changes of rows, float32: ``max(0, x_i x_j) + COMMON``, twice that within a chunk.
 
-        ``at`` and ``those`` (``None``: all rows of the span) are positions in the prompt, int64 ``(M,)`` and ``(T,)``; the result is
-        ``(T, M)``, zero for rows that are not a stale chunk's.
+        ``at`` and ``those`` (``None``: the span) are positions, int64 ``(M,)`` and ``(T,)``; the result is ``(T, M)``, zero for live rows.
         """
         to = at - self.span.start
         rows = slice(None) if those is None else those - self.span.start
@@ -71,28 +64,16 @@ class Likeness:
         ``K_sa (K_aa + noise)^-1``, Rasmussen and Williams, eq. 2.25.
         """
         known = self.covariance(at, at)
-        found: torch.Tensor = torch.linalg.solve(known + _noise(known), self.covariance(at).T)
+        known.diagonal().add_(NOISE)
+        found: torch.Tensor = torch.linalg.solve(known, self.covariance(at).T)
         return found.T.contiguous()
 
     def most_telling(self, candidates: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
-        """Choose the rows whose repair leaves least error, weighed by the attention that each row gets.
+        """Choose, of ``candidates``, the ``count`` rows whose repair leaves least error: int64 ``(count,)``, as they were chosen.
 
         Greedy, in at most :data:`STEPS` steps: a repaired row has no error, and the variance of the others falls by what it tells of
-        them. Rows weigh by the square root of their attention: what the question reads is known from unrepaired KV alone.
-
-        Parameters
-        ----------
-        candidates
-            Rows of stale chunks to choose from, as positions in the prompt, int64 ``(C,)``; the error of others doesn't count.
-        mass
-            Attention that each gets, float32 ``(C,)``.
-        count
-            How many to choose, at most ``C``.
-
-        Returns
-        -------
-        torch.Tensor
-            Int64 ``(count,)``, as they were chosen.
+        them. Rows weigh by the square root of their attention ``mass``, float32 ``(C,)``: what the question reads is known from unrepaired
+        KV alone. ``candidates`` are rows of stale chunks, int64 ``(C,)`` positions in the prompt.
         """
         left, weight = self.covariance(candidates, candidates), mass.clamp(min=0).sqrt()
         taken, each, chosen = torch.zeros_like(candidates, dtype=torch.bool), -(-count // STEPS), list[torch.Tensor]()
@@ -103,10 +84,7 @@ class Likeness:
             rows = gain.topk(min(each, count - start)).indices
             chosen.append(rows)
             taken[rows], weight[rows] = True, 0
-            known = left[rows]
-            left -= known.T @ torch.linalg.solve(known[:, rows] + _noise(known), known)
+            known, inner = left[rows], left[rows][:, rows]
+            inner.diagonal().add_(NOISE)
+            left -= known.T @ torch.linalg.solve(inner, known)
         return candidates[torch.cat(chosen)]
-
-
-def _noise(square: torch.Tensor) -> torch.Tensor:
-    return NOISE * torch.eye(len(square), device=square.device)

@@ -30,7 +30,7 @@ def stitch(
     Parameters
     ----------
     buffer, rotary
-        At least ``layout.num_tokens`` rows. Rows of live segments are left as they are.
+        At least ``layout.num_tokens`` rows. Rows of live segments hold nothing of use afterwards.
     kvs
         Loaded chunks, by ``segment.source``. A segment shorter than its chunk takes the chunk's first rows (causal: they stand alone).
     skip
@@ -51,16 +51,17 @@ def stitch(
 
 
 def _stitch_by_torch(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
-    for segment in segments:
-        rows, count = slice(segment.start, segment.stop), segment.stop - segment.start
-        for layer, table, (all_keys, all_values) in zip(kvs[segment.source].layers, rotary, buffer.layers, strict=True):
-            device, dtype = all_keys.device, all_keys.dtype
-            if layer.scales is None:
-                keys, values = layer.keys[:, :count].to(device, dtype, non_blocking=True), layer.values[:, :count]
-            else:
-                keys, values = unpack(layer, count, device=device, dtype=dtype)
-            all_keys[0, :, rows] = table.rotate(keys, rows)
-            all_values[0, :, rows] = values
+    """Copy what is stored, then rotate all keys of a layer at once; live rows between the segments are written later."""
+    parts = [(kvs[s.source].layers, slice(s.start, s.stop), s.stop - s.start) for s in segments]
+    for index, (table, (keys, values)) in enumerate(zip(rotary, buffer.layers, strict=True)):
+        for layers, rows, count in parts:
+            stored = layers[index].keys, layers[index].values
+            if layers[index].scales is not None:
+                stored = unpack(layers[index], count, device=keys.device, dtype=keys.dtype)
+            keys[0, :, rows], values[0, :, rows] = stored[0][:, :count], stored[1][:, :count]
+        if table.width and parts:
+            span = slice(segments[0].start, segments[-1].stop)
+            keys[0, :, span] = table.rotate(keys[0, :, span], span)
 
 
 class Angles(NamedTuple):
