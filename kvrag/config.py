@@ -193,9 +193,9 @@ class RepairConfig:
     ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction = 0.05
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
-    first_k: Count = 0
-    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it. 4 helps chunks
-    that were encoded without a context: their heads are in the state of a prompt's beginning."""
+    first_k: Count = 4
+    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it. The
+    heads of chunks that were encoded without a context are in the state of a prompt's beginning."""
     shift: Fraction = 1.0
     """Strength in [0, 1] of the residual shift: what the changes of the repaired rows tell of the other rows', applied to these."""
     mismatch_ratio: Fraction = 0.20
