@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ def ttft(result: dict[str, Any]) -> str:
             rows.append(
                 [
                     f"{row['tokens']:.0f}",
-                    {"default": "ratio 0.05"}.get(name, name),
+                    {"default": "ratio 0.05 (default)"}.get(name, name),
                     f"{row['full_ms']:.0f}",
                     f"{row['ttft_ms']:.0f}",
                     f"**{row['ratio']:.2f}**",
@@ -59,31 +60,36 @@ def ttft(result: dict[str, Any]) -> str:
     return table(header, rows) + source(result, "ttft.json")
 
 
+DEFAULT = "prefix/query_gain@0.05 first_k 4 shift 0.75"
+
+
 def quality(result: dict[str, Any]) -> str:
-    """Every strategy at every ratio, chunks behind prefix and context; then what else was tried; first, what is published elsewhere."""
-    summary, rows = result["summary"], []
+    """Every strategy and ratio, chunks behind the prefix, then behind prefix and context; first, what is published elsewhere."""
+    summary, cases = result["summary"], result["cases"]
     named = {
         "CacheBlend as published, chunks alone, 15%": "alone/cacheblend@0.15",
         "CacheBlend's repair, chunks behind the prefix, 15%": "prefix/cacheblend@0.15",
         "none, chunks alone": "alone/none",
-        "none, chunks behind the prefix": "prefix/none",
+        "none": "prefix/none",
+        "none, behind a context": "context/none",
     }
-    ratios = ("0.02", "0.05", "0.10")
-    named |= {f"the default before contexts, {float(r):.0%}": f"prefix/before@{r}" for r in ratios}
-    named |= {f"query, chunks behind the prefix, {float(r):.0%}": f"prefix/query@{r}" for r in ratios[1:]}
-    named["none"] = "context/none"
-    keys = sorted(key for key in summary if key.startswith("context/") and "@" in key)
-    for key in sorted(keys, key=lambda key: (" " in key, "query@" not in key)):
-        method, ratio, *change = key.removeprefix("context/").replace("@", " ").split(" ", 2)
-        named[", ".join([method, f"{float(ratio):.0%}", *change])] = key
+    keys = [key for key in summary if "@" in key and "cacheblend" not in key]
+    for key in sorted(keys, key=lambda key: (key.startswith("context/"), " " in key, "query_gain@" not in key)):
+        where, _, rest = key.partition("/")
+        method, ratio, *change = rest.replace("@", " ").split(" ", 2)
+        named[
+            ", ".join([method, f"{float(ratio):.0%}", *change, *(["behind a context"] if where == "context" else [])])
+        ] = key
+    before = json.loads((RESULTS / "quality_before.json").read_text())
+    former = "the default before, 10%"
+    rows = [[former, *_cells(before["summary"]["prefix/before@0.10"], before["cases"], "prefix", "before@0.10")]]
     for name, key in named.items():
-        rows.append([f"**{name}**" if key == "prefix/query@0.10" else name, *_cells(summary[key])])
-    full = summary["full"]
-    rows.append(["full prefill", "0", "0", "1.00", "0", f"{full['gold_loss']:.2f}", f"{full['f1']:.3f}"])
-    header = ["strategy", "KL, own answer", "KL, first token", "top-1", "KL, gold answer", "loss of gold", "F1"]
-    count = len(result["cases"])
-    note = f"\nMeans over {count} questions, ± half of a 95% bootstrap interval. Chunks stand behind prefix and context unless a row says "
-    note += "otherwise.\n"
+        cells = _cells(summary[key], cases, *key.split("/"))
+        rows.append([f"**{name}**" if key == DEFAULT else name, *cells])
+    header = ["strategy", "KL, own answer", "median", "KL, first token", "top-1", "same answer", "KL, gold answer"]
+    header += ["median", "largest"]
+    note = f"\nMeans over {len(cases)} questions, ± half of a 95% bootstrap interval; medians and the largest of one question beside them. "
+    note += "Chunks stand behind the prefix unless a row says otherwise.\n"
     return table(header, rows) + note + source(result, "quality.json")
 
 
@@ -138,39 +144,40 @@ def _kl(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.3f} ± {(high - low) / 2:.3f}"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], cases: list[dict[str, Any]], where: str, name: str) -> list[str]:
+    each = {kl: [case[where][name][kl] for case in cases] for kl in ("kl_own", "kl_gold")}
     return [
         _kl(row, "kl_own"),
+        f"{statistics.median(each['kl_own']):.3f}",
         f"{row['kl_first']:.3f}",
         f"{row['top1_first']:.2f}",
+        f"{row['same_answer']:.2f}",
         _kl(row, "kl_gold"),
-        f"{row['gold_loss']:.2f}",
-        f"{row['f1']:.3f}",
+        f"{statistics.median(each['kl_gold']):.3f}",
+        f"{max(each['kl_gold']):.2f}",
     ]
 
 
 def quality_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the quality table."""
-    summary = result["summary"]
-    keys = {"alone/cacheblend@0.15": "CacheBlend as published", "context/none": "kvrag, context"}
-    keys["prefix/query@0.10"] = "kvrag"
-    keys |= {f"context/query@{ratio}": "kvrag, context" for ratio in ("0.02", "0.05", "0.10", "0.20")}
-    rows = []
-    for key, who in keys.items():
+    summary, cases, rows = result["summary"], result["cases"], []
+    keys = {"alone/cacheblend@0.15": "CacheBlend as published", "context/none": "kvrag, chunks behind a context"}
+    keys |= {f"prefix/query_gain@{ratio}": "kvrag" for ratio in ("0.02", "0.10", "0.20")} | {DEFAULT: "kvrag"}
+    for key, who in sorted(keys.items(), key=lambda item: (item[1], summary[item[0]]["rows"])):
         share = summary[key]["rows"]
-        what = f"{share:.0%} of the rows repaired" + (" (default)" if key == "prefix/query@0.10" else "")
-        rows.append([f"{who}, {what if share else 'unrepaired'}", *_cells(summary[key])[:4]])
-    header = ["", "KL, own answer", "KL, first token", "top-1", "KL, gold answer"]
-    count = len(result["cases"])
-    return table(header, rows) + f"\nMeans over {count} questions.\n" + source(result, "quality.json")
+        what = f"{share:.0%} of the rows repaired" + (" (default)" if key == DEFAULT else "")
+        cells = _cells(summary[key], cases, *key.split("/"))
+        rows.append([f"{who}, {what if share else 'unrepaired'}", *cells[:-1]])
+    header = ["", "KL, own answer", "median", "KL, first token", "top-1", "same answer", "KL, gold answer", "median"]
+    return table(header, rows) + f"\nMeans over {len(cases)} questions.\n" + source(result, "quality.json")
 
 
 def ttft_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the TTFT table."""
     rows = []
-    names = {"default": "5%", "stitch": "5%", "unrepaired": "nothing"}
+    names = {"default": "5% (default)", "stitch": "5% (default)", "unrepaired": "nothing"}
     picks = [("5800", "default"), ("5800", "unrepaired"), ("2500", "default"), ("2500", "unrepaired")]
-    picks += [("2500", "ratio 0.02"), ("2500", "ratio 0.20"), ("1000", "stitch"), ("500", "stitch")]
+    picks += [("2500", "ratio 0.02"), ("2500", "ratio 0.10"), ("1000", "stitch"), ("500", "stitch")]
     for label, name in picks:
         row = result[label]["summary"][name]
         repaired = names.get(name) or f"{float(name.removeprefix('ratio ')):.0%}"

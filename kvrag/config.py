@@ -196,7 +196,7 @@ class RepairConfig:
     first_k: Count = 4
     """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it. The
     heads of chunks that were encoded without a context are in the state of a prompt's beginning."""
-    shift: Fraction = 1.0
+    shift: Fraction = 0.75
     """Strength in [0, 1] of the residual shift: what the changes of the repaired rows tell of the other rows', applied to these."""
     mismatch_ratio: Fraction = 0.20
     """Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind."""

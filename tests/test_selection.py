@@ -76,11 +76,11 @@ def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation():
     mass, change = torch.zeros(330), torch.zeros(330)
     mass[[50, 150, 160]] = 1.0  # row 50 is exact: no candidate
     change[[220, 300]] = 1.0
-    query = RepairConfig("query", recompute_ratio=0.01)
+    query = RepairConfig("query", recompute_ratio=0.01, first_k=0)
     assert select_rows(LAYOUT, query, mass=mass).tolist() == [150, 160]
-    hkvd = RepairConfig(strategy="hkvd", recompute_ratio=0.01)
+    hkvd = RepairConfig(strategy="hkvd", recompute_ratio=0.01, first_k=0)
     assert select_rows(LAYOUT, hkvd, deviation=change).tolist() == [220, 300]
-    ties = RepairConfig("query", recompute_ratio=0.01)
+    ties = RepairConfig("query", recompute_ratio=0.01, first_k=0)
     assert select_rows(LAYOUT, ties, mass=torch.ones(330)).tolist() == [112, 113]
 
 
@@ -123,5 +123,7 @@ def test_estimates_count_every_pass():
     assert estimated_rows(LAYOUT, RepairConfig(strategy="none"), num_layers=30) == 20
     assert estimated_rows(LAYOUT, RepairConfig(strategy="all"), num_layers=30) == 220
     assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 10 + 16  # the probe ends at 0.8 of the layers
-    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 20 + 330 * 2 // 30
-    assert estimated_rows(LAYOUT, RepairConfig(recompute_ratio=0.0), num_layers=30) == 20, "nothing asks for a probe"
+    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 10 + 330 * 2 // 30
+    for ratio in (0.0, 0.04):
+        only_heads = RepairConfig(recompute_ratio=ratio)
+        assert estimated_rows(LAYOUT, only_heads, num_layers=30) == 20 + 8, "nothing asks for a probe"

@@ -10,11 +10,14 @@ from test_equivalence import largest_change_before_the_difference as change_befo
 
 import kvrag.blend.likeness as likeness
 import kvrag.blend.repair as repairing
+import kvrag.blend.select as selecting
 import kvrag.blend.stitch as stitching
 import kvrag_kernels
 from kvrag import RepairConfig
 from kvrag.blend.layout import Layout, place, rows_of
+from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import ResidualShift, may_shift, residual_shift
+from kvrag.blend.select import select_rows
 from kvrag.model.rope import NO_ROTATION, Rotations
 from kvrag.model.rows import KVArena, KVBuffer, LayerShape
 from kvrag.testing.models import tiny_model
@@ -138,6 +141,63 @@ def test_of_very_many_rows_some_are_counted(monkeypatch):
     shift, _ = shift_of(layout, two_kinds(layout)[0], range(10, 35))
     assert shift is not None
     assert shift.at.tolist() == list(range(10, 35, 3))
+
+
+def test_rows_that_tell_most_are_of_every_kind():
+    """All have the same attention: one of each kind and chunk tells more than two of one."""
+    layout = chunks_of(10, 10)
+    buffer, kinds = two_kinds(layout)
+    stale = rows_of(layout.stale)
+    found = Likeness.of(buffer, layout).most_telling(stale, torch.ones(20), 4)
+    assert {(int(kinds[row]), bool(row < 14)) for row in found} == {(0, True), (0, False), (1, True), (1, False)}
+
+
+def test_rows_are_chosen_as_the_formula_says():
+    """One at a time, each time the one that takes away most of the weighted variance: its own, and what it tells of the others."""
+    torch.manual_seed(0)
+    layout = chunks_of(9, 7)
+    buffer = KVArena(
+        [LayerShape(HEADS, DIM, DIM)] * LAYERS, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu")
+    )
+    for tensors in buffer.layers:
+        for tensor in tensors:
+            tensor.normal_()
+    alike, stale = Likeness.of(buffer, layout), rows_of(layout.stale)
+    mass = torch.rand(len(stale))
+    prior = alike.covariance(stale, stale).double()
+    weight, chosen = mass.sqrt().double(), list[int]()
+
+    def error(rows: list[int]) -> float:
+        known, others = prior[rows][:, rows] + 1.5 * torch.eye(len(rows)), prior[:, rows]
+        left = (prior - others @ torch.linalg.solve(known, others.T)).diagonal() + 1.5
+        left[rows] = 0
+        return float(weight @ left)
+
+    for _ in range(5):
+        chosen.append(min((i for i in range(len(stale)) if i not in chosen), key=lambda i: error([*chosen, i])))
+    assert alike.most_telling(stale, mass, 5).tolist() == stale[chosen].tolist()
+
+
+def test_a_large_budget_is_spent_by_attention_too(monkeypatch):
+    monkeypatch.setattr(selecting, "POOL", 8)
+    layout = chunks_of(20, 20)
+    buffer, _ = two_kinds(layout)
+    mass = torch.arange(float(layout.num_tokens))
+    config = RepairConfig(recompute_ratio=0.25, first_k=0)
+    rows = select_rows(layout, config, mass=mass, likeness=Likeness.of(buffer, layout)).tolist()
+    best = rows_of(layout.stale)[-14:].tolist()
+    assert len(set(rows)) == 10
+    assert sum(row in best[-8:] for row in rows) >= 4, "four of the eight with most attention, for what they tell"
+    assert set(rows) <= set(best), "and six more by attention"
+
+
+def test_on_a_budget_of_nothing_only_heads_are_repaired():
+    layout = chunks_of(40, 40)
+    buffer, _ = two_kinds(layout)
+    mass = torch.ones(layout.num_tokens)
+    config = RepairConfig(recompute_ratio=0.02, first_k=4)
+    rows = select_rows(layout, config, mass=mass, likeness=Likeness.of(buffer, layout))
+    assert rows.tolist() == rows_of([s.head(4) for s in layout.stale]).tolist()
 
 
 @pytest.mark.parametrize(

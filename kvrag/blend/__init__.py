@@ -4,7 +4,7 @@
 
     Plan ─▶ layout ─▶ select: decide ─▶ (load) ─▶ stitch ─▶ select: rows ─▶ repair ─▶ logits
                └────────────────────── prefill runs them ───────────────────┘
-                                 quantise: reads and writes codes
+                           likeness: what rows tell of each other · quantise: codes
 
 Imports ``types errors config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
 """

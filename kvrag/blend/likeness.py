@@ -59,10 +59,7 @@ class Likeness:
         return found
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
-        """Return what predicts the changes of all rows from those of the rows ``at``: float32 ``(S, M)``.
-
-        ``K_sa (K_aa + noise)^-1``, Rasmussen and Williams, eq. 2.25.
-        """
+        """Return what predicts all rows' changes from those of the rows ``at``, float32 ``(S, M)``: ``K_sa (K_aa + noise)^-1``."""
         known = self.covariance(at, at)
         known.diagonal().add_(NOISE)
         found: torch.Tensor = torch.linalg.solve(known, self.covariance(at).T)

@@ -122,7 +122,8 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before the rows to repair are known."""
-    return NEEDS.get(config.strategy, frozenset()) if _num_selected(layout, config) else frozenset()
+    is_choosing = _num_selected(layout, config) > num_rows_of(_heads(layout, config))
+    return NEEDS.get(config.strategy, frozenset()) if is_choosing else frozenset()
 
 
 def select_rows(

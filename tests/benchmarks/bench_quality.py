@@ -38,10 +38,13 @@ NONE, CACHEBLEND = {"none": RepairConfig(strategy="none")}, {"cacheblend@0.15": 
 
 
 def named(*ratios: float, strategies: Sequence[str] = ("query_gain",), **options: Any) -> dict[str, RepairConfig]:
-    """Strategies at ratios, with what is left out of the default in their names."""
+    """Strategies at ratios, without heads and with a full shift unless ``options`` say so, which stand in the names."""
     change = "".join(f" {name} {value}" for name, value in options.items())
     pairs = [(strategy, ratio) for ratio in ratios for strategy in strategies]
-    return {f"{s}@{r:.2f}{change}": RepairConfig(strategy=s, recompute_ratio=r, **options) for s, r in pairs}
+    return {
+        f"{s}@{r:.2f}{change}": RepairConfig(strategy=s, recompute_ratio=r, **{"first_k": 0, "shift": 1.0, **options})
+        for s, r in pairs
+    }
 
 
 CONFIGS = {
@@ -52,6 +55,7 @@ CONFIGS = {
     | named(0.05, strategies=STRATEGIES)
     | named(0.02, strategies=("query",))
     | named(0.05, first_k=4)
+    | named(0.05, first_k=4, shift=0.75)
     | named(0.05, shift=0.0),
     "context": NONE | named(0.02, 0.03, 0.05, 0.10),
 }

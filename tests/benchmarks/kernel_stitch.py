@@ -5,13 +5,11 @@ Codes are laid out as ``kvrag/quantise.py`` keeps them. Bytes moved are what is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from kernel_attention import kernel_mode
@@ -109,11 +107,9 @@ def stored_parts(
 
 
 def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, Any]:
-    """Time a layer's residual shift: by one launch that places stored rows anew, 15% skipped, and by the chain of torch operations.
-
-    ``launch`` is that launch alone; the others begin with the mean change of the repaired rows, as the repair does.
-    """
-    from kvrag.blend.layout import mask_of, place, rows_of
+    """Time a layer's residual shift with 15% of the rows repaired, and what is computed for it once for all layers."""
+    from kvrag.blend.layout import place, rows_of
+    from kvrag.blend.likeness import Likeness
     from kvrag.blend.repair import residual_shift
 
     layers, heads, dim, chunk, count = (3, 2, 64, 40, 2) if is_dry else (8, 8, 128, 512, 16)
@@ -123,32 +119,23 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
     picked = torch.rand(layout.num_tokens, generator=torch.Generator().manual_seed(0)) < 0.15
     picked[rows_of(layout.live)] = True
     rows = picked.nonzero()[:, 0].to(device)
-    computed, rotary = mask_of(rows, layout.num_tokens), model.rotary(layout.num_tokens)
     fresh = torch.randn(2, 1, heads, len(rows), dim, device=device, dtype=dtype)
-    means = torch.randn(2, heads, count, dim, device=device)
-    found: dict[str, Any] = {}
-    for codec in ("auto", "int8", "int4"):
-        buffer, stitcher, read = _kept(model, layout, codec, (layers, heads, chunk, dim, count), device, dtype)
-        left = int((~computed).sum())
-        moved = read * left // (chunk * count) + left * 2 * heads * dim * dtype.itemsize
+    buffer = model.buffer(layout.num_tokens)
+    for tensors in buffer.layers:
+        for tensor in tensors:
+            tensor.normal_()
+    with torch.inference_mode():
+        shift = residual_shift(buffer, layout, rows, 1.0, model.rotary(layout.num_tokens))
+        assert shift is not None
 
-        def launch(stitcher: Any = stitcher) -> None:
-            assert all(stitcher.place_again(i, layout.stale, *means, computed) for i in range(1, layers))
+        def run() -> None:
+            for i in range(1, layers):
+                shift(i, buffer.keys(i), buffer.values(i), *fresh)
 
-        ways = {f"{codec}, by launch": stitcher.place_again, "by torch": None}
-        with torch.inference_mode():
-            found[f"{codec}, launch"] = with_rate(times_of(launch, device, layers - 1), moved)
-            for name, way in ways.items():
-                shift = residual_shift(layout, rows, 0.5, rotary, way)
-                assert shift is not None
-
-                def run(shift: Any = shift, buffer: Any = buffer) -> None:
-                    for i in range(1, layers):
-                        shift(i, buffer.keys(i), buffer.values(i), *fresh)
-
-                if name not in found:
-                    found[name] = times_of(run, device, layers - 1)
-    return found
+        return {
+            "a layer": times_of(run, device, layers - 1),
+            "weights": times_of(lambda: Likeness.of(buffer, layout).weights(shift.at), device, 1),
+        }
 
 
 def _model_of(layers: int, heads: int, dim: int, rows: int, device: torch.device, dtype: torch.dtype) -> Any:
@@ -169,28 +156,3 @@ def _model_of(layers: int, heads: int, dim: int, rows: int, device: torch.device
     )
     with torch.device(device):
         return CausalLM(AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
-
-
-def _kept(
-    model: Any, layout: Any, codec: Any, sizes: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype
-) -> tuple[Any, Any, int]:
-    """Stitch random chunks; returns the buffer, what places them again, and the bytes of a layer that it reads."""
-    import kvrag.blend.stitch as stitching
-    from kvrag.blend.quantise import pack
-    from kvrag.types import ChunkKV, LayerKV
-
-    layers, heads, chunk, dim, count = sizes
-    shape = (heads, chunk, dim)
-
-    def part() -> LayerKV:
-        return LayerKV(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)))
-
-    kvs = [pack(ChunkKV(tuple(part() for _ in range(layers))), codec) for _ in range(count)]
-    buffer = model.buffer(layout.num_tokens)
-    # On a CPU the engine takes another way; what a dry run checks is this one, where the op's torch path computes.
-    here = mock.patch.object(stitching, "_has_kernel", return_value=True)
-    with here if device.type == "cpu" else contextlib.nullcontext():
-        stitcher = stitching.stitch(buffer, layout, kvs, model.rotary(layout.num_tokens), keep=True)
-    if stitcher is None:
-        raise RuntimeError("nothing was kept for the shift: there is no kernel for this device, or no room")
-    return buffer, stitcher, sum(kv.num_bytes for kv in kvs) // layers
