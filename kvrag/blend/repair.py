@@ -17,7 +17,7 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
 SHIFT_SKIP = 4  # head rows of a chunk that say nothing of others: former sinks change in their own way
-SHIFT_MAX_ROWS = 1024  # that are counted: more cost memory and tell no more
+SHIFT_MAX_ROWS = 1024  # that are counted, evenly spread: more would cost memory
 
 
 def probed_layers(span: tuple[float, float], num_layers: int) -> range:
