@@ -22,8 +22,6 @@ from common import Item, eval_data, in_processes, items, machine, means, parser,
 
 from kvrag import RepairConfig
 from kvrag.blend.layout import Layout
-from kvrag.blend.repair import probe, repair
-from kvrag.blend.select import select_rows
 from kvrag.blend.stitch import stitch
 from kvrag.model.rows import Rows
 from kvrag.precompute.encode import _behind, _encode, encode_chunks, encode_prefix, shipped
@@ -99,14 +97,11 @@ class ContextCase(Case):
         rotary = self.lm.rotary(layout.num_tokens)
         stitched = self.lm.buffer(layout.num_tokens)
         stitch(stitched, layout, kvs, rotary)
-        mass = probe(self.lm, self.copy(stitched, self.scratch), layout, self.ids, span=RepairConfig().probe_span)
-        out = {}
+        out, masses = {}, dict[object, torch.Tensor]()
         for ratio in ratios:
             config = RepairConfig(recompute_ratio=ratio, shift=shift) if ratio else RepairConfig(strategy="none")
-            buffer = self.copy(stitched, self.scratch)
-            rows = select_rows(layout, config, mass=mass)
-            first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)
-            out[f"{ratio:.2f}"] = self.compare(buffer, first, rows, layout)
+            first, rows = self.repaired(stitched, layout, config, rotary, masses)
+            out[f"{ratio:.2f}"] = self.compare(self.scratch, first, rows, layout)
         return out
 
 

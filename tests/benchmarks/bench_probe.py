@@ -15,8 +15,6 @@ from bench_quality import Case
 from common import items, machine, means, parser, small_engine, write_result
 
 from kvrag import RepairConfig
-from kvrag.blend.repair import probe, repair
-from kvrag.blend.select import select_rows
 from kvrag.blend.stitch import stitch
 
 SPANS = ((0.0, 1.0), (0.0, 0.8), (0.0, 0.5), (1 / 3, 2 / 3), (1 / 3, 0.8), (1 / 3, 1.0), (0.5, 0.8))
@@ -30,14 +28,12 @@ def measure(case: Case) -> dict[str, dict[str, float]]:
     stitched = case.lm.buffer(layout.num_tokens)
     stitch(stitched, layout, kvs, rotary)
     out = {}
+    masses = dict[object, torch.Tensor]()
     for span in SPANS:
-        mass = probe(case.lm, case.copy(stitched, case.scratch), layout, case.ids, span=span)
         for ratio in RATIOS:
             config = RepairConfig(recompute_ratio=ratio, probe_span=span)
-            rows = select_rows(layout, config, mass=mass, deviation=None)
-            buffer = case.copy(stitched, case.scratch)
-            first = repair(case.lm, buffer, layout, case.ids, rows, shift=config.shift, rotary=rotary)
-            out[f"{span[0]:.2f}-{span[1]:.2f}@{ratio:.2f}"] = case.compare(buffer, first, rows, layout)
+            first, rows = case.repaired(stitched, layout, config, rotary, masses)
+            out[f"{span[0]:.2f}-{span[1]:.2f}@{ratio:.2f}"] = case.compare(case.scratch, first, rows, layout)
     return out
 
 

@@ -27,6 +27,7 @@ from kvrag.blend.repair import deviation, probe, repair
 from kvrag.blend.select import NEEDS, select_rows
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM
+from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import context_ids, encode_chunks, encode_prefix
 from kvrag.types import ChunkKV
@@ -151,20 +152,37 @@ class Case:
         rotary = self.lm.rotary(layout.num_tokens)
         stitched = self.lm.buffer(layout.num_tokens)
         stitch(stitched, layout, kvs, rotary)
-        likeness = Likeness.of(stitched, layout)
         compared = self.copy(stitched, self.lm.buffer(layout.num_tokens))
         change, masses, out = deviation(self.lm, compared, layout, self.ids), dict[object, torch.Tensor](), {}
         for name, config in CONFIGS[where].items():
-            needs = NEEDS.get(config.strategy, ())
-            if "mass" in needs and config.probe_span not in masses:
-                scratch = self.copy(stitched, self.scratch)
-                masses[config.probe_span] = probe(self.lm, scratch, layout, self.ids, span=config.probe_span)
-            buffer = self.copy(compared if "deviation" in needs else stitched, self.scratch)
-            mass = masses.get(config.probe_span)
-            rows = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
-            first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary)
-            out[name] = self.compare(buffer, first, rows, layout)
+            start = compared if "deviation" in NEEDS.get(config.strategy, ()) else stitched
+            first, rows = self.repaired(start, layout, config, rotary, masses, change)
+            out[name] = self.compare(self.scratch, first, rows, layout)
         return out
+
+    def repaired(
+        self,
+        stitched: KVBuffer,
+        layout: Layout,
+        config: RepairConfig,
+        rotary: Rotations,
+        masses: dict[object, torch.Tensor],
+        change: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Repair a copy of a stitched prompt in the scratch buffer as the engine does; logits of the last row, and the rows.
+
+        ``masses`` keeps what probes found, by span, for the next configuration.
+        """
+        span, mass, needs = config.probe_span, None, NEEDS.get(config.strategy, ())
+        if "mass" in needs:
+            if span not in masses:
+                masses[span] = probe(self.lm, self.copy(stitched, self.scratch), layout, self.ids, span=span)
+            mass = masses[span]
+        likeness = Likeness.of(stitched, layout, mass)
+        rows = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
+        buffer = self.copy(stitched, self.scratch)
+        first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary, likeness=likeness)
+        return first, rows
 
     def copy(self, source: KVBuffer, buffer: KVBuffer) -> KVBuffer:
         """Copy a stitched prompt into another buffer."""

@@ -20,8 +20,6 @@ from common import items, machine, means, parser, small_engine, write_result
 from kvrag import RepairConfig
 from kvrag.blend.layout import Layout
 from kvrag.blend.quantise import convert, pack
-from kvrag.blend.repair import probe, repair
-from kvrag.blend.select import select_rows
 from kvrag.blend.stitch import stitch
 from kvrag.model.rope import Rotations
 from kvrag.precompute.quantise_check import judge
@@ -37,11 +35,10 @@ def blended(
     case: Case, kvs: list[ChunkKV], layout: Layout, rotary: Rotations, config: RepairConfig
 ) -> dict[str, torch.Tensor]:
     """Stitch and repair; logits over the own and over the gold answer."""
+    stitched = case.lm.buffer(layout.num_tokens)
+    stitch(stitched, layout, kvs, rotary)
+    first, _ = case.repaired(stitched, layout, config, rotary, {})
     buffer = case.scratch
-    stitch(buffer, layout, kvs, rotary)
-    mass = probe(case.lm, buffer, layout, case.ids) if config.strategy == "query" else None
-    rows = select_rows(layout, config, mass=mass, deviation=None)
-    first = repair(case.lm, buffer, layout, case.ids, rows, shift=config.shift, rotary=rotary)
     return {"own": case.forced(buffer, first, case.own), "gold": case.forced(buffer, first, case.gold)}
 
 

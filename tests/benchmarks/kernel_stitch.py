@@ -125,7 +125,7 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
         for tensor in tensors:
             tensor.normal_()
     with torch.inference_mode():
-        shift = residual_shift(buffer, layout, rows, 1.0, model.rotary(layout.num_tokens))
+        shift = residual_shift(Likeness.of(buffer, layout), layout, rows, 1.0, model.rotary(layout.num_tokens))
         assert shift is not None
 
         def run() -> None:
