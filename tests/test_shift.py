@@ -14,7 +14,7 @@ import kvrag.blend.select as selecting
 import kvrag.blend.stitch as stitching
 import kvrag_kernels
 from kvrag import RepairConfig
-from kvrag.blend.layout import Layout, place, rows_of
+from kvrag.blend.layout import Layout, Segment, place, rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import ResidualShift, may_shift, residual_shift
 from kvrag.blend.select import select_rows
@@ -46,11 +46,11 @@ def two_kinds(layout: Layout) -> tuple[KVBuffer, torch.Tensor]:
 
 
 def shift_of(
-    layout: Layout, buffer: KVBuffer, selected: Sequence[int], strength: float = 1.0
+    layout: Layout, buffer: KVBuffer, selected: Sequence[int], strength: float = 1.0, mass: torch.Tensor | None = None
 ) -> tuple[ResidualShift | None, torch.Tensor]:
     rows = torch.sort(torch.cat([torch.tensor(selected, dtype=torch.int64), rows_of(layout.live)])).values
     rotary: Rotations = [NO_ROTATION.at(torch.arange(layout.num_tokens))] * LAYERS
-    return residual_shift(buffer, layout, rows, strength, rotary), rows
+    return residual_shift(Likeness.of(buffer, layout, mass), layout, rows, strength, rotary), rows
 
 
 def changes(layout: Layout, buffer: KVBuffer, selected: Sequence[int], kinds: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,8 @@ def test_rows_change_as_the_repaired_rows_do_that_are_like_them():
     layout = chunks_of(40, 40)
     buffer, kinds = two_kinds(layout)
     found = changes(layout, buffer, [*range(10, 22), *range(55, 67)], kinds)
-    stale = rows_of(layout.stale)
+    stale = rows_of([Segment(s.start + 4, s.stop, "chunk") for s in layout.stale])
+    assert not found[rows_of([s.head(4) for s in layout.stale])].any(), "heads change in their own way"
     assert bool((found[stale][kinds[stale] == 0] > 0.4).all()), "the first kind changed by 1"
     assert bool((found[stale][kinds[stale] == 1] < -0.4).all()), "the second by -1"
 
@@ -91,8 +92,9 @@ def test_few_rows_move_others_less_than_many_do():
     assert 0 < moved[0] < moved[1] < moved[2] < 1
 
 
-def test_the_weights_are_those_of_the_formula():
-    """Rasmussen and Williams, eq. 2.25, row by row in float64."""
+@pytest.mark.parametrize("is_read", [False, True])
+def test_the_weights_are_those_of_the_formula(is_read):
+    """Rasmussen and Williams, eq. 2.25, row by row in float64, for changes divided by their size."""
     torch.manual_seed(0)
     layout = chunks_of(9, 7)
     shapes = [LayerShape(HEADS, DIM, DIM)] * LAYERS
@@ -101,10 +103,17 @@ def test_the_weights_are_those_of_the_formula():
         for tensor in tensors:
             tensor.normal_()
     selected = [8, 10, 18, 19]
-    shift, _ = shift_of(layout, buffer, selected)
+    mass = torch.rand(layout.num_tokens)
+    mass[9] = 0
+    shift, _ = shift_of(layout, buffer, selected, mass=mass if is_read else None)
     assert shift is not None
     span = range(layout.stale[0].start, layout.stale[-1].stop)
     owner = {row: i for i, chunk in enumerate(layout.stale) for row in range(chunk.start, chunk.stop)}
+    mean = float(mass[list(owner)].mean())
+
+    def size(row: int) -> float:
+        place = (row - layout.stale[owner[row]].start + 8) ** -0.15
+        return place * max(float(mass[row]) / mean, 1e-3) ** 0.1 if is_read else place
 
     def alike(a: int, b: int) -> float:
         found = 0.0
@@ -117,8 +126,31 @@ def test_the_weights_are_those_of_the_formula():
 
     inner = np.array([[alike(a, b) for b in selected] for a in selected]) + 1.5 * np.eye(4)
     for row, weights in zip(span, shift.weights, strict=True):
-        expected = np.linalg.solve(inner, [alike(row, b) for b in selected]) if row in owner else np.zeros(4)
+        expected = np.zeros(4)
+        if row in owner and row - layout.stale[owner[row]].start >= 4:
+            expected = np.linalg.solve(inner, [alike(row, b) for b in selected]) * size(row) / [*map(size, selected)]
         np.testing.assert_allclose(weights.numpy(), expected, atol=1e-5)
+
+
+def test_rows_that_the_question_reads_are_shifted_more():
+    layout = chunks_of(30)
+    buffer, kinds = two_kinds(layout)
+    mass = torch.ones(layout.num_tokens)
+    mass[29] = 0.01
+    shift, _ = shift_of(layout, buffer, range(10, 20), mass=mass)
+    assert shift is not None
+    told = shift.weights.abs().sum(dim=1)[torch.tensor([29, 31]) - shift.span.start]
+    assert kinds[29] == kinds[31]
+    assert 0 < told[0] < 0.7 * told[1]
+
+
+def test_a_question_that_reads_no_chunk_shifts_all_rows():
+    layout = chunks_of(30)
+    buffer, _ = two_kinds(layout)
+    shift, _ = shift_of(layout, buffer, range(10, 20), mass=torch.zeros(layout.num_tokens))
+    assert shift is not None
+    assert shift.weights.isfinite().all()
+    assert shift.weights.abs().sum(dim=1).max() > 0
 
 
 def test_heads_and_live_rows_say_nothing():

@@ -3,6 +3,9 @@
 A stored chunk lacks what stands before it in this prompt, and that changes rows that are alike in a like way. So the changes of all rows
 are taken for one Gaussian process: the repair reads off it which rows tell most of the others, and how to shift the others by what was
 found (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006; choosing rows: Krause et al., JMLR 9, 2008).
+
+Rows change by different amounts: those that the question reads more, and those nearer to their chunk's beginning, which had less before
+them when they were encoded. So the process is that of changes divided by their expected size.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ LAYERS = (0.25, 0.75)  # where rows are compared, as fractions of all layers
 COMMON = 0.25  # variance of what all rows' changes share
 NOISE = 1.5  # variance of what a row's change shares with none
 STEPS = 64  # in which the most informative rows are chosen
+BY_PLACE, FIRST = -0.15, 8  # a row's change grows as (its place in the chunk + FIRST) to this power,
+BY_MASS, LEAST = 0.1, 1e-3  # and as the attention paid to it, relative to the mean and at least LEAST, to this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +30,36 @@ class Likeness:
     """The rows from the first to the last of a prompt's stale chunks, ``S`` of them, as they are stored.
 
     ``span`` says where they are in the prompt; ``rows``, float32 ``(S, F)`` of unit length, are their values in the layers :data:`LAYERS`,
-    centred; ``owner``, int64 ``(S,)``, is the number of each row's chunk, -1 for rows of none.
+    centred; ``owner``, int64 ``(S,)``, is the number of each row's chunk, -1 for rows of none; ``size``, float32 ``(S,)``, is the expected
+    size of each row's change, up to a factor.
     """
 
     span: slice
     rows: torch.Tensor
     owner: torch.Tensor
+    size: torch.Tensor
 
     @classmethod
-    def of(cls, buffer: KVBuffer, layout: Layout) -> Likeness:
-        """Compare the rows of a stitched prompt with stale chunks."""
+    def of(cls, buffer: KVBuffer, layout: Layout, mass: torch.Tensor | None = None) -> Likeness:
+        """Compare the rows of a stitched prompt with stale chunks; ``mass``, float32 ``(N,)``, is the attention that the question pays."""
         span = slice(layout.stale[0].start, layout.stale[-1].stop)
-        owner = torch.full((layout.num_tokens,), -1)
+        owner, place = torch.full((layout.num_tokens,), -1), torch.zeros(layout.num_tokens)
         for index, chunk in enumerate(layout.stale):
             owner[chunk.start : chunk.stop] = index
-        owner = owner[span].to(buffer.values(0).device)
+            place[chunk.start : chunk.stop] = torch.arange(FIRST, FIRST + chunk.num_rows)
+        size = place.clamp_(min=1).pow_(BY_PLACE)
+        if mass is not None:
+            size *= (mass / mass[owner >= 0].mean()).clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
+        device = buffer.values(0).device
+        owner, size = owner[span].to(device), size[span].to(device)
         found = list[torch.Tensor]()
         for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS}):
             values = buffer.values(layer)[0, :, span].float().transpose(0, 1).flatten(1)
             found.append(torch.nn.functional.normalize(values - values[owner >= 0].mean(dim=0), dim=1))
-        return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner)
+        return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner, size)
 
     def covariance(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the covariance of the changes of rows, float32: ``max(0, x_i x_j) + COMMON``, twice that within a chunk.
+        """Return the covariance of relative changes of rows, float32: ``max(0, x_i x_j) + COMMON``, twice that within a chunk.
 
         ``at`` and ``those`` (``None``: the span) are positions, int64 ``(M,)`` and ``(T,)``; the result is ``(T, M)``, zero for live rows.
         """
@@ -59,11 +71,11 @@ class Likeness:
         return found
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
-        """Return what predicts all rows' changes from those of the rows ``at``, float32 ``(S, M)``: ``K_sa (K_aa + noise)^-1``."""
+        """Return what predicts all rows' changes from those of the rows ``at``, float32 ``(S, M)``: ``K_sa (K_aa + noise)^-1``, scaled."""
         known = self.covariance(at, at)
         known.diagonal().add_(NOISE)
         found: torch.Tensor = torch.linalg.solve(known, self.covariance(at).T)
-        return found.T.contiguous()
+        return found.T.mul(self.size[:, None] / self.size[at - self.span.start]).contiguous()
 
     def most_telling(self, candidates: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
         """Choose, of ``candidates``, the ``count`` rows whose repair leaves least error: int64 ``(count,)``, as they were chosen.

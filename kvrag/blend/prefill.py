@@ -235,7 +235,7 @@ def _blend(
     clock: Clock,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
-    rotary = selected = None
+    rotary = selected = likeness = None
     needs = needs_of(layout, config)
     if not needs:  # what will be computed is known: it need not be stitched
         with clock.stage("select"):
@@ -251,9 +251,9 @@ def _blend(
             change = None
             if "deviation" in needs:
                 change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
-            likeness = Likeness.of(buffer, layout) if "likeness" in needs else None
+            likeness = Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
             selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
     with clock.stage("repair" if layout.reused else "prefill"):
-        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary)
+        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
         _wait_for(logits)
     return selected, logits

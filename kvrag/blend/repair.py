@@ -16,7 +16,9 @@ from kvrag.model import CausalLM, StopForward
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
-SHIFT_SKIP = 4  # head rows of a chunk that say nothing of others: former sinks change in their own way
+SHIFT_SKIP = (
+    4  # head rows of a chunk, of which others say nothing, nor they of others: former sinks change in their own way
+)
 SHIFT_MAX_ROWS = 1024  # that are counted, evenly spread: more would cost memory
 
 
@@ -96,7 +98,8 @@ class ResidualShift:
     picked, at
         The repaired rows that count: as indices into the forward's rows and as positions, int64 ``(M,)``.
     weights
-        Float32 ``(S, M)``: from the changes of the picked rows to those of the span's. Zero for rows that are not a stale chunk's.
+        Float32 ``(S, M)``: from the changes of the picked rows to those of the span's. Zero for heads of chunks, and for rows
+        that are not a stale chunk's.
     rotary
         Rotations of the prompt's positions.
     """
@@ -129,7 +132,7 @@ def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) ->
 
 
 def residual_shift(
-    buffer: KVBuffer, layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations
+    likeness: Likeness, layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations
 ) -> ResidualShift | None:
     """Make the residual shift for a forward over ``rows``; ``None`` where no repaired row says anything of others."""
     counted = torch.zeros(layout.num_tokens, dtype=torch.bool, device=rows.device)
@@ -139,8 +142,10 @@ def residual_shift(
     if not len(picked):
         return None
     picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
-    likeness, at = Likeness.of(buffer, layout), rows[picked]
-    return ResidualShift(likeness.span, picked, at, likeness.weights(at).mul_(strength), rotary)
+    at = rows[picked]
+    weights = likeness.weights(at).mul_(strength)
+    weights[~counted[likeness.span]] = 0
+    return ResidualShift(likeness.span, picked, at, weights, rotary)
 
 
 def repair(
@@ -152,10 +157,12 @@ def repair(
     *,
     shift: float,
     rotary: Rotations | None,
+    likeness: Likeness | None = None,
 ) -> torch.Tensor:
     """Recompute the selected rows of stale chunks (int64, ascending) and all live rows in one forward.
 
-    ``shift`` is the strength of the residual shift, 0 is off; it needs the prompt's rotations, ``rotary``.
+    ``shift`` is the strength of the residual shift, 0 is off; it needs the prompt's rotations, ``rotary``. ``likeness`` is that of the
+    stitched rows (``None``: found here, without the question's attention).
 
     Returns
     -------
@@ -165,5 +172,7 @@ def repair(
     rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values.to(model.device)
     if len(rows) == layout.num_tokens:
         return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
-    shifting = None if rotary is None else residual_shift(buffer, layout, rows, shift, rotary)
+    shifting = None
+    if rotary is not None and layout.stale and shift > 0:
+        shifting = residual_shift(likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary)
     return model.forward(token_ids[rows.cpu()], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]
