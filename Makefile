@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-all lint types check bench bench-ttft bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
+.PHONY: setup demo test test-all lint types check bench bench-ttft bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -48,7 +48,7 @@ types: setup ## Check types (strict)
 
 check: lint types test-all ## What CI runs, but for the wheel
 
-bench: bench-ttft bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
+bench: bench-ttft bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -61,6 +61,9 @@ bench-context: setup ## What chunks should be encoded behind (an hour on two cor
 
 bench-probe: setup ## Which layers' attention should choose the rows to repair (ten minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_probe.py $(ARGS)
+
+bench-check: setup ## Whether a check after repair, or a target of covered attention, pays (twelve minutes of a core)
+	cd tests/benchmarks && ../../$(BIN)/python bench_check.py --chunks 6 $(ARGS) && ../../$(BIN)/python bench_check.py --chunks 3 --count 12 $(ARGS)
 
 bench-masks: setup ## What inexact masks do to repaired rows (seconds)
 	cd tests/benchmarks && ../../$(BIN)/python bench_masks.py $(ARGS)

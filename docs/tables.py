@@ -427,6 +427,43 @@ def quantised(result: dict[str, Any]) -> str:
     return table(header, rows) + note + source(result, "quantised.json")
 
 
+def _pair(row: dict[str, float]) -> list[str]:
+    """Mean and worst quarter of the own answer's and the first token's KL."""
+    return [f"{row[kl]:.4f} / {row[f'{kl}_worst']:.4f}" for kl in ("kl_own", "kl_first")]
+
+
+def check(result: dict[str, Any]) -> str:
+    """List what a check after repair tells of the divergence, and what escalating by it brings."""
+    found, cases = result["summary"]["6"]["escalation"], result["cases"]["6"]
+    perfect = {"perfect: kl_own": "the own answer's KL itself", "perfect: kl_first": "the first token's KL itself"}
+    rows = []
+    for name, row in found["checks"].items():
+        kls = ("kl_own", "kl_first", "kl_gold")
+        rhos = ["–" if name == f"perfect: {kl}" else f"{row[f'rho_{kl}']:+.2f}" for kl in kls]
+        rows.append([perfect.get(name, name), *rhos, *_pair(row)])
+    rows += [
+        [f"none: one ratio for all, {name}, {found[name]['rows']:.1%}", "–", "–", "–", *_pair(found[name])]
+        for name in ("same rows in the end", "same rows computed")
+    ]
+    header = ["check", "ρ, own answer", "ρ, first token", "ρ, gold answer", "KL, own answer", "KL, first token"]
+    note = f"\n{len(cases)} questions with 6 chunks. KL: mean / mean of the worst quarter.\n"
+    return table(header, rows) + note + source(result, "check.json")
+
+
+def check_targets(result: dict[str, Any]) -> str:
+    """Set a target of covered attention beside one ratio for all, at equal rows."""
+    rows = []
+    for which, chunks in (("6", "6"), ("all", " or ".join(sorted(result["cases"])))):
+        for target, row in result["summary"][which]["targets"].items():
+            cells = [cell for pair in zip(_pair(row["target"]), _pair(row["uniform"]), strict=True) for cell in pair]
+            rows.append([chunks, f"{float(target):.0%}", f"{row['target']['rows']:.1%}", *cells])
+    header = ["chunks", "attention covered", "rows", "KL, own answer", "one ratio for all"]
+    header += ["KL, first token", "one ratio for all"]
+    counts = ", ".join(f"{len(cases)} with {chunks} chunks" for chunks, cases in result["cases"].items())
+    note = f"\nQuestions: {counts}. KL: mean / mean of the worst quarter.\n"
+    return table(header, rows) + note + source(result, "check.json")
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-short": ("ttft.json", ttft_short),
@@ -434,6 +471,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quality-short": ("quality.json", quality_short),
     "probe": ("probe.json", probe),
     "contexts": ("context.json", contexts),
+    "check": ("check.json", check),
+    "check-targets": ("check.json", check_targets),
     "memory": ("memory.json", memory),
     "seams": ("seams.json", seams),
     "support": ("support.json", support),

@@ -206,6 +206,9 @@ class RepairConfig:
     """Layers whose attention ``query`` uses, as fractions of all layers, from and to."""
     seed: Count = 0
     """Seed of ``random``."""
+    audit: Fraction = 0.0
+    """Share of repaired answers whose prompt is prefilled in full afterwards, in the background and while no request runs;
+    ``engine.stats()["audit"]`` counts how far reuse was from it."""
 
     @classmethod
     def cacheblend(cls, recompute_ratio: float = 0.15) -> RepairConfig:

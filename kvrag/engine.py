@@ -438,7 +438,7 @@ class KVRagEngine:
     verify = verify_prompts
 
     def stats(self) -> dict[str, Any]:
-        """Return totals over requests, size and counters of each tier of the store, and counters of the write-back, if any."""
+        """Return totals over requests, counters of the audit and of the write-back, if any, and of each tier of the store."""
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         return {**self._stats.snapshot(), **extra, "store": self.store.stats()}
 
@@ -453,11 +453,11 @@ class KVRagEngine:
             loaded = self.loaded  # first: the gate depends on the model's device
             if self._query_side is None:
                 self._gate.admit(loaded)
-                ids = self.context_ids
-                if self.store_config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
-                    self._write_back = WriteBack(loaded, self.store, self.store_config, self._erasures, ids)
-                    self._resources.callback(self._write_back.close)
-                self._query_side = Answering(loaded, self.store, self.store_config, self._write_back, ids)
+                config, audit, ids = self.store_config, self._stats.audit, self.context_ids
+                if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
+                    self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
+                self._query_side = Answering(loaded, self.store, config, self._write_back, ids, audit)
+                self._resources.callback(self._query_side.close)
             return self._query_side
 
     def _request(

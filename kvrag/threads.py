@@ -59,6 +59,11 @@ class Turns:
     def _at_fork_reinit(self) -> None:
         self._free = threading.Semaphore(self._limit)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no thread has a turn."""
+        return self._free._value == self._limit
+
     @contextmanager
     def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
         """Wait for a turn and keep it until the context ends; raises ``CancelledError`` if ``cancel`` is set before it comes."""

@@ -19,6 +19,7 @@ import torch
 from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
+from kvrag.generate.audit import Audit
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
@@ -58,7 +59,7 @@ class Answering:
     """What the requests of one engine share: the model, the store, and the texts that are known to it.
 
     ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time. ``context_ids`` are the token ids that
-    chunks are encoded behind besides the prefix.
+    chunks are encoded behind besides the prefix. ``audit`` compares some answered prompts with their full prefill.
     """
 
     loaded: LoadedModel
@@ -66,6 +67,7 @@ class Answering:
     store_config: StoreConfig
     write_back: WriteBack | None = None
     context_ids: Sequence[int] = ()
+    audit: Audit = field(default_factory=Audit)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
@@ -74,6 +76,12 @@ class Answering:
 
     def __post_init__(self) -> None:
         self._read_dtype, self._context = self.store_config.read_dtype, context_digest(self.context_ids)
+
+    def close(self) -> None:
+        """Do nothing more in the background."""
+        self.audit.close()
+        if self.write_back:
+            self.write_back.close()
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the namespace's span index, brought up to date with what any process has stored."""
@@ -194,6 +202,8 @@ class Answering:
             end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
+        if request.repair.audit:
+            self.audit.offer(self.loaded, done, request.repair.audit, TURNS)
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
@@ -253,6 +263,7 @@ class EngineStats:
     def __init__(self) -> None:
         self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
+        self.audit = Audit()
 
     def count(self, result: Counted) -> Counted:
         """Add one request, and return it."""
@@ -263,7 +274,8 @@ class EngineStats:
         return result
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the totals and the overall reuse ratio."""
+        """Return the totals, the overall reuse ratio, and what the audit counted."""
         with self._lock:
             totals = self._totals.copy()
-        return {**totals, "kv_reuse_ratio": totals["cached_tokens"] / max(totals["prompt_tokens"], 1)}
+        ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
+        return {**totals, "kv_reuse_ratio": ratio, "audit": self.audit.stats()}

@@ -1,0 +1,92 @@
+"""Shadow audit: some of the repaired prompts are prefilled in full after their answers, and what reuse changed is counted.
+
+It runs in the background, one prompt at a time, and gives up within a layer when a request comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from functools import partial
+
+import torch
+
+from kvrag.blend.prefill import Prefilled
+from kvrag.model import StopForward
+from kvrag.model.lm import LoadedModel
+from kvrag.model.rows import Rows
+from kvrag.precompute.quantise_check import kl_divergence
+from kvrag.threads import Pool, Turns, fork_lock
+
+logger = logging.getLogger(__name__)
+
+AUDITS = Pool("kvrag-audit", max_threads=1)
+
+
+class Audit:
+    """The audit of one engine: draws prompts, by a generator with a fixed seed, and counts; keeps nothing of a prompt."""
+
+    def __init__(self) -> None:
+        self._lock, self._closed, self._draws = fork_lock(), threading.Event(), random.Random(0)
+        self._audited = self._same = self._skipped = 0
+        self._sum_kl = self._max_kl = 0.0
+        self._has_warned = False
+
+    def offer(self, loaded: LoadedModel, done: Prefilled, share: float, turns: Turns) -> None:
+        """Audit an answered prompt if it was repaired and is drawn; return at once. ``turns`` are those that requests take."""
+        if done.exactness != "repaired" or self._draws.random() >= share:
+            return
+        work = partial(self._audit, loaded, loaded.fingerprint, torch.tensor(done.token_ids), done.logits, turns)
+        try:
+            AUDITS.submit(work, cancel=self._closed)
+        except RuntimeError as error:  # too many threads, or the interpreter is about to exit
+            self._skip(error)
+
+    def close(self) -> None:
+        """Audit nothing more; a running audit ends after its layer."""
+        self._closed.set()
+
+    def stats(self) -> dict[str, float]:
+        """Return the prompts audited and skipped, mean and largest KL(full ‖ reuse) at the first token in nats, and top-1 agreement."""
+        with self._lock:
+            count = max(self._audited, 1)
+            means = {"mean_kl": self._sum_kl / count, "top1": self._same / count, "max_kl": self._max_kl}
+            return {"requests": self._audited, "skipped": self._skipped, **means}
+
+    def _audit(
+        self, loaded: LoadedModel, fingerprint: str, ids: torch.Tensor, reused: torch.Tensor, turns: Turns
+    ) -> None:
+        """Prefill a prompt in full and count; no error gets out."""
+        try:
+            full = self._prefilled(loaded, ids, turns)
+            if full is None or loaded.fingerprint != fingerprint:  # an adapter was switched meanwhile
+                self._skip()
+                return
+            kl, is_same = float(kl_divergence(full, reused)), bool(full.argmax() == reused.argmax())
+        except Exception as error:  # the answer has been given
+            self._skip(error)
+            return
+        with self._lock:
+            self._audited, self._same = self._audited + 1, self._same + is_same
+            self._sum_kl, self._max_kl = self._sum_kl + kl, max(self._max_kl, kl)
+
+    def _prefilled(self, loaded: LoadedModel, ids: torch.Tensor, turns: Turns) -> torch.Tensor | None:
+        """Return the last row's logits ``(vocab,)``; ``None`` where a request came, or the engine was closed."""
+
+        def look(*tensors: object) -> None:
+            if self._closed.is_set() or not turns.is_idle:
+                raise StopForward
+            if isinstance(fresh := tensors[-1], torch.Tensor) and fresh.is_cuda:
+                torch.cuda.synchronize(fresh.device)  # layers that are queued can't be given up
+
+        lm, rows = loaded.reusable, Rows.span(0, len(ids))
+        logits, _ = lm.forward(ids, rows, lm.buffer(len(ids)), before_write=look)
+        return logits[0, -1] if logits.numel() else None
+
+    def _skip(self, error: Exception | None = None) -> None:
+        with self._lock:
+            self._skipped += 1
+            if error is not None and not self._has_warned and not self._closed.is_set():
+                self._has_warned = True
+                logger.warning("a prompt was not audited (%s); further failures are counted only", error)
