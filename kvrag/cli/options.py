@@ -105,6 +105,7 @@ ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.em
 ENGINE: Group = (*ESTIMATE, *_PROMPTS)
 MAYBE_ENGINE: Group = (_option("model", Annotated[str | None, _MODEL]), *ENGINE[1:])
 DEMO: Group = (_PROMPTS[-1], *_RUN)
+CALIBRATE: Group = (_STORED[1], *_RUN, *_PROMPTS[:-1])
 _RATIO = _field(RepairConfig, "recompute_ratio", _REPAIR, flag="--ratio")
 REPAIR: Group = (_field(RepairConfig, "strategy", _REPAIR), _RATIO)
 LIMITS: Group = tuple(
