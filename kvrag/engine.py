@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
-from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, check_mode, refuse_misplaced
+from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
 from kvrag.errors import ConfigError, InputError
-from kvrag.generate.sequence import Answering, EngineStats, Request
+from kvrag.generate.sequence import Answering, EngineStats, Request, check_options
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
@@ -466,8 +466,7 @@ class KVRagEngine:
     def _request(
         self, prompt: Prompt, *, mode: Mode = "auto", repair: object = None, namespace: str | None = None
     ) -> Request:
-        check_mode(mode)
-        checked, space = as_config(RepairConfig, repair, option="repair") or self.repair, self._namespace(namespace)
+        checked, space = check_options(mode, repair) or self.repair, self._namespace(namespace)
         return Request(prompt, mode, checked, space, (self.prefix_text, *self._prefix_texts.get(space, ())))
 
     def _continuation_ids(self, continuation: object) -> list[int]:
@@ -483,8 +482,7 @@ class KVRagEngine:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
         start = time.perf_counter()
         own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
-        check_mode(own.get("mode", "auto"))
-        own["repair"] = as_config(RepairConfig, own.get("repair"), option="repair")
+        own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"))
         try:
             config = _sampling(**options)
         except TypeError:  # an option without a hash, such as a list of stop strings

@@ -14,7 +14,7 @@ from kvrag.cli.options import CALIBRATE, AsJson, Given, open_engine, takes
 from kvrag.cli.output import facts, grid, progress, show
 
 if TYPE_CHECKING:
-    from kvrag.calibrate import Trial
+    from kvrag.calibrate import Profile, Trial
 
 _MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 _CORPUS = typer.Option("--corpus", help="Text files or folders; default: the example documents of a checkout.")
@@ -41,31 +41,35 @@ def calibrate(
     """
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
     trials: list[Trial] = []
-
-    def report(trial: Trial) -> None:
-        trials.append(trial)
-        typer.echo(f"{len(trials)}. {'; '.join(_cells(trial))}", err=True)
-
     with closing(open_engine({**engine, "model": model})) as opened:
         from kvrag.calibrate import profile_file
 
         encoder = opened.loaded.encoder
         split = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
-        with progress(f"calibrating on {prompts} prompts of {chunks} chunks ..."):
-            texts, wanted = [chunk.text for chunk in split], {"max_mean_kl": target_kl, "min_top1": min_top1}
-            sizes = {"prompts": prompts, "chunks_per_prompt": chunks, "seed": seed}
-            profile = opened.calibrate(texts, **wanted, **sizes, on_trial=report)  # type: ignore[arg-type]
+        with progress(f"calibrating on {prompts} prompts of {chunks} chunks ...") as status:
+
+            def note(trial: Trial) -> None:
+                trials.append(trial)
+                status.console.print(f"{len(trials)}. {', '.join(_cells(trial))}", highlight=False, soft_wrap=True)
+
+            options: Given = {"max_mean_kl": target_kl, "min_top1": min_top1, "prompts": prompts, "seed": seed}
+            texts = [chunk.text for chunk in split]
+            profile = opened.calibrate(texts, **options, chunks_per_prompt=chunks, on_trial=note)
         file = profile_file(opened)
-    columns = "candidate|>repaired rows|>mean KL (nats)|>top-1|>rows computed"
-    kept = {
-        "repair": _cells(profile.kept)[0],
-        "target": f"mean KL at most {target_kl:g}, top-1 at least {min_top1:.0%}, by a standard error each: "
-        + ("reached" if profile.is_reached else "MISSED; the trial with the least KL is kept"),
-        "kept in": file if file.is_file() else f"nowhere: {file} can't be written",
-    }
     found = {**asdict(profile), "reached": profile.is_reached, "trials": [asdict(t) for t in trials], "file": file}
-    tables = grid("Reuse against full prefill", columns, map(_cells, trials)), facts(f"Profile of {model}", kept)
-    show(found, *tables, as_json=as_json, ok=profile.is_reached)
+    table = grid(
+        "Reuse against full prefill", "candidate|>repaired|>mean KL (nats)|>top-1|>computed", map(_cells, trials)
+    )
+    show(found, table, facts(f"Profile of {model}", _kept(profile, file)), as_json=as_json, ok=profile.is_reached)
+
+
+def _kept(profile: Profile, file: Path) -> dict[str, object]:
+    result = "reached" if profile.is_reached else "MISSED; the trial with the least KL is kept"
+    limits = (
+        f"mean KL at most {profile.max_mean_kl:g}, top-1 at least {profile.min_top1:.0%}, each by its standard error"
+    )
+    where = file if file.is_file() else f"nowhere: {file} can't be written"
+    return {"repair": _cells(profile.kept)[0], "target": f"{limits}: {result}", "kept in": where}
 
 
 def _cells(trial: Trial) -> tuple[str, ...]:
@@ -73,4 +77,10 @@ def _cells(trial: Trial) -> tuple[str, ...]:
     ends = " to ".join(f"{end:.0%}" for end in r.probe_span)
     how = f"{r.strategy} {r.recompute_ratio:g}, first_k {r.first_k}, shift {r.shift:g}, layers {ends}"
     kl, top1 = f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}", f"{trial.top1:.1%} ± {trial.top1_error:.1%}"
-    return "none" if r.strategy == "none" else how, f"{trial.rows:.1%}", kl, top1, f"{trial.cost:.1%}"
+    return (
+        "none" if r.strategy == "none" else how,
+        f"{trial.rows:.1%}",
+        kl,
+        top1,
+        f"{trial.cost:.1%}",
+    )  # shares of the prompt's rows
