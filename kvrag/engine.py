@@ -116,7 +116,7 @@ class KVRagEngine:
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats, self._lock = EngineStats(), fork_lock()
         self._loaded: LoadedModel | None = None
-        self.profile: Profile | None = None
+        self.profile: Profile | None = None  # that of the model and the context, once they are loaded
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
 
@@ -156,7 +156,7 @@ class KVRagEngine:
             What chunks are encoded behind besides the prefix, so that they are like a prompt's later documents: ``"default"``, a text that
             ships with kvrag, or one of your own. ``None``: nothing; a prompt's first chunk behind its own prefix is exact then.
         repair, namespace
-            Defaults of the engine's methods.
+            Defaults of the engine's methods; without ``repair``, what :meth:`calibrate` has found for the model and context is used.
         device, dtype, revision
             Default: CUDA if there is one, else the CPU; float32 on the CPU, else the checkpoint's; the hub's latest.
         store_config

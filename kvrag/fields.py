@@ -36,7 +36,7 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     namespace: str = "default"
     """Chunks of one namespace are never found from another."""
     repair: RepairConfig | None = None
-    """How stitched KV is repaired; default: :class:`kvrag.RepairConfig`'s."""
+    """How stitched KV is repaired; default: as calibrated for the model, else :class:`kvrag.RepairConfig`'s."""
     store_config: StoreConfig | None = None
     """Budgets, limits and the key of the KV store."""
     mode: Annotated[Mode, SkipValidation] = "auto"
