@@ -153,8 +153,8 @@ class KVRagEngine:
             What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`.
             Default: the head of the model's chat template.
         context
-            What chunks are encoded behind besides the prefix, so that they are like a prompt's later documents: ``"default"``, a text that
-            ships with kvrag, or one of your own. ``None``: nothing; a prompt's first chunk behind its own prefix is exact then.
+            What chunks are encoded behind besides the prefix, to be like a prompt's later documents: ``"default"``, a text that ships with
+            kvrag, ``"default:250"``, 250 tokens of it, or your own text. ``None``: nothing; a first chunk behind its own prefix is exact.
         repair, namespace
             Defaults of the engine's methods; without ``repair``, what :meth:`calibrate` has found for the model and context is used.
         device, dtype, revision

@@ -212,8 +212,8 @@ def test_a_refused_model_is_not_calibrated(engine_of):
 # -- the command ---------------------------------------------------------------------------------------------------------
 
 
-def run(*args):
-    return CliRunner().invoke(app, ["calibrate", *map(str, args)])
+def run(*args, command="calibrate", **options):
+    return CliRunner().invoke(app, [command, *map(str, args)], **options)
 
 
 def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path):
@@ -222,16 +222,25 @@ def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path
     options = (tiny_dir, "--corpus", corpus, "--chunk-tokens", 100, "--prompts", 3, "--chunks", 2)
     missed = run(*options, "--target-kl", 0, "--json")
     assert missed.exit_code == 1, missed.output
-    found = json.loads(missed.stdout)
+    values = json.loads(missed.stdout)
+    assert values["best"] is None
+    found = values["contexts"]["none"]
     assert not found["reached"]
     assert len(found["trials"]) == len(missed.stderr.strip().splitlines()) >= 8
-    assert found["kept"] in found["trials"]
-    assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig(**found["kept"]["repair"])
-    reached = run(*options, "--target-kl", 10, "--min-top1", 0)
+    assert found["profile"]["kept"] in found["trials"]
+    assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig(**found["profile"]["kept"]["repair"])
+    contexts = ("--chunk-context", "none", "--chunk-context", "default:40")
+    reached = run(*options, *contexts, "--target-kl", 10, "--min-top1", 0)
     assert reached.exit_code == 0, reached.output
     shown = " ".join(reached.stdout.split())
-    assert all(word in shown for word in ("mean KL", "top-1", "computed", "reached", "profiles"))
-    assert KVRagEngine.from_pretrained(tiny_dir).repair.strategy == "none"
+    assert all(
+        word in shown for word in ("mean KL", "top-1", "computed", "target reached", "profiles", "behind 'default:40'")
+    )
+    told = run("--model", tiny_dir, "--kv-dir", tmp_path / "kv", command="explain", input="Who?").stdout
+    assert "repair: none (calibrated on 3 prompts: mean KL" in told
+    for context in (None, "default:40"):
+        assert KVRagEngine.from_pretrained(tiny_dir, context=context).repair.strategy == "none"
+    assert KVRagEngine.from_pretrained(tiny_dir, context="default").repair == RepairConfig()
 
 
 def test_the_command_names_what_it_lacks(tiny_dir, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvrag import KVRagEngine, RepairConfig
+from kvrag.calibrate import Trial
 from kvrag.verify import kl_divergence
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
@@ -93,6 +94,21 @@ def test_strategies_beat_random_rows(strategy, mean_kl):
 )
 def test_the_default_is_closer_than_random_rows_no_shift_and_cacheblend(other, mean_kl):
     assert mean_kl(RepairConfig()) < mean_kl(other)
+
+
+def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path))
+    file, texts = _model_file(), [text for path in sorted(CORPUS.glob("*.md")) for text in sections(path)]
+    assert file is not None
+    trials: list[Trial] = []
+    own = KVRagEngine.from_pretrained(file, dtype="float32")
+    profile = own.calibrate(texts, prompts=2, chunks_per_prompt=3, max_mean_kl=0.0, on_trial=trials.append)
+    assert trials[0].repair.strategy == "none"
+    assert profile.kept.mean_kl < trials[0].mean_kl
+    assert trials[0].cost < profile.kept.cost < 1
+    assert own.repair == KVRagEngine.from_pretrained(file, dtype="float32").repair == profile.kept.repair
+    assert engine.repair == RepairConfig(), "this one was open before"
+    own.close()
 
 
 def test_auto_reuses_and_answers(engine, prompts):
