@@ -70,7 +70,7 @@ def example(name: str, *, otherwise: str) -> Path:
     for base in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (found := base / "examples" / name).is_dir():
             return found
-    raise InputError(f"examples/{name} is in kvrag's source, not in the package; {otherwise}")
+    raise InputError(f"this needs examples/{name} of kvrag's source, which is not in the package; {otherwise}")
 
 
 def read_text(file: Path) -> str:
