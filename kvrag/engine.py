@@ -16,18 +16,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.blend.quantise import convert
-from kvrag.config import (
-    MODES,
-    RepairConfig,
-    Retention,
-    SamplingConfig,
-    StoreConfig,
-    as_config,
-    check_mode,
-    refuse_misplaced,
-)
+from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
+from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
 from kvrag.errors import ConfigError, InputError
-from kvrag.generate.sequence import Answering, EngineStats, Request
+from kvrag.generate.sequence import Answering, EngineStats, Request, check_options
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
@@ -60,6 +52,7 @@ MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps although nobody else
 _SOURCE_OPTIONS = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
 _OPTIONS = (*_SOURCE_OPTIONS, "kv_dir", "prefix", "context", "repair", "namespace", "store_config")
 
+_DEFAULT = RepairConfig()
 _sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)  # checking options anew costs more than looking them up
 
 
@@ -109,20 +102,21 @@ class KVRagEngine:
         store_config: StoreConfig | Mapping[str, Any] | None = None,
     ) -> None:
         self.source, self.namespace, self.kv_dir = source, check_namespace(namespace), check_kv_dir(kv_dir)
-        self.repair = as_config(RepairConfig, repair, option="repair") or RepairConfig()
+        self._repair = as_config(RepairConfig, repair, option="repair")
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
         self.store: TieredStore = open_store(self.kv_dir, self.store_config, convert=convert)
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
-        self._erasures, self._prefix, self._context = erasures_of(self.kv_dir), prefix, check_context(context)
+        self._erasures, self.prefix, self.context = erasures_of(self.kv_dir), prefix, check_context(context)
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
         self._gate = Gate(self.store_config.read_dtype)
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats, self._lock = EngineStats(), fork_lock()
         self._loaded: LoadedModel | None = None
+        self.profile: Profile | None = None  # that of the model and the context, once they are loaded
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
 
@@ -159,10 +153,10 @@ class KVRagEngine:
             What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`.
             Default: the head of the model's chat template.
         context
-            What chunks are encoded behind besides the prefix, so that they are like a prompt's later documents: ``"default"``, a text that
-            ships with kvrag, or one of your own. ``None``: nothing; a prompt's first chunk behind its own prefix is exact then.
+            What chunks are encoded behind besides the prefix, to be like a prompt's later documents: ``"default"``, a text that ships with
+            kvrag, ``"default:250"``, 250 tokens of it, or your own text. ``None``: nothing; a first chunk behind its own prefix is exact.
         repair, namespace
-            Defaults of the engine's methods.
+            Defaults of the engine's methods; without ``repair``, what :meth:`calibrate` has found for the model and context is used.
         device, dtype, revision
             Default: CUDA if there is one, else the CPU; float32 on the CPU, else the checkpoint's; the hub's latest.
         store_config
@@ -221,7 +215,13 @@ class KVRagEngine:
                 if not has_tier and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)
                     self._gate = Gate(self.store_config.read_dtype)
+                self.profile = kept_profile(self)
             return self._loaded
+
+    @property
+    def repair(self) -> RepairConfig:
+        """The repair of requests that name none: as given, else that of the model's profile (:meth:`calibrate`), else the default."""
+        return self._repair or (self.profile.kept.repair if self.loaded and self.profile else _DEFAULT)
 
     @property
     def tokenizer(self) -> Any:
@@ -231,13 +231,13 @@ class KVRagEngine:
     @cached_property
     def prefix_text(self) -> str:
         """The text that chunks are encoded behind unless :meth:`precompute` is given another one."""
-        return prefix_text(self._prefix, self.loaded.encoder)
+        return prefix_text(self.prefix, self.loaded.encoder)
 
     @cached_property
     def context_ids(self) -> tuple[int, ...]:
         """Token ids that chunks are encoded behind, between the prefix and the chunk."""
         lm = self.loaded.lm
-        return () if isinstance(lm, PlainLM) else context_ids(self._context, self.loaded.encoder, lm.reuse_window)
+        return () if isinstance(lm, PlainLM) else context_ids(self.context, self.loaded.encoder, lm.reuse_window)
 
     def close(self) -> None:
         """Close the store and release the model; the engine can't be used afterwards."""
@@ -433,9 +433,12 @@ class KVRagEngine:
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> Explanation:
         """Report which spans of a prompt are known chunks, which of them have stored KV, and why the others don't."""
-        return self._answering.explain(self._request(prompt, **options))
+        request, is_given = self._request(prompt, **options), options.get("repair") or self._repair
+        repair = in_words(request.repair, "given" if is_given else self.profile or "default")
+        return replace(self._answering.explain(request), repair=repair)
 
     verify = verify_prompts
+    calibrate = calibrate_repair
 
     def stats(self) -> dict[str, Any]:
         """Return totals over requests, counters of the audit and of the write-back, if any, and of each tier of the store."""
@@ -463,7 +466,7 @@ class KVRagEngine:
     def _request(
         self, prompt: Prompt, *, mode: Mode = "auto", repair: object = None, namespace: str | None = None
     ) -> Request:
-        checked, space = _check_options(mode, repair) or self.repair, self._namespace(namespace)
+        checked, space = check_options(mode, repair) or self.repair, self._namespace(namespace)
         return Request(prompt, mode, checked, space, (self.prefix_text, *self._prefix_texts.get(space, ())))
 
     def _continuation_ids(self, continuation: object) -> list[int]:
@@ -479,7 +482,7 @@ class KVRagEngine:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
         start = time.perf_counter()
         own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
-        own["repair"] = _check_options(own.get("mode", "auto"), own.get("repair"))
+        own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"))
         try:
             config = _sampling(**options)
         except TypeError:  # an option without a hash, such as a list of stop strings
@@ -491,10 +494,3 @@ class KVRagEngine:
                 return self._stats.count(answering.answer(request, config, start, emit, cancel))
 
         return produce
-
-
-def _check_options(mode: Mode, repair: object) -> RepairConfig | None:
-    """Raise :class:`ConfigError` for a wrong mode, and return the repair as a config."""
-    if mode not in MODES:
-        check_mode(mode)
-    return None if repair is None else as_config(RepairConfig, repair, option="repair")

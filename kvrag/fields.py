@@ -32,11 +32,12 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, or a
     :class:`kvrag.TemplatePrefix` that also names the context variable."""
     context: str | None = Field(default=None, repr=False)
-    """What chunks are encoded behind besides the prefix: ``default`` (a text that ships with kvrag), your own text, or ``None``."""
+    """What chunks are encoded behind besides the prefix: ``default`` (a text that ships with kvrag; ``default:250``: 250 tokens of
+    it), your own text, or ``None``."""
     namespace: str = "default"
     """Chunks of one namespace are never found from another."""
     repair: RepairConfig | None = None
-    """How stitched KV is repaired; default: :class:`kvrag.RepairConfig`'s."""
+    """How stitched KV is repaired; default: as calibrated for the model, else :class:`kvrag.RepairConfig`'s."""
     store_config: StoreConfig | None = None
     """Budgets, limits and the key of the KV store."""
     mode: Annotated[Mode, SkipValidation] = "auto"

@@ -332,12 +332,13 @@ class ExplainedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Spans, hits and reasons of misses for one prompt; can be printed."""
+    """Spans, hits and reasons of misses for one prompt, and how it would be repaired and why so; can be printed."""
 
     spans: list[ExplainedSpan]
     prompt_tokens: int
     mode: Mode
     notes: list[str]
+    repair: str = ""
 
     @property
     def hits(self) -> int:
@@ -351,7 +352,7 @@ class Explanation:
             state = ("exact" if span.exact else "hit") if span.hit else "computed"
             why = f"  ({span.reason})" if span.reason else ""
             lines.append(f"{span.start:>6}-{span.stop:<6} {span.kind:<6} {state:<8} {head!r}{why}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, f"repair: {self.repair}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,3 +386,4 @@ class VerifyReport:
     changed_seams: int = 0
     prompt_tokens: int = 0
     changed_tokens: int = 0
+    repair: str = ""

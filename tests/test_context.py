@@ -95,6 +95,9 @@ def test_the_default_is_the_text_that_ships_cut_to_a_share_of_the_window(engine_
     whole = encoder.chunk_ids(f"{shipped().strip()}\n\n")
     assert engine.context_ids == tuple(whole[:CONTEXT_TOKENS])
     assert context_ids("default", encoder, 400) == tuple(whole[:100])
+    assert context_ids("default:30", encoder, 400) == tuple(whole[:30])
+    assert context_ids("default:9999", encoder, 8000) == tuple(whole[:CONTEXT_TOKENS])
+    assert context_ids("default: a text", encoder, 400) == encoder.chunk_ids("default: a text\n\n")
     assert context_ids(None, encoder, 400) == ()
     assert shipped().isascii()
 

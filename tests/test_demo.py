@@ -20,7 +20,7 @@ from demo.pipeline import DemoConfig
 from demo.questions import Question, read_questions, spread
 from demo.report import print_report
 from demo.run import Sizes, run_demo
-from kvrag.cli.app import app, demo
+from kvrag.cli.app import app
 from kvrag.cli.documents import read_documents, split_documents, split_text
 from kvrag.config import RepairConfig
 from kvrag.errors import ConfigError, InputError, MissingDependencyError
@@ -195,7 +195,7 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tm
 
 
 def test_without_a_checkout_the_demo_says_where_it_is(tmp_path, monkeypatch):
-    monkeypatch.setitem(demo.__globals__, "__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "demo.py"))
+    monkeypatch.setattr("kvrag.cli.documents.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "x.py"))
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--help"])
     assert done.exit_code == 2

@@ -9,6 +9,7 @@ import torch
 from kit import settle
 
 from kvrag import KVRagEngine, RepairConfig
+from kvrag.calibrate import Trial
 from kvrag.verify import kl_divergence
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
@@ -94,6 +95,23 @@ def test_strategies_beat_random_rows(strategy, mean_kl):
 )
 def test_the_default_is_closer_than_random_rows_no_shift_and_cacheblend(other, mean_kl):
     assert mean_kl(RepairConfig()) < mean_kl(other)
+
+
+def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("kvrag.calibrate.RATIOS", (0.03, 0.40))  # a few of the candidates are enough here
+    monkeypatch.setattr("kvrag.calibrate.VARIANTS", ())
+    assert engine.repair == RepairConfig()
+    file, texts = _model_file(), [text for path in sorted(CORPUS.glob("*.md")) for text in sections(path)]
+    assert file is not None
+    trials: list[Trial] = []
+    own = KVRagEngine.from_pretrained(file, dtype="float32")
+    profile = own.calibrate(texts, prompts=2, chunks_per_prompt=3, max_mean_kl=0.0, on_trial=trials.append)
+    assert trials[0].repair.strategy == "none"
+    assert profile.kept.mean_kl < trials[0].mean_kl
+    assert trials[0].cost < profile.kept.cost < 1
+    assert own.repair == KVRagEngine.from_pretrained(file, dtype="float32").repair == profile.kept.repair
+    own.close()
 
 
 def test_auto_reuses_and_answers(engine, prompts):

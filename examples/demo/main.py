@@ -70,7 +70,7 @@ def demo(
         from demo.run import Sizes, quiet, run_demo
 
         quiet()
-        options = {**engine, "repair": RepairConfig(**repair)}
+        options = {**engine, "repair": RepairConfig(**repair) if repair else None}
         config = DemoConfig(source, embeddings, kv_dir, top_k, options)
     asked, sizes, out = _questions(folder, question, questions), Sizes(chunk_tokens, max_new_tokens, repeats), console()
     make = partial(_pipeline, framework, config)

@@ -2,7 +2,7 @@
 
 ::
 
-    app ─▶ ask (ask, explain, verify) · precompute · estimate · store (stats, fsck, gc, rm, export, import) · kernels · demo
+    app ─▶ ask (ask, explain, verify) · precompute · calibrate · estimate · store (stats, fsck, gc, rm, export, import) · kernels · demo
              └───────────┴──────────────────────┴────▶ options (flags ─▶ configs ─▶ engine) · documents (files ─▶ prompts, chunks) · output
 
 May import every other room but ``testing``. Commands import torch and transformers inside their functions, because that takes

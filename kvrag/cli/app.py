@@ -9,15 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
-from kvrag.errors import InputError, KVRagError
+from kvrag.errors import KVRagError
 
 try:
     import typer
 
     from kvrag.cli.ask import ask, explain, verify
+    from kvrag.cli.calibrate import calibrate
+    from kvrag.cli.documents import example
     from kvrag.cli.estimate import estimate
     from kvrag.cli.kernels import app as kernels
     from kvrag.cli.precompute import precompute
@@ -50,16 +51,12 @@ class Commands(typer.core.TyperGroup):
 
 def demo(context: typer.Context) -> None:
     """Answer questions about real documents twice, by full prefill and with reuse from disk, and compare time and answers."""
-    for base in (Path(__file__).resolve().parents[2], Path.cwd()):
-        if (base / "examples" / "demo" / "main.py").is_file():
-            break
-    else:
-        raise InputError("the demo is in examples/demo of kvrag's source, not in the package; run it in a checkout")
-    sys.path.insert(0, str(base / "examples"))
+    examples = example("demo", otherwise="run it in a checkout").parent
+    sys.path.insert(0, str(examples))
     try:
         importlib.import_module("demo.main").command.main(context.args, prog_name="kvrag demo", standalone_mode=False)
     finally:
-        sys.path.remove(str(base / "examples"))
+        sys.path.remove(str(examples))
 
 
 app = typer.Typer(
@@ -67,7 +64,7 @@ app = typer.Typer(
 )
 # All options of the demo, --help too, are read by the demo itself.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
-for command in (precompute, ask, explain, verify, estimate, stats, fsck, gc, rm, export):
+for command in (precompute, ask, explain, verify, calibrate, estimate, stats, fsck, gc, rm, export):
     app.command()(command)
 app.command("import")(import_)
 app.add_typer(kernels)

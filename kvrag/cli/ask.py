@@ -112,7 +112,7 @@ def explain(
         found = opened.explain(prompt, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
     title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
     spans = grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans))
-    show({**asdict(found), "hits": found.hits}, spans, *found.notes, as_json=as_json)
+    show({**asdict(found), "hits": found.hits}, spans, *found.notes, f"repair: {found.repair}", as_json=as_json)
 
 
 def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
@@ -168,6 +168,7 @@ def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table
         "mean KL": f"{report.mean_kl:.4f} nats (at most {max_kl:g})",
         "same first token": f"{report.top1_agreement:.0%} (at least {min_top1:.0%})",
         "same greedy answer": f"{report.greedy_agreement:.0%}",
+        "repair": report.repair,
         "other ids than the whole text": f"{report.changed_tokens} of {report.prompt_tokens} tokens, "
         f"at {report.changed_seams} of {report.seams} seams",
         "result": "passed" if report.passed else "FAILED",

@@ -65,6 +65,14 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
     return texts
 
 
+def example(name: str, *, otherwise: str) -> Path:
+    """Return a folder of ``examples/``, in the checkout that kvrag runs from or in the working directory; the wheel has none."""
+    for base in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (found := base / "examples" / name).is_dir():
+            return found
+    raise InputError(f"this needs examples/{name} of kvrag's source, which is not in the package; {otherwise}")
+
+
 def read_text(file: Path) -> str:
     """Read one file as UTF-8 text; raise :class:`InputError` if that is not possible."""
     try:

@@ -40,7 +40,10 @@ _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
 _MODEL = _of_engine("--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 _PREFIX = _of_engine("--prefix", help="Text before the first chunk of your prompts, as rendered.")
 _SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
-_CONTEXT = _of_engine("--chunk-context", help="What chunks are encoded behind: default, none, or a text of your own.")
+_CONTEXT = _of_engine(
+    "--chunk-context",
+    help="What chunks are encoded behind: none, default, default:250 (tokens of it), or a text of your own.",
+)
 _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
 _MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)
@@ -105,6 +108,8 @@ ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.em
 ENGINE: Group = (*ESTIMATE, *_PROMPTS)
 MAYBE_ENGINE: Group = (_option("model", Annotated[str | None, _MODEL]), *ENGINE[1:])
 DEMO: Group = (_PROMPTS[-1], *_RUN)
+CALIBRATE: Group = (_STORED[1], *_RUN, *_PROMPTS[:2])
+Contexts = Annotated[list[str] | None, _CONTEXT]
 _RATIO = _field(RepairConfig, "recompute_ratio", _REPAIR, flag="--ratio")
 REPAIR: Group = (_field(RepairConfig, "strategy", _REPAIR), _RATIO)
 LIMITS: Group = tuple(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
+from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.audit import Audit
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
@@ -52,6 +52,13 @@ class Request:
     repair: RepairConfig
     namespace: str
     prefixes: tuple[str, ...]
+
+
+def check_options(mode: Mode, repair: object) -> RepairConfig | None:
+    """Raise ``ConfigError`` for a wrong mode, and return the repair as a config."""
+    if mode not in MODES:
+        check_mode(mode)
+    return None if repair is None else as_config(RepairConfig, repair, option="repair")
 
 
 @dataclass(slots=True)

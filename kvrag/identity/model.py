@@ -29,7 +29,7 @@ from kvrag.identity.adapters import (
     state_of,
 )
 from kvrag.identity.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
-from kvrag.identity.fingerprint import ModelIdentity
+from kvrag.identity.fingerprint import ModelIdentity, digest
 from kvrag.identity.weights import content_digest, leaves
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,12 @@ class LiveIdentity:
                 logger.info("the model's weights or adapters changed; its fingerprint is now %s", self._fingerprint)
             return self._fingerprint
 
+    @property
+    def portable(self) -> str:
+        """Digest of what is the same on every machine and with every version, as of the latest fingerprint."""
+        names = ("weights", "dtype", "quantisation", "adapters")
+        return digest("portable", {name: getattr(self._identity, name).encode() for name in names})
+
     def with_extra_keys(self, extra_keys: Mapping[str, str]) -> LiveIdentity:
         """Return the identity of the same model with other extra keys."""
         with torch.no_grad():
@@ -178,10 +184,10 @@ class _Digests:
     def get(self, look: _Look) -> str | None:
         """Return the digest of a state whose tensors are the same objects, unchanged."""
         tensors = [id(tensor) for tensor in look.tensors]
-        for refs, known, digest in reversed(self._known):
+        for refs, known, found in reversed(self._known):
             is_alike = (known.notes, known.values) == (look.notes, look.values)
             if is_alike and [id(ref()) for ref in refs] == tensors:  # a dead one is None, whose id no tensor has
-                return digest
+                return found
         return None
 
     def add(self, look: _Look, digest: str) -> str:

@@ -6,6 +6,7 @@ of a prompt's first document, with nothing else to attend to; in a prompt it is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -32,11 +33,15 @@ def check_context(context: object) -> str | None:
 
 
 def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
-    """Return the token ids that chunks are encoded behind: the first of the text, and at most a share of the model's window."""
+    """Return the token ids that chunks are encoded behind: the first of the text, and at most a share of the model's window.
+
+    ``default:250`` means 250 tokens of the text that ships.
+    """
     if context is None:
         return ()
-    text = shipped() if context == "default" else context
-    return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[: min(CONTEXT_TOKENS, window // WINDOW_SHARE)]
+    named = re.fullmatch(r"default(?::(\d+))?", context)
+    text, most = shipped() if named else context, int(named[1] or CONTEXT_TOKENS) if named else CONTEXT_TOKENS
+    return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[: min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)]
 
 
 @cache

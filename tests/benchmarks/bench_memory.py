@@ -34,9 +34,9 @@ def reset_peak() -> None:
 
 def child(folder: str, mode: str) -> None:
     """One request in this process; prints its measurements as JSON."""
-    from kvrag import KVRagEngine
+    from kvrag import KVRagEngine, RepairConfig
 
-    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32", kv_dir=folder)
+    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32", kv_dir=folder, repair=RepairConfig())
     item = items(engine.tokenizer, count=1)[0]
     if mode == "precompute":
         engine.precompute(item.chunks, batch_size=4)

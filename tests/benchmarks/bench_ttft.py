@@ -162,7 +162,11 @@ def show(title: str, summary: dict[str, Any]) -> None:
 def small_model_run(count: int, folder: Path) -> dict[str, Any]:
     """SmolLM2 on MuSiQue prompts: all ratios at 2,500 tokens, then whole passages and short prompts."""
     engine = KVRagEngine.from_pretrained(
-        small_model(), dtype="float32", kv_dir=folder / "kv", store_config=StoreConfig(ram_bytes=0)
+        small_model(),
+        dtype="float32",
+        kv_dir=folder / "kv",
+        repair=RepairConfig(),
+        store_config=StoreConfig(ram_bytes=0),
     )
     out: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "dtype": "float32"}
     ratios: dict[str, dict[str, Any]] = {"default": {"mode": "stitch"}}
@@ -199,7 +203,11 @@ def shape_run(shape: str, num_tokens: int, count: int, folder: Path, *, is_dry: 
     chunks = random_chunks(tokenizer, num_tokens // 500, 500, count)
     for tier, ram_bytes in (("memory", 32 * 2**30), ("disk", 0)):
         engine = KVRagEngine.from_pretrained(
-            model, tokenizer=tokenizer, kv_dir=folder / "kv", store_config=StoreConfig(ram_bytes=ram_bytes)
+            model,
+            tokenizer=tokenizer,
+            kv_dir=folder / "kv",
+            repair=RepairConfig(),
+            store_config=StoreConfig(ram_bytes=ram_bytes),
         )
         report = engine.precompute([c for prompt in chunks for c in prompt], batch_size=4)
         print(f"{tier}: precomputed {report.stored}, skipped {report.skipped}, {report.stored_bytes / 1e9:.2f} GB")

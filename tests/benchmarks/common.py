@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import kvrag
-from kvrag import KVRagEngine
+from kvrag import KVRagEngine, RepairConfig
 
 RESULTS = Path(__file__).parent / "results"
 INSTRUCTION = "Answer the question after reading the passages, within 5 words."
@@ -57,7 +57,7 @@ def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
 def small_engine(threads: int) -> KVRagEngine:
     """SmolLM2-135M-Instruct in float32, on so many threads; its KV is kept nowhere."""
     torch.set_num_threads(threads)
-    return KVRagEngine.from_pretrained(small_model(), dtype="float32")
+    return KVRagEngine.from_pretrained(small_model(), dtype="float32", repair=RepairConfig())
 
 
 @cache

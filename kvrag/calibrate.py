@@ -1,0 +1,260 @@
+"""Find the repair that reaches a target on a model and a corpus at the least cost, and keep it as the default of such engines.
+
+What is kept, a profile, stands beside the model's proof, under a name of what is the same on every machine: the model, what its chunks are
+encoded behind, and how their KV is rounded. Profiles that ship with the package, in ``profiles.json``, have the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import TypeAdapter
+
+from kvrag.blend.layout import Layout, place
+from kvrag.blend.select import estimated_rows
+from kvrag.config import RepairConfig, StoreConfig
+from kvrag.errors import InputError, OutOfMemoryError
+from kvrag.identity.fingerprint import context_digest, digest
+from kvrag.identity.weights import cache_dir, keep
+from kvrag.precompute.quantise_check import kl_divergence
+from kvrag.types import Chunk
+
+if TYPE_CHECKING:
+    from kvrag.engine import KVRagEngine
+
+VERSION = 1  # of what is measured and of the repair; a change invalidates every kept profile
+TARGET_KL, TARGET_TOP1 = 0.02, 0.97
+ANSWER_TOKENS = 8
+CHUNKS_PER_PROMPT = 2  # distinct ones that are precomputed: each stands in several prompts, beside others
+RATIOS = (0.01, 0.02, 0.03, 0.05, 0.10, 0.20, 0.40)
+START = RepairConfig(recompute_ratio=0.03)
+VARIANTS: tuple[dict[str, Any], ...] = ({"shift": 0.5}, {"shift": 1.0}, {"first_k": 0}, {"probe_span": (1 / 3, 0.6)})
+"""Changes to :data:`START`, tried one after the other."""
+
+_MARK = "\u2063KVRAG-CHUNKS\u2063"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A repair, and what it came to over the prompts.
+
+    ``mean_kl`` is KL(full ‖ reuse) in nats per token of the model's own answer, ``top1`` the share of these tokens with the same most
+    likely one, each with the standard error of its mean. ``rows`` are the rows repaired, ``cost`` the rows computed in all, both divided by
+    those of the prompt.
+    """
+
+    repair: RepairConfig
+    rows: float
+    cost: float
+    mean_kl: float
+    kl_error: float
+    top1: float
+    top1_error: float
+
+    def reaches(self, max_mean_kl: float, min_top1: float) -> bool:
+        """Whether both means are within the limits by their standard errors."""
+        return self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The trial that was kept for a model, and what it was found with. ``date``: ISO 8601, UTC."""
+
+    kept: Trial
+    max_mean_kl: float
+    min_top1: float
+    prompts: int
+    chunks_per_prompt: int
+    seed: int
+    model: str
+    versions: dict[str, str]
+    date: str
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the target was reached; if not, the trial with the least KL is kept."""
+        return self.kept.reaches(self.max_mean_kl, self.min_top1)
+
+    def __str__(self) -> str:
+        kl, top1, missed = self.kept.mean_kl, self.kept.top1, "" if self.is_reached else ", which misses the target"
+        return f"calibrated on {self.prompts} prompts: mean KL {kl:.3f}, top-1 {top1:.0%}{missed}"
+
+
+def calibrate_repair(
+    engine: KVRagEngine,
+    chunks: Sequence[str],
+    *,
+    max_mean_kl: float = TARGET_KL,
+    min_top1: float = TARGET_TOP1,
+    prompts: int = 24,
+    chunks_per_prompt: int = 6,
+    seed: int = 0,
+    on_trial: Callable[[Trial], None] = lambda _: None,
+) -> Profile:
+    """Find the repair of least cost that reaches a target on your chunks, keep it, and use it unless ``repair`` is given.
+
+    Prompts are made of chunks in random order and a question about one of them; their KV is kept in memory only. Takes minutes.
+
+    Parameters
+    ----------
+    engine, chunks
+        Chunk texts as your application splits them.
+    max_mean_kl, min_top1
+        The target: mean KL from the full prefill in nats per token, and share of equal most likely tokens, over the model's own answers.
+        Both must be reached with the standard errors of the means to spare.
+    prompts, chunks_per_prompt, seed
+        How many prompts, of how many chunks (as many as your application retrieves), drawn by which seed.
+    on_trial
+        Called with each :class:`Trial`.
+
+    Raises
+    ------
+    InputError
+        If there are too few chunks or prompts; :class:`ContextLengthError` if the prompts exceed the model's window.
+    UnsupportedModelError
+        If this model's KV can't be reused.
+    """
+    asked = make_prompts(engine, chunks, prompts, chunks_per_prompt, seed)
+    memory = StoreConfig(kv_dtype=engine.store_config.read_dtype, ram_bytes=2**62)  # ram_fraction of it, that is
+    with closing(type(engine)(engine.source, prefix=engine.prefix, context=engine.context, store_config=memory)) as own:
+        own.precompute(sorted({part.text for prompt in asked for part in prompt if isinstance(part, Chunk)}))
+        cases = [_case(own, prompt) for prompt in asked]
+
+        def measure(repair: RepairConfig) -> Trial:
+            on_trial(trial := _trial(own, cases, repair))
+            return trial
+
+        kept = search(measure, lambda trial: trial.reaches(max_mean_kl, min_top1))
+    versions = {name: version(name) for name in ("kvrag", "torch", "transformers")}
+    about = (prompts, chunks_per_prompt, seed, engine.source.name, versions, datetime.now(UTC).date().isoformat())
+    engine.profile = Profile(kept, max_mean_kl, min_top1, *about)
+    keep(profile_file(engine), json.dumps(asdict(engine.profile)))
+    return engine.profile
+
+
+def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], bool]) -> Trial:
+    """Find the cheapest repair that reaches the target, without trying all; if none does, return the trial with the least KL.
+
+    First none at all; then, at one ratio, the variants, each of which must gain more than the standard error, so that chance moves nothing,
+    or be cheaper without a loss; then lower ratios as long as they reach the target, or higher ones until one does.
+    """
+    trials: list[Trial] = []
+
+    def tried(repair: RepairConfig) -> Trial:
+        trials.append(measure(repair))
+        return trials[-1]
+
+    if reaches(none := tried(RepairConfig(strategy="none"))):
+        return none
+    best = tried(START)
+    for change in VARIANTS:
+        trial = tried(replace(best.repair, **change))
+        gain = best.mean_kl - trial.mean_kl
+        best = trial if gain > best.kl_error or (gain >= 0 and trial.cost < best.cost) else best
+    at, is_enough = RATIOS.index(START.recompute_ratio), reaches(best)
+    for ratio in reversed(RATIOS[:at]) if is_enough else RATIOS[at + 1 :]:
+        if reaches(tried(replace(best.repair, recompute_ratio=ratio))) != is_enough:
+            break
+    if reached := [trial for trial in trials if reaches(trial)]:
+        return min(reached, key=lambda trial: (trial.cost, trial.mean_kl))
+    return min(trials, key=lambda trial: trial.mean_kl)
+
+
+def make_prompts(
+    engine: KVRagEngine, chunks: Sequence[str], prompts: int, chunks_per_prompt: int, seed: int
+) -> list[list[str | Chunk]]:
+    """Draw prompts: some of the chunks, in random order, and a question about what one of them says."""
+    encoder, least, draw = engine.loaded.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
+    texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if len(encoder.chunk_ids(text)) >= least]
+    if len(texts) < chunks_per_prompt or chunks_per_prompt < 1 or prompts < 2:
+        raise InputError(
+            f"{prompts} prompts of {chunks_per_prompt} chunks can't be made of {len(texts)} chunks of at least {least} tokens; pass more "
+            "text, and ask for at least 2 prompts of at least 1 chunk"
+        )
+    pool, made = draw.sample(texts, min(len(texts), CHUNKS_PER_PROMPT * max(prompts, chunks_per_prompt))), []
+    end = "\nAnswer:"
+    if encoder.has_chat_template:
+        end = encoder.render([{"role": "user", "content": _MARK}]).partition(_MARK)[2]
+    for _ in range(prompts):
+        drawn = draw.sample(pool, chunks_per_prompt)
+        about = " ".join(draw.choice(drawn).lstrip("#*- ").split()[:6])
+        body = [part for text in drawn for part in (Chunk(text), "\n\n")]
+        made.append([engine.prefix_text, *body, f"Question: What does the text say about {about!r}?{end}"])
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A prompt, its layout, the model's own answer by full prefill, and the logits of its tokens, float32 ``(T, vocab)``."""
+
+    prompt: Sequence[str | Chunk]
+    layout: Layout
+    answer: list[int]
+    logits: torch.Tensor
+
+
+def _case(engine: KVRagEngine, prompt: Sequence[str | Chunk]) -> _Case:
+    spans = engine.explain(prompt).spans
+    if not all(span.hit for span in spans if span.kind == "chunk"):
+        raise OutOfMemoryError("the KV of the chunks does not fit into memory; calibrate with fewer prompts or chunks")
+    layout = place((s.stop - s.start, s.kind if s.hit else "live", s.exact, n, False) for n, s in enumerate(spans))
+    answer = engine.generate(prompt, mode="full", max_new_tokens=ANSWER_TOKENS).token_ids
+    return _Case(prompt, layout, answer, engine.score(prompt, answer, mode="full").logits)
+
+
+def _trial(engine: KVRagEngine, cases: Sequence[_Case], repair: RepairConfig) -> Trial:
+    """Measure a repair on all prompts."""
+    num_layers, figures = engine.loaded.reusable.num_layers, []
+    for case in cases:
+        found, total = engine.score(case.prompt, case.answer, mode="stitch", repair=repair), case.layout.num_tokens
+        is_same = found.logits.argmax(-1) == case.logits.argmax(-1)
+        costs = found.repaired_tokens / total, estimated_rows(case.layout, repair, num_layers=num_layers) / total
+        kl = kl_divergence(case.logits, found.logits).mean()
+        figures.append((*costs, float(kl), float(is_same.double().mean())))
+    rows, cost, kls, tops = zip(*figures, strict=True)
+    errors = [stdev(values) / len(values) ** 0.5 for values in (kls, tops)]
+    return Trial(repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1])
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def profile_file(engine: KVRagEngine) -> Path:
+    """Return where the profile of an engine's model, context and rounding is kept."""
+    kv_dtype, context = engine.store_config.read_dtype, context_digest(engine.context_ids)
+    parts = {"model": engine.loaded.identity.portable, "context": context, "kv_dtype": kv_dtype}
+    name = digest("profile", {**{key: text.encode() for key, text in parts.items()}, "version": bytes([VERSION])})
+    return cache_dir() / "profiles" / f"{name}.json"
+
+
+def kept_profile(engine: KVRagEngine) -> Profile | None:
+    """Read this user's profile for an engine, else the one that ships under the same name; a damaged file is none."""
+    file = profile_file(engine)
+    with suppress(OSError, ValueError):
+        return TypeAdapter(Profile).validate_json(file.read_bytes())
+    return _shipped().get(file.stem)
+
+
+@cache
+def _shipped() -> dict[str, Profile]:
+    text = files("kvrag").joinpath("profiles.json").read_text("utf-8")
+    return TypeAdapter(dict[str, Profile]).validate_json(text)
+
+
+def in_words(repair: RepairConfig, origin: object) -> str:
+    """Describe a repair and where it comes from, for reports."""
+    if repair.strategy == "none":
+        return f"none ({origin})"
+    return f"{repair.strategy}, ratio {repair.recompute_ratio:g}, first_k {repair.first_k}, shift {repair.shift:g} ({origin})"

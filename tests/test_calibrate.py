@@ -1,0 +1,254 @@
+"""Calibration: the search finds the cheapest repair that reaches the target, and its profile is kept, used and named; tiny models."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from texts import make_chunks
+from typer.testing import CliRunner
+
+from kvrag import Chunk, InputError, KVRagEngine, RepairConfig, UnsupportedModelError, calibrate
+from kvrag.calibrate import RATIOS, START, VARIANTS, Profile, Trial, make_prompts, profile_file, search
+from kvrag.cli.app import app
+from kvrag.config import StoreConfig
+
+CHUNKS = make_chunks(8, words=30, seed=5)
+SMALL = {"prompts": 3, "chunks_per_prompt": 2}
+ANY = {"max_mean_kl": 10.0, "min_top1": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(tmp_path, monkeypatch):
+    """No profile outlives its test."""
+    monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
+
+
+# -- the search, on made-up measurements --------------------------------------------------------------------------------
+
+
+class Bench:
+    """Measures by a formula: KL falls with the ratio; ``gains`` are subtracted where a config has these values."""
+
+    def __init__(self, *, kl_at_1=0.001, error=0.001, gains=()):
+        self.trials: list[Trial] = []
+        self.kl_at_1, self.error, self.gains = kl_at_1, error, dict(gains)
+
+    def __call__(self, repair: RepairConfig) -> Trial:
+        ratio = 0.0 if repair.strategy == "none" else repair.recompute_ratio
+        kl = 0.2 if not ratio else self.kl_at_1 / ratio
+        kl -= sum(gain for (name, value), gain in self.gains.items() if ratio and getattr(repair, name) == value)
+        self.trials.append(Trial(repair, ratio, ratio, kl, self.error, 1.0, 0.0))
+        return self.trials[-1]
+
+    def find(self, limit: float) -> Trial:
+        return search(self, lambda trial: trial.reaches(limit, 0.97))
+
+
+def test_no_repair_is_tried_first_and_kept_if_it_is_enough():
+    bench = Bench()
+    assert bench.find(0.3).repair.strategy == "none"
+    assert len(bench.trials) == 1
+
+
+@pytest.mark.parametrize("least", RATIOS)
+def test_the_lowest_ratio_that_reaches_the_target_is_kept(least):
+    bench = Bench(error=0.0001)
+    assert bench.find(0.001 / least + 0.00011).repair == replace(START, recompute_ratio=least)
+    assert len(bench.trials) <= 1 + 1 + len(VARIANTS) + len(RATIOS) // 2 + 1
+
+
+def test_a_mean_that_reaches_the_target_by_less_than_its_error_is_not_enough():
+    bench = Bench(error=0.001)
+    assert bench.find(0.0205).repair.recompute_ratio == 0.10  # at 0.05 the mean is 0.020
+
+
+def test_top1_needs_its_error_to_spare_too():
+    trial = Trial(START, 0, 0, 0.01, 0.001, 0.98, 0.005)
+    assert trial.reaches(0.02, 0.97)
+    assert not replace(trial, top1_error=0.02).reaches(0.02, 0.97)
+
+
+@pytest.mark.parametrize("change", [change for change in VARIANTS if "probe_span" not in change])
+def test_a_variant_is_kept_only_if_it_gains_more_than_the_standard_error(change):
+    def kept(gain):
+        bench = Bench(kl_at_1=0.003, error=0.004, gains={next(iter(change.items())): gain})
+        return bench.find(0.05).repair
+
+    assert kept(0.003) == replace(START, recompute_ratio=0.10)
+    assert kept(0.005) == replace(START, recompute_ratio=0.10, **change)
+
+
+def test_where_none_reaches_the_target_the_least_kl_is_kept():
+    bench = Bench()
+    assert bench.find(0.001).repair == replace(START, recompute_ratio=RATIOS[-1])
+
+
+# -- the prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_drawn_by_the_seed(engine):
+    one, again, other = (make_prompts(engine, CHUNKS, 4, 3, seed) for seed in (0, 0, 1))
+    assert one == again != other
+    assert len(one) == 4
+    for prompt in one:
+        texts = [part.text for part in prompt if isinstance(part, Chunk)]
+        assert len(set(texts)) == 3
+        assert set(texts) <= set(CHUNKS)
+        assert any(prompt[-1].split("'")[1] in text for text in texts), "the question is about a chunk of the prompt"
+
+
+@pytest.mark.parametrize("options", [{"prompts": 1}, {"chunks_per_prompt": 9}, {"chunks_per_prompt": 0}])
+def test_too_little_text_is_refused(engine, options):
+    with pytest.raises(InputError, match="can't be made of 8 chunks"):
+        engine.calibrate([*CHUNKS, CHUNKS[0], "too short"], **{**SMALL, **options})
+
+
+# -- what is kept, and who uses it ---------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_used_by_every_engine_on_the_model_and_context(tiny_dir, tmp_path):
+    def opened(**options):
+        return KVRagEngine.from_pretrained(tiny_dir, **options)
+
+    engine, trials = opened(kv_dir=tmp_path / "kv"), []
+    assert engine.repair == RepairConfig()
+    profile = engine.calibrate(CHUNKS, **SMALL, max_mean_kl=0.0, on_trial=trials.append)
+    assert not profile.is_reached
+    assert profile.kept in trials
+    assert profile.kept.repair != RepairConfig()
+    assert 0 < profile.kept.rows < profile.kept.cost < 1
+    assert engine.repair == opened().repair == profile.kept.repair
+    assert opened(extra_keys={"team": "search"}).repair == profile.kept.repair
+    given = RepairConfig(recompute_ratio=0.11)
+    assert opened(repair=given).repair == given
+    for other in ({"context": "default"}, {"store_config": StoreConfig(kv_dtype="int8")}, {"dtype": "bfloat16"}):
+        assert opened(**other).repair == RepairConfig(), other
+    assert list(engine.store.catalog.keys()) == [], "nothing of it is left in the user's store"
+
+
+def test_answers_use_the_profile_unless_told_otherwise(tiny_dir):
+    engine = KVRagEngine.from_pretrained(tiny_dir)
+    engine.precompute(CHUNKS)
+    prompt = make_prompts(engine, CHUNKS, 2, 4, 1)[0]
+    before = engine.prefill(prompt, mode="stitch").repaired_tokens
+    engine.calibrate(CHUNKS, **SMALL, **ANY)
+    assert before > engine.prefill(prompt, mode="stitch").repaired_tokens == 0
+    assert engine.generate(prompt, mode="stitch", max_new_tokens=1).repaired_tokens == 0
+    assert engine.prefill(prompt, mode="stitch", repair=RepairConfig()).repaired_tokens == before
+
+
+def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
+    engine = KVRagEngine.from_pretrained(tiny_dir)
+    engine.precompute(CHUNKS)
+    prompt, given = make_prompts(engine, CHUNKS, 2, 4, 1)[0], RepairConfig(recompute_ratio=0.11)
+    assert engine.explain(prompt).repair == "query_gain, ratio 0.05, first_k 4, shift 0.75 (default)"
+    profile = engine.calibrate(CHUNKS, **SMALL, **ANY)
+    kl = f"{profile.kept.mean_kl:.3f}"
+    said = f"none (calibrated on 3 prompts: mean KL {kl}, top-1 {profile.kept.top1:.0%})"
+    assert engine.explain(prompt).repair == said
+    assert f"repair: {said}" in str(engine.explain(prompt))
+    assert engine.verify([prompt]).repair == said
+    for named in (engine.explain(prompt, repair=given), engine.verify([prompt], repair=given)):
+        assert named.repair == "query_gain, ratio 0.11, first_k 4, shift 0.75 (given)"
+    own = KVRagEngine.from_pretrained(tiny_dir, repair=given)
+    assert own.explain(prompt).repair == named.repair
+    assert "misses the target" in str(replace(profile, max_mean_kl=-1.0))
+
+
+def test_calibration_is_repeatable_and_measures_the_exact_as_exact(tiny_dir, monkeypatch):
+    def run(seed=0):
+        return KVRagEngine.from_pretrained(tiny_dir).calibrate(CHUNKS, **SMALL, seed=seed)
+
+    assert run() == run() != run(seed=1)
+    monkeypatch.setattr(calibrate, "START", RepairConfig(strategy="all", recompute_ratio=0.03))
+    kept = KVRagEngine.from_pretrained(tiny_dir).calibrate(CHUNKS, **SMALL, max_mean_kl=1e-6).kept
+    assert kept.repair.strategy == "all"
+    assert kept.top1 == 1
+    assert kept.mean_kl < 1e-6
+
+
+def test_a_damaged_profile_is_none_and_unknown_fields_are_ignored(tiny_dir):
+    engine = KVRagEngine.from_pretrained(tiny_dir)
+    profile = engine.calibrate(CHUNKS, **SMALL, **ANY)
+    file, text = profile_file(engine), json.dumps(asdict(profile))
+    assert file.read_text() == text
+    fields = json.loads(text)
+    wrong = {**fields, "kept": {**fields["kept"], "repair": {**fields["kept"]["repair"], "recompute_ratio": 7}}}
+    for damaged in ("", text[:-9], "[]", json.dumps({**fields, "kept": {}}), json.dumps(wrong), "\x00"):
+        file.write_text(damaged)
+        assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig()
+    file.write_text(json.dumps({**fields, "of a newer version": 1}))
+    assert KVRagEngine.from_pretrained(tiny_dir).repair == profile.kept.repair
+
+
+def test_a_shipped_profile_is_used_after_the_users_own(tiny_dir, monkeypatch):
+    own = KVRagEngine.from_pretrained(tiny_dir).calibrate(CHUNKS, **SMALL, **ANY)
+    file = profile_file(KVRagEngine.from_pretrained(tiny_dir))
+    shipped = replace(own, kept=replace(own.kept, repair=RepairConfig(recompute_ratio=0.17)))
+    monkeypatch.setattr(calibrate, "_shipped", lambda: {file.stem: shipped})
+    assert KVRagEngine.from_pretrained(tiny_dir).repair == own.kept.repair
+    file.unlink()
+    assert KVRagEngine.from_pretrained(tiny_dir).repair == shipped.kept.repair
+
+
+def test_shipped_profiles_can_be_read_and_have_reached_their_targets():
+    for name, profile in calibrate._shipped().items():
+        assert name.startswith("sha256:")
+        assert isinstance(profile, Profile)
+        assert profile.is_reached
+
+
+def test_other_weights_have_no_profile(engine_of):
+    engine_of("llama").calibrate(CHUNKS, **SMALL, **ANY)
+    assert engine_of("llama").repair.strategy == "none"
+    assert engine_of("llama", seed=1).repair == RepairConfig()
+
+
+def test_a_refused_model_is_not_calibrated(engine_of):
+    with pytest.raises(UnsupportedModelError, match="is not reused"):
+        engine_of("gpt2").calibrate(CHUNKS, **SMALL)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def run(*args, command="calibrate", **options):
+    return CliRunner().invoke(app, [command, *map(str, args)], **options)
+
+
+def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path):
+    corpus = tmp_path / "notes.md"
+    corpus.write_text("\n\n".join(CHUNKS), "utf-8")
+    options = (tiny_dir, "--corpus", corpus, "--chunk-tokens", 100, "--prompts", 3, "--chunks", 2)
+    missed = run(*options, "--target-kl", 0, "--json")
+    assert missed.exit_code == 1, missed.output
+    values = json.loads(missed.stdout)
+    assert values["best"] is None
+    found = values["contexts"]["none"]
+    assert not found["reached"]
+    assert len(found["trials"]) == len(missed.stderr.strip().splitlines()) >= 8
+    assert found["profile"]["kept"] in found["trials"]
+    assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig(**found["profile"]["kept"]["repair"])
+    contexts = ("--chunk-context", "none", "--chunk-context", "default:40")
+    reached = run(*options, *contexts, "--target-kl", 10, "--min-top1", 0)
+    assert reached.exit_code == 0, reached.output
+    shown = " ".join(reached.stdout.split())
+    assert all(
+        word in shown for word in ("mean KL", "top-1", "computed", "target reached", "profiles", "behind 'default:40'")
+    )
+    told = run("--model", tiny_dir, "--kv-dir", tmp_path / "kv", command="explain", input="Who?").stdout
+    assert "repair: none (calibrated on 3 prompts: mean KL" in told
+    for context in (None, "default:40"):
+        assert KVRagEngine.from_pretrained(tiny_dir, context=context).repair.strategy == "none"
+    assert KVRagEngine.from_pretrained(tiny_dir, context="default").repair == RepairConfig()
+
+
+def test_the_command_names_what_it_lacks(tiny_dir, tmp_path, monkeypatch):
+    refused = run(tiny_dir, "--corpus", tmp_path / "nowhere")
+    assert refused.exit_code == 2
+    assert "nowhere" in refused.stderr
+    monkeypatch.setattr("kvrag.cli.documents.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "x.py"))
+    monkeypatch.chdir(tmp_path)
+    bare = run(tiny_dir)
+    assert bare.exit_code == 2
+    assert "pass --corpus" in bare.stderr
