@@ -35,7 +35,6 @@ from kvrag.threads import fork_lock
 
 logger = logging.getLogger(__name__)
 
-COST_VERSION = 1  # of what is measured, and how; a change invalidates all that was kept
 SMALL, LARGE = 16, 2048  # rows of the smallest and of the largest forward that is timed
 ENOUGH_MS = 200.0  # nothing larger is timed after a forward that takes so long
 PATIENCE_MS = 1000.0  # forwards that took longer together are not timed again
@@ -195,7 +194,7 @@ class CostModel:
     @property
     def _file(self) -> Path:
         threads, cores = str(torch.get_num_threads()), str(os.cpu_count())
-        where = {"threads": threads, "cores": cores, "processor": _processor(), "version": str(COST_VERSION)}
+        where = {"threads": threads, "cores": cores, "processor": _processor()}
         return kept_file("cost", self._loaded.reusable, self._loaded.fingerprint, **where)
 
 

@@ -2,8 +2,9 @@
 
 Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. That is not what ``is_causal`` means when there are fewer rows than
 keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused causal call where the
-rows are a whole prompt, or all but a short head of one, blocks of rows with the keys cut at the block's limits, and explicit probabilities where the model needs them
-(soft cap, sinks) or the caller wants them (the probe). A CUDA kernel of :mod:`kvrag_kernels` takes all but whole prompts and single rows.
+rows are a whole prompt, or all but the short head of a long one, blocks of rows with the keys cut at the block's limits, and explicit
+probabilities where the model needs them (soft cap, sinks) or the caller wants them (the probe). A CUDA kernel of :mod:`kvrag_kernels`
+takes all but whole prompts and single rows.
 """
 
 from __future__ import annotations
