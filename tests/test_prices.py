@@ -1,6 +1,7 @@
 """What ``auto`` goes by: prices of layouts, what is measured and kept of them, and what requests teach."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from kit import lm_of, raising
@@ -18,6 +19,12 @@ TEN = [(250, "chunk", False, n, False) for n in range(1, 11)]
 LONG = place([(10, "prefix", True, 0, False), *TEN, (16, "live", False, -1, False)])
 ONCE = RepairConfig(strategy="first_k")
 HOST = [("host", 10), *[("host", 250)] * 10]
+
+
+@pytest.fixture(autouse=True)
+def own_cache_of_costs(monkeypatch, tmp_path):
+    """Made-up costs are for no other test."""
+    monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def prompt(*order: int) -> list[dict[str, str]]:
@@ -145,9 +152,10 @@ def test_only_auto_asks_for_prices(engine_of, monkeypatch):
 
 
 def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("kvrag.blend.cost.measured", MEASURED)
-    lm, file = lm_of(), tmp_path / "costs" / "one.json"
+    ticks = count()
+    monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: (run(), 2.0 ** next(ticks))[1])
+    lm, file = lm_of(), tmp_path / "cache" / "costs" / "one.json"
     found = costs_of(lm, file)
     assert found.unit == "ms"
     assert min(found.row, found.pair) > 0

@@ -172,16 +172,13 @@ class CostModel:
                 seen[tier] = ms.get("load", 0.0), rows[tier]
             if layout.reused:
                 seen["stitch"] = ms.get("stitch", 0.0), num_rows_of(layout.reused)
-            took, predicted = (
-                sum(ms.get(stage, 0.0) for stage in ("select", "repair", "prefill")),
-                price.of_forwards(layout),
-            )
-            if layout.stale:
+            took = sum(ms.get(stage, 0.0) for stage in ("select", "repair", "prefill"))
+            predicted = price.of_forwards(layout)
+            if (
+                layout.stale
+            ):  # at most twice what is expected: a request that waited for others must not put off all reuse
                 expected = costs.each("forward") * predicted
-                seen["request"] = (
-                    min(max(0.0, took - expected), expected),
-                    1.0,
-                )  # who waited for others must not put off all reuse
+                seen["request"] = min(max(0.0, took - expected), expected), 1.0
             else:
                 seen["forward"] = took, predicted
             for name in {tier for tier, _ in price.stored} | {"stitch", "request"} | seen.keys():
