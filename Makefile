@@ -9,7 +9,11 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
+<<<<<<< HEAD
 .PHONY: setup demo test test-all lint types check bench bench-ttft bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
+=======
+.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
+>>>>>>> cost
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -48,10 +52,17 @@ types: setup ## Check types (strict)
 
 check: lint types test-all ## What CI runs, but for the wheel
 
+<<<<<<< HEAD
 bench: bench-ttft bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
+=======
+bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
+>>>>>>> cost
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
+
+bench-auto: setup ## What mode="auto" costs beside a full prefill, by prompt length and share of stored chunks (an hour on two cores)
+	cd tests/benchmarks && ../../$(BIN)/python bench_auto.py $(ARGS)
 
 bench-quality: setup ## Distance from full prefill, every strategy (about an hour on two cores)
 	cd tests/benchmarks && ../../$(BIN)/python bench_quality.py $(ARGS)

@@ -60,6 +60,25 @@ def ttft(result: dict[str, Any]) -> str:
     return table(header, rows) + source(result, "ttft.json")
 
 
+def auto(result: dict[str, Any]) -> str:
+    """Time of ``auto`` beside a full prefill, by prompt length and share of stored chunks."""
+    cells = {(cell["length"], cell["share"]): cell for cell in result["cells"]}
+    shares = sorted({share for _, share in cells})
+    rows = []
+    for length in sorted({length for length, _ in cells}):
+        row = [cells[length, share] for share in shares]
+        times = [f"{each['ratio_ms']:.2f} ({each['ratio_cpu_ms']:.2f}), {each['exactness']}" for each in row]
+        rows.append([f"{row[0]['tokens']}", f"{row[0]['full_ms']:.0f}", *times])
+    most, repeats = max(cell["ratio_ms"] for cell in result["cells"]), len(result["cells"][0]["runs"])
+    note = f"\nTime of `auto` as a share of the full prefill's, of CPU time in brackets, and the answer's label; medians of {repeats}. "
+    note += f"The most is {most:.2f}; the limit is {result['limit']}.\n"
+    return (
+        table(["tokens", "full prefill, ms", *(f"{share:.0%} stored" for share in shares)], rows)
+        + note
+        + source(result, "auto.json")
+    )
+
+
 DEFAULT = "prefix/query_gain@0.05 first_k 4 shift 0.75"
 
 
@@ -467,6 +486,7 @@ def check_targets(result: dict[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-short": ("ttft.json", ttft_short),
+    "auto": ("auto.json", auto),
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),
     "probe": ("probe.json", probe),

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import TypeAdapter
 
+from kvrag.blend.cost import IN_ROWS, Price
 from kvrag.blend.layout import Layout, place
-from kvrag.blend.select import estimated_rows
 from kvrag.config import RepairConfig, StoreConfig
 from kvrag.errors import InputError, OutOfMemoryError
 from kvrag.identity.fingerprint import context_digest, digest
@@ -220,7 +220,7 @@ def _trial(engine: KVRagEngine, cases: Sequence[_Case], repair: RepairConfig) ->
     for case in cases:
         found, total = engine.score(case.prompt, case.answer, mode="stitch", repair=repair), case.layout.num_tokens
         is_same = found.logits.argmax(-1) == case.logits.argmax(-1)
-        costs = found.repaired_tokens / total, estimated_rows(case.layout, repair, num_layers=num_layers) / total
+        costs = found.repaired_tokens / total, Price(IN_ROWS, repair, num_layers).of_forwards(case.layout) / total
         kl = kl_divergence(case.logits, found.logits).mean()
         figures.append((*costs, float(kl), float(is_same.double().mean())))
     rows, cost, kls, tops = zip(*figures, strict=True)

@@ -105,6 +105,18 @@ def test_fast_paths_equal_the_general_path():
     assert torch.equal(*fast)
 
 
+@pytest.mark.parametrize(("head", "is_padded"), [(1, True), (25, True), (26, False)])
+def test_a_long_prompt_but_for_its_short_head_is_one_fused_call(head, is_padded, monkeypatch):
+    assert Limits(torch.arange(head, 200), 200).padding is None, "a short prompt"
+    monkeypatch.setattr("kvrag.model.rows.MAX_BLOCKED", 1000)
+    q, k, v, _ = random_case(6, 2, 200 - head, 200)
+    rest, hi = Limits(torch.arange(head, 200), 200), torch.arange(head, 200)
+    out = ragged_attention(q, k, v, rest, scale=0.25)
+    assert (not rest.kept) == is_padded
+    assert torch.allclose(out.double(), reference(q, k, v, hi, 0.25)[0], atol=1e-5)
+    assert Limits(torch.cat([hi[:1] - 1, hi[1:]]), 200).padding is None, "rows with a gap"
+
+
 def test_large_masks_are_not_kept(monkeypatch):
     q, k, v, hi = random_case(6, 2, 150, 400)
     kept, made = Limits(hi, 400), Limits(hi, 400)

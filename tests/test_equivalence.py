@@ -115,6 +115,7 @@ def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefil
         plan,
         mode="stitch",
         config=repair,
+        costs=engine._answering.costs,
         max_new_tokens=1,
         load_timeout_s=10.0,
         clock=Clock(),
@@ -189,7 +190,7 @@ def test_a_mask_aligned_bottom_right_would_see_the_future(stored, monkeypatch):
         rows = len(self.hi)
         if 1 < rows < self.num_keys:
             self.hi = torch.arange(self.num_keys - rows, self.num_keys)
-        self.is_whole = rows == self.num_keys
+        self.padding = 0 if rows == self.num_keys else None
 
     engine = stored("llama")
     monkeypatch.setattr(Limits, "__post_init__", bottom_right)

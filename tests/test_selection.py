@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvrag.blend.layout import Layout, Segment, place, rows_of
-from kvrag.blend.select import decide, effective_ratio, estimated_rows, select_rows
+from kvrag.blend.select import decide, effective_ratio, select_rows
 from kvrag.config import RepairConfig
 
 #   prefix 0:10 | chunk 10:110 exact | glue 110:112 | chunk 112:212 | glue 212:214 | chunk 214:314 | suffix 314:330
@@ -102,28 +102,15 @@ def test_another_prefix_raises_the_ratio():
     [("full", ["live"]), ("prefix", ["prefix", "chunk", "live"]), ("stitch", [s.kind for s in LAYOUT.segments])],
 )
 def test_modes_decide_how_much_is_reused(mode, kinds):
-    layout, reason = decide(LAYOUT, mode, RepairConfig(), num_layers=30)
+    layout, reason = decide(LAYOUT, mode)
     assert [s.kind for s in layout.segments] == kinds
     assert reason is None
 
 
-def test_auto_weighs_the_cost():
-    short, reason = decide(LAYOUT, "auto", RepairConfig(recompute_ratio=0.15), num_layers=30)
-    assert short.is_exact
-    assert "cost" in str(reason)
-    long = place(
-        [(10, "prefix", True, 0, False), *[(250, "chunk", False, 1, False)] * 10, (16, "live", False, -1, False)]
-    )
-    assert decide(long, "auto", RepairConfig(), num_layers=30) == (long, None)
-    everything = RepairConfig(strategy="all")
-    assert decide(long, "auto", everything, num_layers=30)[0].is_exact
-
-
-def test_estimates_count_every_pass():
-    assert estimated_rows(LAYOUT, RepairConfig(strategy="none"), num_layers=30) == 20
-    assert estimated_rows(LAYOUT, RepairConfig(strategy="all"), num_layers=30) == 220
-    assert estimated_rows(LAYOUT, RepairConfig(), num_layers=30) == 20 + 10 + 16  # the probe ends at 0.8 of the layers
-    assert estimated_rows(LAYOUT, RepairConfig(strategy="hkvd"), num_layers=30) == 20 + 10 + 330 * 2 // 30
-    for ratio in (0.0, 0.04):
-        only_heads = RepairConfig(recompute_ratio=ratio)
-        assert estimated_rows(LAYOUT, only_heads, num_layers=30) == 20 + 8, "nothing asks for a probe"
+def test_only_auto_asks_what_is_cheapest():
+    cheap = LAYOUT.only_exact_head()
+    asked = {
+        mode: decide(LAYOUT, mode, lambda layout: (cheap, "asked")) for mode in ("full", "prefix", "stitch", "auto")
+    }
+    assert [mode for mode, (_, reason) in asked.items() if reason == "asked"] == ["auto"]
+    assert asked["auto"][0] is cheap

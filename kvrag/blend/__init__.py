@@ -4,7 +4,7 @@
 
     Plan ─▶ layout ─▶ select: decide ─▶ (load) ─▶ stitch ─▶ select: rows ─▶ repair ─▶ logits
                └────────────────────── prefill runs them ───────────────────┘
-                           likeness: what rows tell of each other · quantise: codes
+                           cost: what auto asks · likeness: what rows tell of each other · quantise: codes
 
 Imports ``types errors config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
 """

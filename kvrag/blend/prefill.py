@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
@@ -96,13 +97,20 @@ def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
     return f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}"
 
 
-def outcome_of(plan: Plan, mode: Mode, config: RepairConfig, model: CausalLM | PlainLM) -> tuple[Mode, str | None]:
+def outcome_of(
+    plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel
+) -> tuple[Mode, str | None]:
     """Return the mode that a plan comes to if all its KV can be loaded, and why it is less than was asked for."""
-    num_layers = 1 if isinstance(model, PlainLM) else model.num_layers
-    layout, reason = decide_plan(plan, mode, config, num_layers=num_layers)
+    price = _price(plan, mode, config, store, costs)
+    layout, reason = decide_plan(plan, mode, None if price is None else price.cheapest)
     if not layout.reused:
         return "full", reason
     return "prefix" if layout.is_exact and plan.kv_dtype == "auto" else "stitch", reason
+
+
+def _price(plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel) -> Price | None:
+    """Return what ``auto`` goes by; other modes, and plans without stored KV, ask for no prices."""
+    return costs.price(plan, config, store) if mode == "auto" and plan.identities else None
 
 
 def prefill(
@@ -112,24 +120,24 @@ def prefill(
     *,
     mode: Mode,
     config: RepairConfig,
+    costs: CostModel,
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
 ) -> Prefilled:
-    """Prefill a prompt, with room for the answer, by as much reuse as the mode allows and pays.
-
-    ``load_timeout_s`` is what planning has left of the time that the store has: chunks that are later are computed.
-    """
+    """Prefill a prompt, with room for the answer; ``load_timeout_s`` is what planning has left of the time that the store has."""
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
-    layout, reason, kvs, holes = _read(model, store, plan, mode, config, load_timeout_s, clock)
+    price = _price(plan, mode, config, store, costs)
+    layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
+    if price is not None:
+        costs.learn(price, layout, holes, clock.timings_ms)
     # Where every row was computed, whatever was loaded, nothing rounded is left.
-    has_cached = num_rows_of(layout.reused) > len(selected)
-    kv_dtype: KVDtype = dtypes.pop() if dtypes and has_cached else "auto"
+    kv_dtype: KVDtype = dtypes.pop() if dtypes and num_rows_of(layout.reused) > len(selected) else "auto"
     is_exact = kv_dtype == "auto" and len(selected) == num_rows_of(layout.stale)
     return Prefilled(
         extend=model.extension(buffer, layout.num_tokens),
@@ -157,16 +165,17 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
 
 
 def _read(
-    model: CausalLM, store: TieredStore, plan: Plan, mode: Mode, config: RepairConfig, timeout_s: float, clock: Clock
+    model: CausalLM, store: TieredStore, plan: Plan, mode: Mode, price: Price | None, timeout_s: float, clock: Clock
 ) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
     """Decide what is reused, load it, and decide again where chunks could not be loaded."""
-    layout, reason = decide_plan(plan, mode, config, num_layers=model.num_layers)
+    cheapest = None if price is None else price.cheapest
+    layout, reason = decide_plan(plan, mode, cheapest)
     if not layout.reused:  # nothing is read for a prompt that will be prefilled anyway
         return layout, reason, [], {}
     with clock.stage("load"):
         kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=timeout_s)
     if holes:
-        layout, also = decide(layout.without(holes), mode, config, num_layers=model.num_layers)
+        layout, also = decide(layout.without(holes), mode, cheapest)
         reason = because(because(in_words(list(holes.values())), also), reason)
     return layout, reason, kvs if layout.reused else [], holes
 

@@ -1,4 +1,4 @@
-"""How much to reuse, which rows to repair, and what that costs. No model.
+"""How much to reuse, and which rows to repair. No model.
 
 A strategy is a function in :data:`SELECT`, from what it may look at to the rows that it repairs; :data:`NEEDS` names the signals that are
 measured for it. Strategies differ in nothing else: the same forward repairs the rows whoever chose them.
@@ -19,11 +19,11 @@ from kvrag.config import RepairConfig
 from kvrag.prompt.plan import Plan
 from kvrag.types import Hole, Mode
 
-OVERHEAD_TOKENS = 160
-"""Fixed cost of a stitched request (load, stitch, small forwards), in tokens of full prefill; see docs/benchmarks.md."""
-
 _NOT_STORED = frozenset({"no stored KV for this prompt", "no stored KV for the head of this prompt"})
 """Reasons that do not hold where KV is stored and could not be looked up or loaded."""
+
+Choice = Callable[[Layout], tuple[Layout, str | None]]
+"""From all reuse that is possible to what is used, and why that is less."""
 
 POOL = 512
 """Rows, those with most attention, that ``query_gain`` compares; half of them at most it chooses so, the rest of a budget by attention."""
@@ -122,7 +122,7 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before the rows to repair are known."""
-    is_choosing = _num_selected(layout, config) > num_rows_of(_heads(layout, config))
+    is_choosing = num_selected(layout, config) > num_rows_of(_heads(layout, config))
     return NEEDS.get(config.strategy, frozenset()) if is_choosing else frozenset()
 
 
@@ -150,7 +150,7 @@ def select_rows(
     torch.Tensor
         Int64, ascending.
     """
-    count = _num_selected(layout, config)
+    count = num_selected(layout, config)
     every = rows_of(layout.stale)
     if count in (0, len(every)):
         return every[:count]
@@ -165,17 +165,7 @@ def select_rows(
     return rows
 
 
-def estimated_rows(layout: Layout, config: RepairConfig, *, num_layers: int) -> int:
-    """Estimate the rows that are computed, counting passes that measure signals by their share of the layers."""
-    rows, needs = layout.num_live + _num_selected(layout, config), needs_of(layout, config)
-    if "mass" in needs:
-        rows += round(layout.num_live * config.probe_span[1])
-    if "deviation" in needs:
-        rows += layout.num_tokens * (config.check_layer + 1) // num_layers
-    return rows
-
-
-def _num_selected(layout: Layout, config: RepairConfig) -> int:
+def num_selected(layout: Layout, config: RepairConfig) -> int:
     """Return how many rows are repaired: the ratio's share of all, at least the heads."""
     num_stale = num_rows_of(layout.stale)
     if config.strategy in ("none", "all"):
@@ -207,18 +197,18 @@ def in_words(holes: Sequence[Hole]) -> str | None:
     return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {'; '.join(map(str, holes))}"
 
 
-def decide_plan(plan: Plan, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
+def decide_plan(plan: Plan, mode: Mode, cheapest: Choice | None) -> tuple[Layout, str | None]:
     """Lay a planned prompt out, and decide: as :func:`decide`, with the reasons that the plan itself gives."""
     layout, refusal = lay_out(plan), plan.refusal
     if mode == "prefix" and plan.kv_dtype != "auto":
         refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
     if refusal is not None:
         return layout.only_live(), refusal
-    layout, reason = decide(layout, mode, config, num_layers=num_layers)
+    layout, reason = decide(layout, mode, cheapest)
     return layout, reason if mode == "full" else because(plan.fault, reason)
 
 
-def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int) -> tuple[Layout, str | None]:
+def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[Layout, str | None]:
     """Choose how much of the possible reuse to use.
 
     Parameters
@@ -226,10 +216,9 @@ def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int)
     layout
         All reuse that is possible.
     mode
-        ``stitch``: all of it. ``prefix``: leading exact segments. ``auto``: all of it if that costs less than a full prefill, else the
-        leading exact segments. ``full``: none.
-    config, num_layers
-        Decide the cost of repair, and of a pass through some layers.
+        ``stitch``: all of it. ``prefix``: leading exact segments. ``auto``: what is cheapest. ``full``: none.
+    cheapest
+        What ``auto`` asks; see :meth:`kvrag.blend.cost.Price.cheapest`.
 
     Returns
     -------
@@ -242,12 +231,7 @@ def decide(layout: Layout, mode: Mode, config: RepairConfig, *, num_layers: int)
         return layout.only_live(), None
     if not layout.reused:
         return layout.only_live(), "no stored KV for this prompt"
-    head = layout.only_exact_head()
     if mode == "prefix":
+        head = layout.only_exact_head()
         return head, None if head.reused else "no stored KV for the head of this prompt"
-    if mode == "stitch" or layout.is_exact:
-        return layout, None
-    cost = estimated_rows(layout, config, num_layers=num_layers) + OVERHEAD_TOKENS
-    if cost < head.num_live:
-        return layout, None
-    return head, f"reuse would cost as much as {cost} tokens of {head.num_live} to prefill"
+    return (layout, None) if cheapest is None or mode == "stitch" else cheapest(layout)

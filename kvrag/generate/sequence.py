@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
 from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
@@ -75,6 +76,7 @@ class Answering:
     write_back: WriteBack | None = None
     context_ids: Sequence[int] = ()
     audit: Audit = field(default_factory=Audit)
+    costs: CostModel = field(init=False)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _has_warned: bool = False
@@ -83,6 +85,7 @@ class Answering:
 
     def __post_init__(self) -> None:
         self._read_dtype, self._context = self.store_config.read_dtype, context_digest(self.context_ids)
+        self.costs = CostModel(self.loaded)
 
     def close(self) -> None:
         """Do nothing more in the background."""
@@ -137,7 +140,7 @@ class Answering:
         """Describe what a prompt would find and how it would be prefilled, without loading anything."""
         plan = self.plan(request)
         plan = self._checked(plan, request.mode, len(plan.token_ids) + 1)
-        return explain_plan(plan, *outcome_of(plan, request.mode, request.repair, self.loaded.lm))
+        return explain_plan(plan, *outcome_of(plan, request.mode, request.repair, self.store, self.costs))
 
     def _checked(self, plan: Plan, mode: Mode, total: int) -> Plan:
         """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any."""
@@ -165,6 +168,7 @@ class Answering:
             self.store,
             plan,
             config=request.repair,
+            costs=self.costs,
             max_new_tokens=max_new_tokens,
             load_timeout_s=deadline.left_s,
             clock=clock,

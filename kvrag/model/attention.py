@@ -2,8 +2,9 @@
 
 Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. That is not what ``is_causal`` means when there are fewer rows than
 keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused causal call where the
-rows are a whole prompt, blocks of rows with the keys cut at the block's limits, and explicit probabilities where the model needs them
-(soft cap, sinks) or the caller wants them (the probe). A CUDA kernel of :mod:`kvrag_kernels` takes all but whole prompts and single rows.
+rows are a whole prompt, or all but the short head of a long one, blocks of rows with the keys cut at the block's limits, and explicit
+probabilities where the model needs them (soft cap, sinks) or the caller wants them (the probe). A CUDA kernel of :mod:`kvrag_kernels`
+takes all but whole prompts and single rows.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def ragged_attention(
     of the last rows is added to ``mass``.
     """
     is_plain = softcap is None and sinks is None
-    if limits.is_whole and mass is None and is_plain and reach.is_whole(limits.num_keys):
-        is_grouped = query.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    if limits.padding is not None and mass is None and is_plain and reach.is_whole(limits.num_keys):
+        options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": query.shape[1] != keys.shape[1]}
+        whole = F.pad(query, (0, 0, limits.padding, 0)) if limits.padding else query
+        return F.scaled_dot_product_attention(whole, keys, values, **options)[:, :, limits.padding :]
     by_way = _by_kernel if limits.prefix or _has_kernel(query, values) else _by_blocks
     return by_way(query, keys, values, limits, _Scores(scale, reach, softcap, sinks), mass)
 

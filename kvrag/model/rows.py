@@ -17,6 +17,9 @@ import torch
 
 BLOCK_ROWS = 64  # enough to fill a core, few enough that cutting keys at the block's last limit saves work
 ALIGNMENT = 64  # bytes: a line of the processor's cache
+MAX_BLOCKED = (
+    2**22
+)  # rows x keys beyond which the rows behind a short head are quicker as a whole prompt than by blocks
 MAX_CACHED_MASK = 2**24  # elements of one forward's mask that are kept for all its layers
 
 
@@ -193,7 +196,7 @@ class Limits:
     """Which keys the rows of one forward see, shared by all its layers.
 
     ``hi``, int64 ``(R,)``, is the slot of each row, the last one that it sees; ``num_keys`` is ``max(hi) + 1``; the others are as in
-    :class:`Rows`.
+    :class:`Rows`. ``padding`` is how many rows in front would make these a whole prompt; ``None`` where that is no short cut.
     """
 
     hi: torch.Tensor
@@ -201,12 +204,15 @@ class Limits:
     positions: torch.Tensor | None = None
     first: torch.Tensor | None = None
     prefix: int = 0
-    is_whole: bool = field(init=False)
+    padding: int | None = field(init=False, default=None)
     kept: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
     for_kernels: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.is_whole = self.first is None and len(self.hi) == self.num_keys
+        before, size = self.num_keys - len(self.hi), len(self.hi) * self.num_keys
+        is_long = size > MAX_BLOCKED and before <= self.num_keys // 8 and self.hi.device.type == "cpu"
+        if self.first is None and (before == 0 or (is_long and self.hi[0] == before)):
+            self.padding = before
 
     def lo(self, reach: Reach) -> torch.Tensor | None:
         """Return the first slot that each row sees in a layer, int64 ``(R,)``; ``None``: slot 0."""

@@ -1,0 +1,222 @@
+"""What ``auto`` goes by: prices of layouts, what is measured and kept of them, and what requests teach."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from kit import lm_of, raising
+from test_selection import LAYOUT
+from texts import make_chunks
+
+from kvrag import RepairConfig
+from kvrag.blend.cost import IN_ROWS, Costs, Price, costs_of, measured
+from kvrag.blend.layout import lay_out, place
+
+MEASURED = measured  # before the tests' own stopwatch takes its place
+CHUNKS = make_chunks(4, words=60, seed=9)
+COSTS = Costs(forward=10, row=1, pair=0, guessed={"request": (10, 1), "forward": (1, 1), "host": (0, 1)})
+TEN = [(250, "chunk", False, n, False) for n in range(1, 11)]
+LONG = place([(10, "prefix", True, 0, False), *TEN, (16, "live", False, -1, False)])
+ONCE = RepairConfig(strategy="first_k")
+HOST = [("host", 10), *[("host", 250)] * 10]
+
+
+@pytest.fixture(autouse=True)
+def own_cache_of_costs(monkeypatch, tmp_path):
+    """Made-up costs are for no other test."""
+    monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def prompt(*order: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + "\n\nWho?"}]
+
+
+def test_prices_count_every_pass():
+    def rows(config: RepairConfig) -> float:
+        return Price(IN_ROWS, config, 30).of(LAYOUT) - 160
+
+    assert rows(RepairConfig(strategy="none")) == 20
+    assert rows(RepairConfig(strategy="all")) == 220
+    assert rows(RepairConfig()) == 20 + 10 + 16, "the probe ends at 0.8 of the layers"
+    assert rows(RepairConfig(strategy="hkvd")) == 20 + 10 + 330 * 2 // 30
+    for ratio in (0.0, 0.04):
+        assert rows(RepairConfig(recompute_ratio=ratio)) == 20 + 8, "nothing asks for a probe"
+
+
+def test_prices_are_forwards_rows_keys_and_what_is_loaded_and_stitched():
+    costs = Costs(
+        100, 1, 0.01, {"disk": (2, 1), "host": (0.5, 1), "stitch": (3, 1), "request": (7, 1), "forward": (1, 1)}
+    )
+    stored = [("host", 10), ("disk", 120), ("host", 100), ("host", 100)]
+    price = Price(costs, RepairConfig(strategy="none"), 30, stored)
+    seen = 2 * 111 + 2 * 213 + 16 * 322
+    loaded = 0.5 * 210 + 2 * 120  # a chunk is loaded whole, whatever is used of it
+    assert price.of(LAYOUT) == pytest.approx(100 + 20 + 0.01 * seen + loaded + 3 * 310 + 7)
+    assert price.of(LAYOUT.only_live()) == pytest.approx(100 + 330 + 0.01 * 330 * 330 / 2)
+    probed = Price(costs, RepairConfig(), 30, stored).of(LAYOUT)
+    assert probed == pytest.approx(price.of(LAYOUT) + 10 + 0.01 * 10 * 330 + 0.8 * (100 + 20 + 0.01 * seen))
+
+
+@pytest.mark.parametrize("costs", [IN_ROWS, COSTS])
+def test_auto_repairs_long_prompts_and_not_short_ones(costs):
+    short, reason = Price(costs, RepairConfig(recompute_ratio=0.9), 30, HOST).cheapest(LAYOUT)
+    assert short.is_exact
+    assert str(reason).startswith("reuse would cost as much as ")
+    assert f" {costs.unit} of " in str(reason)
+    assert Price(costs, RepairConfig(), 30, HOST).cheapest(LONG) == (LONG, None)
+    everything, reason = Price(costs, RepairConfig(strategy="all"), 30, HOST).cheapest(LONG)
+    assert everything.is_exact
+    assert [s.source for s in everything.reused] == [0], "the prefix costs nothing"
+
+
+def test_repair_must_save_a_tenth():
+    """Exact answers are worth more than a little time, which may be an error of the prediction."""
+    exact = 10 + 2516
+    repaired = 10 + 16 + 125
+    for request, is_reused in ((exact * 0.88 - repaired, True), (exact * 0.92 - repaired, False)):
+        costs = replace(COSTS, guessed={**COSTS.guessed, "request": (request, 1)})
+        layout, _ = Price(costs, ONCE, 30, HOST).cheapest(LONG)
+        assert bool(layout.stale) == is_reused
+
+
+def test_chunks_are_computed_where_loading_costs_more():
+    stored = [("host", 10), *[("disk" if n in (2, 5) else "host", 250) for n in range(10)]]
+    costs = replace(COSTS, guessed={**COSTS.guessed, "disk": (5, 1)})
+    layout, reason = Price(costs, ONCE, 30, stored).cheapest(LONG)
+    assert {s.source for s in LONG.reused} - {s.source for s in layout.reused} == {3, 6}
+    assert layout.num_tokens == LONG.num_tokens
+    assert reason == "2 stored chunk(s) would cost more to load than to compute"
+    slow = Price(costs, ONCE, 30, [("disk", count) for _, count in stored])
+    assert not slow.cheapest(LONG)[0].reused
+    head = LONG.only_exact_head()
+    assert slow.cheapest(head)[0].reused == []
+    assert Price(costs, ONCE, 30, HOST).cheapest(head) == (head, None), "exact reuse needs to save nothing but time"
+
+
+def test_a_slow_tier_is_learned_and_tried_again(engine_of):
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    model, config = engine._answering.costs, RepairConfig()
+    model.costs = replace(COSTS, guessed={**COSTS.guessed, "host": (0.05, 50), "stitch": (0.05, 50)})
+    plan = engine._answering.plan(engine._request(prompt(0, 1, 2)))
+    price = model.price(plan, config, engine.store)
+    assert {tier for tier, _ in price.stored} == {"host"}
+    whole = lay_out(plan)
+    model.learn(price, whole, (), {"load": 5000.0, "stitch": 100.0, "select": 30.0, "repair": 1e9})
+    rows = sum(count for _, count in price.stored)
+    assert model.costs.each("host") == pytest.approx(5000 / rows, rel=0.2)
+    assert model.costs.each("stitch") == pytest.approx(100 / rows, rel=0.2)
+    assert model.costs.each("request") <= price.of_forwards(whole), "who waited for others does not put off all reuse"
+    slow = model.price(plan, config, engine.store)
+    assert not slow.cheapest(whole)[0].reused
+    for _ in range(60):
+        model.learn(slow, whole.only_live(), (), {"prefill": 2 * slow.of_forwards(whole.only_live())})
+    assert model.costs.each("host") == pytest.approx(0.001, rel=0.2)
+    assert model.costs.each("forward") == pytest.approx(2, rel=0.01)
+
+
+def test_late_chunks_teach_how_slow_their_tier_is(engine_of):
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    model = engine._answering.costs
+    model.costs = COSTS
+    price = model.price(engine._answering.plan(engine._request(prompt(0, 1))), RepairConfig(), engine.store)
+    model.learn(price, LAYOUT.only_live(), {0, 1}, {"load": 1000.0})
+    assert model.costs.each("host") > 5
+
+
+def test_requests_are_answered_as_the_costs_say(engine_of):
+    """Costs can be set: ``auto`` follows them, in every request and in ``explain``."""
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    model, ask = engine._answering.costs, prompt(2, 0, 1)
+    dear = {**COSTS.guessed, "request": (1e9, 1e6)}
+    for guessed, kind, exactness in ((COSTS.guessed, "stitch", "repaired"), (dear, "prefix", "exact")):
+        model.costs = Costs(1, 1, 0, guessed)
+        told = engine.explain(ask)
+        assert told.mode == kind
+        assert model.costs.observed == {}, "explain teaches nothing"
+        result = engine.prefill(ask, repair=RepairConfig(strategy="query"))
+        assert result.exactness == exactness
+        assert model.costs.observed["stitch"][1] == result.cached_tokens + result.repaired_tokens
+        assert told.notes == [] if kind == "stitch" else " ms of " in told.notes[0]
+
+
+def test_only_auto_asks_for_prices(engine_of, monkeypatch):
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    monkeypatch.setattr("kvrag.blend.cost.CostModel.price", raising(AssertionError))
+    for mode in ("full", "prefix", "stitch"):
+        assert engine.prefill(prompt(0, 1), mode=mode).logits.isfinite().all()
+    assert engine.prefill("Nothing is stored of this.", mode="auto").exactness == "full"
+
+
+def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvrag.blend.cost.measured", MEASURED)
+    ticks = count()
+    monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: (run(), 2.0 ** next(ticks))[1])
+    lm, file = lm_of(), tmp_path / "cache" / "costs" / "one.json"
+    found = costs_of(lm, file)
+    assert found.unit == "ms"
+    assert min(found.row, found.pair) > 0
+    assert {"host", "disk", "stitch", "request", "forward"} <= found.guessed.keys()
+    monkeypatch.setattr("kvrag.blend.cost.measured", raising(AssertionError, "measured again"))
+    assert costs_of(lm, file) == found
+    file.write_text("{")
+    assert costs_of(lm, file) is IN_ROWS, "neither read nor measured: rows count"
+
+
+def test_what_requests_taught_is_kept_for_the_next_process(engine_of, monkeypatch):
+    monkeypatch.setattr("kvrag.blend.cost.measured", lambda _: COSTS)
+    engine, other = engine_of(), engine_of()
+    engine.precompute(CHUNKS)
+    engine.prefill(prompt(2, 0, 1))
+    monkeypatch.setattr("kvrag.blend.cost.measured", raising(AssertionError, "measured again"))
+    other.prefill(prompt(0, 1))
+    assert (
+        other._answering.costs.costs.observed["stitch"][1] > engine._answering.costs.costs.observed["stitch"][1] * 0.8
+    )
+
+
+def test_other_numbers_of_threads_and_processors_have_other_costs(engine, monkeypatch):
+    model = engine._answering.costs
+    files = [model._file]
+    for name, value in (
+        ("torch.get_num_threads", 7),
+        ("os.cpu_count", 1000),
+        ("kvrag.blend.cost._processor", "another"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, lambda value=value: value)
+            files.append(model._file)
+    assert len({*files, model._file}) == 4
+
+
+def test_forwards_that_say_nothing_are_not_believed(monkeypatch):
+    monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: 5.0)
+    with pytest.raises(ArithmeticError, match="forwards of 16 and"):
+        MEASURED(lm_of())
+
+
+@pytest.mark.parametrize(("per_row", "largest"), [(0.001, 1024), (1.0, 128), (20.0, 32)])
+def test_measuring_is_bounded(monkeypatch, per_row, largest):
+    """Forwards grow until they tell something; no large one is run where small ones are slow."""
+    timed = []
+
+    def forward(ids, *_, **__):
+        timed.append(len(ids))
+        return lm.buffer(1).keys(0)[None], None
+
+    lm = lm_of()
+    monkeypatch.setattr(lm, "forward", forward, raising=False)
+    monkeypatch.setattr("kvrag.blend.cost._pair_ms", lambda _: 0.0)
+
+    def ms(run):
+        run()
+        return 10 + per_row * timed[-1]
+
+    monkeypatch.setattr("kvrag.blend.cost._ms", ms)
+    costs = MEASURED(lm)
+    assert max(timed) == largest
+    assert (costs.forward, costs.row) == pytest.approx((10, per_row))
+    assert sum(10 + per_row * rows for rows in timed) < 3000
