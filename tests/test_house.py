@@ -56,7 +56,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 LIMITS = {
-    "lines of kvrag": 15_000,
+    "lines of kvrag": 15_800,  # 15,000 at the cut; calibration, prices and the audit came since
     "files of kvrag": 95,
     "lines of kvrag/store": 2_600,
     "lines of tests, per 100 lines of code": 160,
