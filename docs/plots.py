@@ -22,8 +22,11 @@ DATA = re.compile(r"<!-- data: (.*?) -->")
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 """Okabe and Ito's colours, which colour-blind readers tell apart; all are readable on white and on near-black."""
-THEMES = {"light": {"ink": "#1f2328", "grid": "#d0d7de"}, "dark": {"ink": "#e6edf3", "grid": "#3d444d"}}
-STAGES = {"plan": PURPLE, "load": SKY, "stitch": ORANGE, "select": GREEN, "repair": BLUE, "rest": "#8b949e"}
+THEMES = {
+    "light": {"ink": "#1f2328", "grid": "#d0d7de", "blue": BLUE},
+    "dark": {"ink": "#e6edf3", "grid": "#3d444d", "blue": "#4da3ff"},  # theirs is too dark on black
+}
+STAGES = {"plan": PURPLE, "load": SKY, "stitch": ORANGE, "select": GREEN, "repair": BLUE}
 LENGTHS = ("500", "1000", "2500", "5800")
 DEFAULT_OF = {"500": "stitch", "1000": "stitch"}
 
@@ -105,7 +108,7 @@ def ttft_length() -> Data | None:
 
 
 def stages() -> Data | None:
-    """Means of each stage, and what is left of the mean TTFT: means add up, medians don't."""
+    """Means of each stage: means add up, medians don't."""
     found = result("ttft")
     if found is None:
         return None
@@ -114,7 +117,6 @@ def stages() -> Data | None:
         for label, name in (("5% repaired", DEFAULT_OF.get(length, "default")), ("unrepaired", "unrepaired")):
             if rows := [prompt[name] for prompt in found[length]["prompts"] if name in prompt]:
                 mean = {s: statistics.mean(r["stages_ms"].get(s, 0.0) for r in rows) for s in STAGES}
-                mean["rest"] = statistics.mean(r["ttft_ms"] for r in rows) - sum(mean.values())
                 tokens = found[length]["summary"][name]["tokens"]
                 bars[f"{tokens:,.0f} tokens, {label}"] = {s: round(ms, 1) for s, ms in mean.items()}
     return bars
@@ -162,7 +164,9 @@ def draw_pareto(axes: Any, data: Data, theme: dict[str, str]) -> None:
 
 
 def draw_peers(axes: Any, data: Data, theme: dict[str, str]) -> None:
-    """Scatter on an axis that is linear near 0, where the exact ones are."""
+    """Scatter on an axis that is linear near 0, where the exact ones are, and the front."""
+    line = front(data["points"])
+    axes.plot([p[0] for p in line], [p[1] for p in line], color=theme["ink"], lw=1, alpha=0.5, zorder=1)
     for place, (name, (time, kl, low, high)) in enumerate(sorted(data["points"].items(), key=lambda p: p[1])):
         color, marker = KINDS.get(name.split(",")[0], PUBLISHED)
         errors = [[max(0.0, kl - low)], [max(0.0, high - kl)]]
@@ -196,18 +200,13 @@ def draw_ttft_length(axes: Any, data: Data, theme: dict[str, str]) -> None:
         errors = [[m - a for m, a in zip(mid, low, strict=True)], [b - m for m, b in zip(mid, high, strict=True)]]
         axes.errorbar(tokens, mid, errors, color=color, marker=marker, ms=5, lw=1.5, capsize=3, label=name)
         for x, y in zip(tokens, mid, strict=True):
-            axes.annotate(
-                f"{y:.{1 if y >= 1 else 2}f}",
-                (x, y),
-                xytext=(0, 6),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-            )
+            label = f"{y:.{1 if y >= 1 else 2}f}"
+            axes.annotate(label, (x, y), xytext=(7, -11), textcoords="offset points", fontsize=8)
     ticks = [x for x, *_ in data["full prefill"]]
     axes.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="time to first token, s")
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
     axes.set_xticks([], minor=True)
+    axes.margins(x=0.09)
     axes.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
     axes.set_yticks([], minor=True)
     legend(axes, theme, loc="upper left")
@@ -262,7 +261,7 @@ def svg(name: str, data: Data, theme: str) -> str:
         out = StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
-    head, mark, rest = out.getvalue().partition("<svg ")
+    head, mark, rest = out.getvalue().replace(BLUE.lower(), colors["blue"]).partition("<svg ")
     shown = json.dumps(data, separators=(",", ":"))
     return f"{head}<!-- data: {shown} -->\n{mark}{rest}"
 

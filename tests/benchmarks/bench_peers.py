@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_quality import token_f1
-from common import eval_data, machine, parser, small_model, write_result
+from common import RESULTS, eval_data, machine, parser, small_model, write_result
 from peers.environments import FOREIGN, Peer, UnavailableError, Worker
 from peers.workloads import Prompt, Words, Workload, all_workloads
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -246,7 +246,9 @@ def show(name: str, workload: dict[str, Any]) -> None:
 def main() -> None:
     """Start everyone, run all workloads, and write the JSON."""
     options = parser(__doc__, threads=torch.get_num_threads(), seed=0)
-    options.add_argument("--quick", action="store_true", help="few prompts, to see that all works; writes no JSON")
+    options.add_argument(
+        "--quick", action="store_true", help="few prompts, to see that all works; no JSON without --out"
+    )
     options.add_argument("--only", nargs="+", choices=[p.name for p in PEERS], help="peers besides the full prefill")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
@@ -265,7 +267,7 @@ def main() -> None:
         show(name, workload)
     about = {"machine": where, "model": "SmolLM2-135M-Instruct, float32 from Q4_1; llama.cpp: the Q4_1 file itself"}
     about |= {"threads": args.threads, "seed": args.seed, "counts": counts, "packages": FOREIGN, "missing": run.missing}
-    if not args.quick:
+    if not args.quick or args.out != RESULTS:
         print("written:", write_result("peers", {**about, "workloads": found}, args.out).name)
 
 

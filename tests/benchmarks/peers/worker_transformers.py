@@ -26,7 +26,7 @@ class Transformers:
         clock, self.kept = Clock(), []
         if self.keeps:
             self.prefill(head)
-        return {"index": clock.read()}
+        return {"index": clock.read() if self.keeps else None}
 
     @torch.inference_mode()
     def prefill(self, ids: list[int]) -> tuple[torch.Tensor, int]:
