@@ -434,7 +434,8 @@ def peers(result: dict[str, Any]) -> str:
         tokens = [prompt["tokens"] for prompt in found["prompts"]]
         length = f"{min(tokens):,}" if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"
         count, chunks = len(tokens), found["chunks"]
-        text += f"\n**{name[0].upper()}{name[1:]}**: {count} prompts of {length} tokens, {chunks['used']} of {chunks['pool']} chunks used.\n\n"
+        text += f"\n**{name[0].upper()}{name[1:]}**: {count} prompts of {length} tokens; "
+        text += f"{chunks['used']} of {chunks['pool']} chunks used.\n\n"
         text += _peers_of(found["summary"])
     text += "\nMedians over prompts, with 95% bootstrap intervals of the median in brackets; reuse, top-1 and F1 are means. "
     text += "Ratios are full prefill ÷ peer, prompt by prompt.\n"
