@@ -247,7 +247,7 @@ def main() -> None:
     """Start everyone, run all workloads, and write the JSON."""
     options = parser(__doc__, threads=torch.get_num_threads(), seed=0)
     options.add_argument(
-        "--quick", action="store_true", help="few prompts, to see that all works; no JSON without --out"
+        "--quick", action="store_true", help="few short prompts, to see that all works; no JSON without --out"
     )
     options.add_argument("--only", nargs="+", choices=[p.name for p in PEERS], help="peers besides the full prefill")
     args = options.parse_args()
@@ -258,7 +258,7 @@ def main() -> None:
     try:
         run = Run(peers, args.threads, folder, args.seed)
         counts = QUICK if args.quick else COUNTS
-        todo = all_workloads(eval_data(), run.words, counts, args.seed)
+        todo = all_workloads(eval_data(), run.words, counts, args.seed, is_short=args.quick)
         found = {workload.name: run.measure(workload) for workload in todo}
         run.close()
     finally:

@@ -45,9 +45,9 @@ class KVRag:
             repair=REPAIR[options["repair"]],
             store_config=StoreConfig(on_miss=on_miss),
         )
-        clock = Clock()
         if on_miss == "store":
-            return {"index": clock.read()}
+            return {"index": None}
+        clock = Clock()
         report = self.engine.precompute(chunks, prefix=options.get("prefix"), batch_size=4)
         assert not report.failed, report.failed
         return {"index": clock.read() if report.stored else None, "bytes": report.stored_bytes}

@@ -101,8 +101,8 @@ def gold(row: dict[str, Any]) -> str:
     return str(row["answers"][0])
 
 
-def reordered_rag(data: list[dict[str, Any]], words: Words, count: int, seed: int) -> Workload:
-    """Seven passages of 250 tokens out of 200, by popularity (zipf), in random order, two of the question's own among them."""
+def reordered_rag(data: list[dict[str, Any]], words: Words, count: int, seed: int, chunks_each: int) -> Workload:
+    """Passages of 250 tokens out of 200, by popularity (zipf), in random order, two of the question's own among them."""
     rng, rows = random.Random(seed), data[::2]
     own = [[words.around(c["text"], gold(row), 250) for c in row["ctxs"][:10]] for row in rows]
     pool = list(dict.fromkeys(chunk for chunks in own for chunk in chunks))[:200]
@@ -111,7 +111,7 @@ def reordered_rag(data: list[dict[str, Any]], words: Words, count: int, seed: in
     for index in range(count):
         row, mine = rows[index % len(rows)], own[index % len(rows)]
         best = sorted(mine, key=lambda chunk, row=row: gold(row).lower() not in chunk.lower())[:2]
-        chunks = best + [chunk for chunk in zipf(pool, 7, rng) if chunk not in best][:5]
+        chunks = best + [chunk for chunk in zipf(pool, chunks_each, rng) if chunk not in best][: chunks_each - 2]
         rng.shuffle(chunks)
         content = "\n".join(chunks) + f"\n{INSTRUCTION}\nQuestion: {row['question']}"
         prompts.append(words.prompt([{"role": "user", "content": content}], chunks, row["answers"]))
@@ -130,8 +130,8 @@ def growing_chat(data: list[dict[str, Any]], words: Words, count: int, seed: int
     return Workload("growing chat", prompts, list(dict.fromkeys(chunks)))
 
 
-def few_shot(data: list[dict[str, Any]], words: Words, count: int, seed: int) -> Workload:
-    """Ten solved examples out of some twenty, another choice and order for each question, then a passage and its question."""
+def few_shot(data: list[dict[str, Any]], words: Words, count: int, seed: int, chunks_each: int) -> Workload:
+    """Solved examples out of some twenty, another choice and order for each question, then a passage and its question."""
     rng, shots = random.Random(seed), []
     for row in data:
         holding = [c["text"] for c in row["ctxs"] if gold(row).lower() in c["text"].lower()]
@@ -141,20 +141,20 @@ def few_shot(data: list[dict[str, Any]], words: Words, count: int, seed: int) ->
     pool = [f"{task} {answers[0]}" for task, answers in shots[count:]]
     prompts = []
     for task, answers in shots[:count]:
-        chunks = zipf(pool, 10, rng)
+        chunks = zipf(pool, chunks_each, rng)
         content = "\n".join([*chunks, task])
         prompts.append(words.prompt([{"role": "user", "content": content}], chunks, answers))
     return Workload("few-shot", prompts, pool)
 
 
-def code(words: Words, count: int, seed: int) -> Workload:
-    """Eight functions of Python's standard library out of some eighty, by popularity, in random order, and the first half of another."""
+def code(words: Words, count: int, seed: int, chunks_each: int) -> Workload:
+    """Functions of Python's standard library out of some eighty, by popularity, in random order, and the first half of another."""
     rng = random.Random(seed)
     found = [text for text in functions() if 100 <= len(words.ids(text)) <= 350]
     rng.shuffle(found)
     tasks, pool, prompts = found[:count], found[count:], []
     for task in tasks:
-        chunks = zipf(pool, 8, rng)
+        chunks = zipf(pool, chunks_each, rng)
         lines = task.splitlines()
         half = "\n".join(lines[: len(lines) // 2])
         content = "\n".join(chunks) + f"\nComplete this function in the style of the code above:\n{half}"
@@ -175,11 +175,14 @@ def functions() -> list[str]:
     return texts
 
 
-def all_workloads(data: list[dict[str, Any]], words: Words, counts: dict[str, int], seed: int) -> list[Workload]:
-    """Make every workload, with so many prompts each."""
+def all_workloads(
+    data: list[dict[str, Any]], words: Words, counts: dict[str, int], seed: int, *, is_short: bool = False
+) -> list[Workload]:
+    """Make every workload, with so many prompts each; short ones have three chunks each, and measure nothing."""
+    rag, shots, functions_each = (3, 3, 3) if is_short else (7, 10, 8)
     return [
-        reordered_rag(data, words, counts["rag"], seed),
+        reordered_rag(data, words, counts["rag"], seed, rag),
         growing_chat(data, words, counts["chat"], seed),
-        few_shot(data, words, counts["shots"], seed),
-        code(words, counts["code"], seed),
+        few_shot(data, words, counts["shots"], seed, shots),
+        code(words, counts["code"], seed, functions_each),
     ]
