@@ -9,11 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-<<<<<<< HEAD
-.PHONY: setup demo test test-all lint types check bench bench-ttft bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
-=======
-.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
->>>>>>> cost
+.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -52,11 +48,7 @@ types: setup ## Check types (strict)
 
 check: lint types test-all ## What CI runs, but for the wheel
 
-<<<<<<< HEAD
-bench: bench-ttft bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
-=======
-bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks; results go to tests/benchmarks/results
->>>>>>> cost
+bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks but the peers; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -87,6 +79,9 @@ bench-quantised: setup ## What rounding stored KV costs: errors, and KL from reu
 
 bench-seams: setup ## What tokenising segment by segment changes
 	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)
+
+bench-peers: setup ## transformers, KVBoost, llama.cpp, published methods and kvrag on the same prompts; ARGS=--quick checks that all run
+	cd tests/benchmarks && ../../$(BIN)/python bench_peers.py $(ARGS)
 
 wheel-test: setup ## Build the wheel and run its tests in a fresh environment
 	bash tests/wheel_test.sh
@@ -119,7 +114,8 @@ kernel-compile: setup ## Every variant of every kernel for every architecture wi
 kernel-bugs: setup ## Plant every bug in the kernels' source, and see that the emulator's tests catch it (a quarter of an hour)
 	KVRAG_PLANTED=all $(BIN)/python -m pytest -q tests/kernels -k planted
 
-docs: support ## Write the measured tables into README.md and docs/ from the JSON results
+docs: support ## Write the measured tables into README.md and docs/, and draw the plots, from the JSON results
+	$(BIN)/python docs/plots.py
 	$(BIN)/python docs/tables.py
 
 clean: ## Remove what the targets made

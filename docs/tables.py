@@ -483,6 +483,73 @@ def check_targets(result: dict[str, Any]) -> str:
     return table(header, rows) + note + source(result, "check.json")
 
 
+def peers(result: dict[str, Any]) -> str:
+    """Compare everyone that was asked the same prompts, workload by workload, with the plots of the first one."""
+    text = ""
+    for name, found in result["workloads"].items():
+        tokens = [prompt["tokens"] for prompt in found["prompts"]]
+        length = f"{min(tokens):,}" if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"
+        count, chunks = len(tokens), found["chunks"]
+        text += f"\n**{name[0].upper()}{name[1:]}**: {count} prompts of {length} tokens; "
+        text += f"{chunks['used']} of {chunks['pool']} chunks used.\n\n"
+        text += _peers_of(found["summary"])
+    text += "\nMedians over prompts, with 95% bootstrap intervals of the median in brackets; reuse, top-1 and F1 are means. "
+    text += "Ratios are full prefill ÷ peer, prompt by prompt.\n"
+    if result["missing"]:
+        text += "\nNot available: " + "; ".join(f"{name} ({why})" for name, why in result["missing"].items()) + ".\n"
+    if same := [p["same_ids"] for found in result["workloads"].values() for p in found["prompts"]]:
+        text += f"\nIn {sum(same)} of {len(same)} prompts the joined ids are those of the whole text.\n"
+    pictures = picture("peers", "KL of the first token against time to first token, all peers")
+    return pictures + picture("warm-up", "time to first token by request number") + text + source(result, "peers.json")
+
+
+def _peers_of(summary: dict[str, Any]) -> str:
+    rows = []
+    for name, row in summary.items():
+        kl = f"{row['kl_median']:.3f} {_interval(row, 'kl_median', 3)}" if "kl" in row else "–"
+        pays = {None: "never"}.get(row["break_even"], f"{row['break_even'] or 0:,.1f}") if "break_even" in row else "–"
+        rows.append(
+            [
+                f"**{name}**" if name.startswith("kvrag") else name,
+                f"{row['wall_s']:.2f} {_interval(row, 'wall_s', 2)}",
+                f"{row['cpu_s']:.2f} {_interval(row, 'cpu_s', 2)}",
+                f"{row['wall_s_ratio']:.2f}",
+                f"{row['cpu_s_ratio']:.2f}",
+                f"{row['reuse']:.0%}",
+                kl,
+                f"{row['kl']:.3f}" if "kl" in row else "–",
+                f"{row['top1']:.2f}" if "top1" in row else "–",
+                f"{row['f1']:.2f}" if "f1" in row else "–",
+                f"{row['memory'] / 1e6:,.0f}" if "memory" in row else "–",
+                pays,
+            ]
+        )
+    header = [
+        "",
+        "TTFT, s",
+        "TTFT, CPU s",
+        "ratio",
+        "ratio of CPU time",
+        "reuse",
+        "KL, first token",
+        "mean",
+        "top-1",
+        "F1",
+    ]
+    return table([*header, "memory, MB", "pays after, requests"], rows)
+
+
+def _interval(row: dict[str, Any], key: str, digits: int) -> str:
+    low, high = row[f"{key}_ci"]
+    return f"[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def picture(name: str, alt: str) -> str:
+    """Show a plot of docs/plots.py, in the reader's theme."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="plots/{name}-dark.svg">'
+    return f'<picture>{dark}<img alt="{alt}" src="plots/{name}-light.svg"></picture>\n\n'
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-short": ("ttft.json", ttft_short),
@@ -506,6 +573,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "reliability": ("reliability.json", reliability),
     "quantised": ("quantised.json", quantised),
     "quantised-errors": ("quantised.json", quantised_errors),
+    "peers": ("peers.json", peers),
     "quantised-sizes": ("store.json", quantised_sizes),
 }
 

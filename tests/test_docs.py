@@ -16,11 +16,16 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout")
 
 
-def test_tables_are_in_step_with_the_results():
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "tables.py", "--check"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("script", ["tables.py", "plots.py"])
+def test_tables_and_plots_are_in_step_with_the_results(script):
+    done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_pictures_are_there():
+    for document in DOCUMENTS:
+        for target in re.findall(r'(?:src|srcset)="([^"]+)"', document.read_text()):
+            assert (document.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

@@ -1,0 +1,287 @@
+"""Draw docs/plots/*.svg, light and dark, from tests/benchmarks/results/*.json; ``--check`` only compares, and needs no matplotlib.
+
+Each file holds the data that it shows as a comment, which is what ``--check`` compares: another version of matplotlib may write other
+lines for the same plot. No time stamp and no random id stands in them, so drawing twice gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+FOLDER = ROOT / "docs" / "plots"
+DATA = re.compile(r"<!-- data: (.*?) -->")
+
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
+"""Okabe and Ito's colours, which colour-blind readers tell apart; all are readable on white and on near-black."""
+THEMES = {
+    "light": {"ink": "#1f2328", "grid": "#d0d7de", "blue": BLUE},
+    "dark": {"ink": "#e6edf3", "grid": "#3d444d", "blue": "#4da3ff"},  # theirs is too dark on black
+}
+STAGES = {"plan": PURPLE, "load": SKY, "stitch": ORANGE, "select": GREEN, "repair": BLUE}
+LENGTHS = ("500", "1000", "2500", "5800")
+DEFAULT_OF = {"500": "stitch", "1000": "stitch"}
+
+Data = dict[str, Any]
+
+
+def result(name: str) -> Data | None:
+    """Read a committed result; ``None`` where there is none yet."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def pareto() -> Data | None:
+    """KL of the own answer against TTFT, about 2,570 tokens: quality.json and ttft.json have the same prompts' shape."""
+    quality, ttft = result("quality"), result("ttft")
+    if quality is None or ttft is None:
+        return None
+    times, kls = ttft["2500"]["summary"], quality["summary"]
+    keys = {f"{ratio:.0%}": (f"ratio {ratio:.2f}", f"prefix/query_gain@{ratio:.2f}") for ratio in (0.02, 0.03, 0.10)}
+    keys["5% (default)"] = ("default", "prefix/query_gain@0.05 first_k 4 shift 0.75")
+    keys["unrepaired"] = ("unrepaired", "prefix/none")
+    keys["unrepaired,\nbehind a context"] = ("unrepaired", "context/none")
+    points = {
+        name: [
+            round(times[time]["ttft_ms"] / 1e3, 4),
+            *(round(kl, 5) for kl in (kls[key]["kl_own"], *kls[key]["kl_own_ci"])),
+        ]
+        for name, (time, key) in keys.items()
+    }
+    return {"points": points, "full_s": round(times["default"]["full_ms"] / 1e3, 4)}
+
+
+def peers() -> Data | None:
+    """KL of the first token against TTFT for everyone in one run, reordered RAG."""
+    found = result("peers")
+    if found is None:
+        return None
+    summary = found["workloads"]["reordered RAG"]["summary"]
+    points = {
+        name: [round(row["cpu_s"], 4), *(round(kl, 6) for kl in (row["kl_median"], *row["kl_median_ci"]))]
+        for name, row in summary.items()
+        if "kl" in row
+    }
+    return {"points": points}
+
+
+def warm_up() -> Data | None:
+    """TTFT of each request of reordered RAG, in their order."""
+    found = result("peers")
+    if found is None:
+        return None
+    prompts = found["workloads"]["reordered RAG"]["prompts"]
+    names = [n for n in prompts[0]["peers"] if n in CURVES]
+    return {name: [round(p["peers"][name]["cpu_s"], 4) for p in prompts] for name in names}
+
+
+def ttft_length() -> Data | None:
+    """Medians and quartiles of TTFT by prompt length."""
+    found = result("ttft")
+    if found is None:
+        return None
+    lines: dict[str, list[list[float]]] = {
+        "full prefill": [],
+        "kvrag, 5% repaired (default)": [],
+        "kvrag, unrepaired": [],
+    }
+    for length in LENGTHS:
+        prompts, default = found[length]["prompts"], DEFAULT_OF.get(length, "default")
+        tokens = found[length]["summary"][default]["tokens"]
+        series = dict(zip(lines, ((default, "full_ms"), (default, "ttft_ms"), ("unrepaired", "ttft_ms")), strict=True))
+        for line, (name, key) in series.items():
+            if name in prompts[0]:
+                quartiles = statistics.quantiles([p[name][key] / 1e3 for p in prompts], n=4, method="inclusive")
+                lines[line].append([tokens, *(round(q, 4) for q in quartiles)])
+    return lines
+
+
+def stages() -> Data | None:
+    """Means of each stage: means add up, medians don't."""
+    found = result("ttft")
+    if found is None:
+        return None
+    bars: Data = {}
+    for length in LENGTHS:
+        for label, name in (("5% repaired", DEFAULT_OF.get(length, "default")), ("unrepaired", "unrepaired")):
+            if rows := [prompt[name] for prompt in found[length]["prompts"] if name in prompt]:
+                mean = {s: statistics.mean(r["stages_ms"].get(s, 0.0) for r in rows) for s in STAGES}
+                tokens = found[length]["summary"][name]["tokens"]
+                bars[f"{tokens:,.0f} tokens, {label}"] = {s: round(ms, 1) for s, ms in mean.items()}
+    return bars
+
+
+# -- how it is drawn ---------------------------------------------------------------------------------------------------
+
+CURVES = {
+    "transformers, full prefill": ("#8b949e", "o"),
+    "transformers, prefix cache": (ORANGE, "s"),
+    "KVBoost, selective": (RED, "v"),
+    "CacheBlend, 15%": (PURPLE, "D"),
+    "kvrag, 5%, stored at first use": (SKY, "^"),
+    "kvrag, 5% (default)": (BLUE, "o"),
+}
+KINDS = {"kvrag": (BLUE, "o"), "transformers": ("#8b949e", "s"), "KVBoost": (RED, "v")}
+PUBLISHED = (PURPLE, "D")
+
+
+def front(points: dict[str, list[float]]) -> list[list[float]]:
+    """Points that no other one beats in both, by time."""
+    ordered = sorted(points.values())
+    return [p for i, p in enumerate(ordered) if all(p[1] < q[1] for q in ordered[:i])]
+
+
+def draw_pareto(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Scatter with intervals, the front, and the full prefill as a line: its KL is 0."""
+    line = front(data["points"])
+    axes.plot([p[0] for p in line], [p[1] for p in line], color=BLUE, lw=1.2, alpha=0.6, zorder=1)
+    for name, (time, kl, low, high) in data["points"].items():
+        axes.errorbar(time, kl, [[kl - low], [high - kl]], fmt="o", color=BLUE, capsize=3, ms=6)
+        place = (
+            {"xytext": (-6, -12), "ha": "right"} if name == "2%" else {"xytext": (8, 5)}
+        )  # its neighbour's label is there
+        axes.annotate(name, (time, kl), textcoords="offset points", fontsize=9, **place)
+    full = data["full_s"]
+    axes.axvline(full, color=theme["ink"], ls="--", lw=1)
+    axes.annotate(
+        "full prefill\n(KL 0)", (full, 0.05), xytext=(-6, 0), textcoords="offset points", ha="right", fontsize=9
+    )
+    axes.set(xscale="log", yscale="log", xlabel="time to first token, s", ylabel="KL from full prefill, nats per token")
+    for axis, ticks in ((axes.xaxis, (0.5, 1, 2, 4)), (axes.yaxis, (0.01, 0.02, 0.05, 0.1))):
+        axis.set_ticks(ticks, [str(tick) for tick in ticks])
+        axis.set_ticks([], minor=True)
+
+
+def draw_peers(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Scatter on an axis that is linear near 0, where the exact ones are, and the front."""
+    line = front(data["points"])
+    axes.plot([p[0] for p in line], [p[1] for p in line], color=theme["ink"], lw=1, alpha=0.5, zorder=1)
+    for place, (name, (time, kl, low, high)) in enumerate(sorted(data["points"].items(), key=lambda p: p[1])):
+        color, marker = KINDS.get(name.split(",")[0], PUBLISHED)
+        errors = [[max(0.0, kl - low)], [max(0.0, high - kl)]]
+        axes.errorbar(time, kl, errors, fmt=marker, color=color, capsize=3, ms=6, label=f"{place + 1}  {name}")
+        offset = (
+            6,
+            5
+            + 9 * (sum(k < 1e-4 and n != name for n, (_, k, *_) in data["points"].items()) and kl < 1e-4) * (place % 3),
+        )
+        axes.annotate(str(place + 1), (time, kl), xytext=offset, textcoords="offset points", fontsize=9)
+    axes.set_yscale("symlog", linthresh=1e-3, linscale=0.5)
+    axes.set_ylim(-3e-4, None)
+    axes.set(xlabel="time to first token, CPU s", ylabel="KL of the first token, nats")
+    legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def draw_warm_up(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Lines by request number."""
+    for name, values in data.items():
+        color, marker = CURVES[name]
+        axes.plot(range(1, len(values) + 1), values, color=color, marker=marker, ms=4, lw=1.4, label=name)
+    axes.set(xlabel="request number", ylabel="time to first token, CPU s", ylim=(0, None))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def draw_ttft_length(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Lines with quartiles on logarithmic axes."""
+    for (name, line), color, marker in zip(data.items(), (theme["ink"], BLUE, ORANGE), "sov", strict=True):
+        tokens, low, mid, high = zip(*line, strict=True)
+        errors = [[m - a for m, a in zip(mid, low, strict=True)], [b - m for m, b in zip(mid, high, strict=True)]]
+        axes.errorbar(tokens, mid, errors, color=color, marker=marker, ms=5, lw=1.5, capsize=3, label=name)
+        for x, y in zip(tokens, mid, strict=True):
+            label = f"{y:.{1 if y >= 1 else 2}f}"
+            axes.annotate(label, (x, y), xytext=(7, -11), textcoords="offset points", fontsize=8)
+    ticks = [x for x, *_ in data["full prefill"]]
+    axes.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="time to first token, s")
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.margins(x=0.09)
+    axes.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
+    axes.set_yticks([], minor=True)
+    legend(axes, theme, loc="upper left")
+
+
+def draw_stages(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Stacked bars, one per prompt length and configuration."""
+    left = [0.0] * len(data)
+    for stage, color in STAGES.items():
+        widths = [bar[stage] for bar in data.values()]
+        axes.barh(list(data), widths, left=left, color=color, label=stage, height=0.65)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, end in enumerate(left):
+        axes.annotate(f"{end:,.0f}", (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set(xlabel="time to first token, ms", xlim=(0, 1.1 * max(left)))
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    legend(axes, theme, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(STAGES))
+
+
+def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
+    """Write a legend without a frame."""
+    axes.legend(frameon=False, fontsize=9, labelcolor=theme["ink"], **options)
+
+
+PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str, str]], None]]] = {
+    "pareto": (pareto, draw_pareto),
+    "ttft-length": (ttft_length, draw_ttft_length),
+    "stages": (stages, draw_stages),
+    "peers": (peers, draw_peers),
+    "warm-up": (warm_up, draw_warm_up),
+}
+
+
+def svg(name: str, data: Data, theme: str) -> str:
+    """Draw one plot, with its data as a comment."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    colors = THEMES[theme]
+    ink = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), colors["ink"]
+    )
+    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 10, **ink}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": colors["grid"]}
+    style |= {"grid.linewidth": 0.5, "axes.axisbelow": True, "axes.facecolor": "none", "figure.facecolor": "none"}
+    with mpl.rc_context(style):
+        figure, axes = plt.subplots(figsize=(7.6, 4.0), layout="constrained")
+        PLOTS[name][1](axes, data, colors)
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        plt.close(figure)
+    head, mark, rest = out.getvalue().replace(BLUE.lower(), colors["blue"]).partition("<svg ")
+    shown = json.dumps(data, separators=(",", ":"))
+    return f"{head}<!-- data: {shown} -->\n{mark}{rest}"
+
+
+def main() -> int:
+    """Draw, or compare with ``--check``."""
+    stale = []
+    for name, (read, _) in PLOTS.items():
+        data = read()
+        for theme in THEMES if data is not None else ():
+            path = FOLDER / f"{name}-{theme}.svg"
+            found = DATA.search(path.read_text()) if path.exists() else None
+            if not found or json.loads(found[1]) != json.loads(json.dumps(data)):
+                stale.append(path.name)
+            if "--check" not in sys.argv:
+                FOLDER.mkdir(exist_ok=True)
+                path.write_text(svg(name, data, theme))
+    print("stale: " + ", ".join(stale) if stale else "plots are in step")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
