@@ -48,8 +48,8 @@ def pareto() -> Data | None:
     if quality is None or ttft is None:
         return None
     times, kls = ttft["2500"]["summary"], quality["summary"]
-    keys = {f"{ratio:.0%}": (f"ratio {ratio:.2f}", f"prefix/query_gain@{ratio:.2f}") for ratio in (0.02, 0.03, 0.10)}
-    keys["5% (default)"] = ("default", "prefix/query_gain@0.05 first_k 4 shift 0.75")
+    keys = {f"{ratio:.0%}": (f"ratio {ratio:.2f}", f"prefix/query_gain@{ratio:.2f}") for ratio in (0.02, 0.05, 0.10)}
+    keys["3% (default)"] = ("default", "prefix/query_gain@0.03")
     keys["unrepaired"] = ("unrepaired", "prefix/none")
     keys["unrepaired,\nbehind a context"] = ("unrepaired", "context/none")
     points = {
@@ -93,7 +93,7 @@ def ttft_length() -> Data | None:
         return None
     lines: dict[str, list[list[float]]] = {
         "full prefill": [],
-        "kvrag, 5% repaired (default)": [],
+        "kvrag, 3% repaired (default)": [],
         "kvrag, unrepaired": [],
     }
     for length in LENGTHS:
@@ -114,7 +114,7 @@ def stages() -> Data | None:
         return None
     bars: Data = {}
     for length in LENGTHS:
-        for label, name in (("5% repaired", DEFAULT_OF.get(length, "default")), ("unrepaired", "unrepaired")):
+        for label, name in (("3% repaired", DEFAULT_OF.get(length, "default")), ("unrepaired", "unrepaired")):
             if rows := [prompt[name] for prompt in found[length]["prompts"] if name in prompt]:
                 mean = {s: statistics.mean(r["stages_ms"].get(s, 0.0) for r in rows) for s in STAGES}
                 tokens = found[length]["summary"][name]["tokens"]
@@ -129,8 +129,8 @@ CURVES = {
     "transformers, prefix cache": (ORANGE, "s"),
     "KVBoost, selective": (RED, "v"),
     "CacheBlend, 15%": (PURPLE, "D"),
-    "kvrag, 5%, stored at first use": (SKY, "^"),
-    "kvrag, 5% (default)": (BLUE, "o"),
+    "kvrag, 3%, stored at first use": (SKY, "^"),
+    "kvrag, 3% (default)": (BLUE, "o"),
 }
 KINDS = {"kvrag": (BLUE, "o"), "transformers": ("#8b949e", "s"), "KVBoost": (RED, "v")}
 PUBLISHED = (PURPLE, "D")

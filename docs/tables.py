@@ -45,7 +45,7 @@ def ttft(result: dict[str, Any]) -> str:
             rows.append(
                 [
                     f"{row['tokens']:.0f}",
-                    {"default": "ratio 0.05 (default)"}.get(name, name),
+                    {"default": "ratio 0.03 (default)"}.get(name, name),
                     f"{row['full_ms']:.0f}",
                     f"{row['ttft_ms']:.0f}",
                     f"**{row['ratio']:.2f}**",
@@ -79,7 +79,7 @@ def auto(result: dict[str, Any]) -> str:
     )
 
 
-DEFAULT = "prefix/query_gain@0.05 first_k 4 shift 0.75"
+DEFAULT = "prefix/query_gain@0.03"
 
 
 def quality(result: dict[str, Any]) -> str:
@@ -194,7 +194,7 @@ def quality_short(result: dict[str, Any]) -> str:
 def ttft_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the TTFT table."""
     rows = []
-    names = {"default": "5% (default)", "stitch": "5% (default)", "unrepaired": "nothing"}
+    names = {"default": "3% (default)", "stitch": "3% (default)", "unrepaired": "nothing"}
     picks = [("5800", "default"), ("5800", "unrepaired"), ("2500", "default"), ("2500", "unrepaired")]
     picks += [("2500", "ratio 0.02"), ("2500", "ratio 0.10"), ("1000", "stitch"), ("500", "stitch")]
     for label, name in picks:

@@ -39,8 +39,8 @@ TARGET_KL, TARGET_TOP1 = 0.02, 0.97
 ANSWER_TOKENS = 8
 CHUNKS_PER_PROMPT = 2  # distinct ones that are precomputed: each stands in several prompts, beside others
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.10, 0.20, 0.40)
-START = RepairConfig(recompute_ratio=0.03)
-VARIANTS: tuple[dict[str, Any], ...] = ({"shift": 0.5}, {"shift": 1.0}, {"first_k": 0}, {"probe_span": (1 / 3, 0.6)})
+START = RepairConfig()
+VARIANTS: tuple[dict[str, Any], ...] = ({"shift": 0.5}, {"shift": 0.75}, {"first_k": 4}, {"probe_span": (1 / 3, 0.6)})
 """Changes to :data:`START`, tried one after the other."""
 
 _MARK = "\u2063KVRAG-CHUNKS\u2063"

@@ -191,12 +191,11 @@ class RepairConfig:
     """Which rows are recomputed: ``query_gain`` (those that tell most of the changes in what the question attends to), ``query`` (those the
     question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC),
     ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
-    recompute_ratio: Fraction = 0.05
+    recompute_ratio: Fraction = 0.03
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
-    first_k: Count = 4
-    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it. The
-    heads of chunks that were encoded without a context are in the state of a prompt's beginning."""
-    shift: Fraction = 0.75
+    first_k: Count = 0
+    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it."""
+    shift: Fraction = 1.0
     """Strength in [0, 1] of the residual shift: what the changes of the repaired rows tell of the other rows', applied to these."""
     mismatch_ratio: Fraction = 0.20
     """Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind."""

@@ -94,7 +94,7 @@ def test_another_prefix_raises_the_ratio():
     assert effective_ratio(layout, RepairConfig()) == 0.20
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.3)) == 0.3
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.0)) == 0.0
-    assert effective_ratio(LAYOUT, RepairConfig()) == 0.05
+    assert effective_ratio(LAYOUT, RepairConfig()) == 0.03
 
 
 @pytest.mark.parametrize(

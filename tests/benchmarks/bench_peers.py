@@ -45,10 +45,10 @@ PEERS = [
     Peer("CacheBlend, 15%", KVRAG, {"repair": "cacheblend", **ALONE}, index="alone"),
     Peer("EPIC, 32 rows", KVRAG, {"repair": "epic", **ALONE}, index="alone"),
     Peer("ProphetKV, 20%", KVRAG, {"repair": "prophetkv", **ALONE}, index="alone"),
-    Peer("kvrag, 5% (default)", KVRAG, {"repair": "default"}, index="prefix"),
-    Peer("kvrag, 2%", KVRAG, {"repair": "2%"}, index="prefix"),
+    Peer("kvrag, 3% (default)", KVRAG, {"repair": "default"}, index="prefix"),
+    Peer("kvrag, 10%", KVRAG, {"repair": "10%"}, index="prefix"),
     Peer("kvrag, unrepaired behind a context", KVRAG, {"repair": "none", "context": "default"}, index="context"),
-    Peer("kvrag, 5%, stored at first use", KVRAG, {"repair": "default", "on_miss": "store"}, index="first use"),
+    Peer("kvrag, 3%, stored at first use", KVRAG, {"repair": "default", "on_miss": "store"}, index="first use"),
 ]
 NOT_COMPARED = ("llama.cpp, prompt cache",)
 """Computes with quantised weights and activations: its distance from float32 says nothing about reuse."""

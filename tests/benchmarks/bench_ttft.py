@@ -25,7 +25,7 @@ from common import RESULTS, items, machine, small_model, write_result
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 
-RATIOS = (0.02, 0.03, 0.10)
+RATIOS = (0.02, 0.05, 0.10)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-3b": {
         "model_type": "qwen2",
