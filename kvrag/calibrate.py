@@ -127,7 +127,8 @@ def calibrate_repair(
         If this model's KV can't be reused.
     """
     asked = make_prompts(engine, chunks, prompts, chunks_per_prompt, seed)
-    memory = StoreConfig(kv_dtype=engine.store_config.read_dtype, ram_bytes=2**62)  # ram_fraction of it, that is
+    given = engine.store_config
+    memory = StoreConfig(kv_dtype=given.read_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62)
     with closing(type(engine)(engine.source, prefix=engine.prefix, context=engine.context, store_config=memory)) as own:
         own.precompute(sorted({part.text for prompt in asked for part in prompt if isinstance(part, Chunk)}))
         cases = [_case(own, prompt) for prompt in asked]
@@ -139,9 +140,10 @@ def calibrate_repair(
         kept = search(measure, lambda trial: trial.reaches(max_mean_kl, min_top1))
     versions = {name: version(name) for name in ("kvrag", "torch", "transformers")}
     about = (prompts, chunks_per_prompt, seed, engine.source.name, versions, datetime.now(UTC).date().isoformat())
-    engine.profile = Profile(kept, max_mean_kl, min_top1, *about)
-    keep(profile_file(engine), json.dumps(asdict(engine.profile)))
-    return engine.profile
+    profile = Profile(kept, max_mean_kl, min_top1, *about)
+    engine.profile_of, engine.profile = engine.loaded.fingerprint, profile
+    keep(profile_file(engine), json.dumps(asdict(profile)))
+    return profile
 
 
 def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], bool]) -> Trial:
@@ -206,7 +208,7 @@ class _Case:
 
 
 def _case(engine: KVRagEngine, prompt: Sequence[str | Chunk]) -> _Case:
-    spans = engine.explain(prompt).spans
+    spans = engine.explain(prompt, mode="stitch").spans
     if not all(span.hit for span in spans if span.kind == "chunk"):
         raise OutOfMemoryError("the KV of the chunks does not fit into memory; calibrate with fewer prompts or chunks")
     layout = place((s.stop - s.start, s.kind if s.hit else "live", s.exact, n, False) for n, s in enumerate(spans))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -116,7 +116,7 @@ class KVRagEngine:
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats, self._lock = EngineStats(), fork_lock()
         self._loaded: LoadedModel | None = None
-        self.profile: Profile | None = None  # that of the model and the context, once they are loaded
+        self.profile, self.profile_of = cast("Profile | None", None), ""  # what is kept for a model, by its fingerprint
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
 
@@ -215,13 +215,17 @@ class KVRagEngine:
                 if not has_tier and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)
                     self._gate = Gate(self.store_config.read_dtype)
-                self.profile = kept_profile(self)
+                self.profile_of, self.profile = self._loaded.fingerprint, kept_profile(self)
             return self._loaded
 
     @property
     def repair(self) -> RepairConfig:
         """The repair of requests that name none: as given, else that of the model's profile (:meth:`calibrate`), else the default."""
-        return self._repair or (self.profile.kept.repair if self.loaded and self.profile else _DEFAULT)
+        if self._repair is None and self.profile_of != (
+            now := self.loaded.fingerprint
+        ):  # adapters may have been switched
+            self.profile_of, self.profile = now, kept_profile(self)
+        return self._repair or (self.profile.kept.repair if self.profile else _DEFAULT)
 
     @property
     def tokenizer(self) -> Any:
@@ -433,7 +437,7 @@ class KVRagEngine:
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> Explanation:
         """Report which spans of a prompt are known chunks, which of them have stored KV, and why the others don't."""
-        request, is_given = self._request(prompt, **options), options.get("repair") or self._repair
+        request, is_given = self._request(prompt, **options), options.get("repair", self._repair) is not None
         repair = in_words(request.repair, "given" if is_given else self.profile or "default")
         return replace(self._answering.explain(request), repair=repair)
 

@@ -67,7 +67,7 @@ def verify_prompts(
         is_reused and mean_kl <= max_mean_kl and top1 >= min_top1,
         *(mean_kl, top1, greedy, rows),
         *(seams.seams, seams.changed_seams, seams.tokens, seams.changed_tokens),
-        engine.explain(prompts[0], repair=repair, namespace=namespace).repair,
+        engine.explain(prompts[0], mode=mode, repair=repair, namespace=namespace).repair,
     )
 
 

@@ -5,14 +5,17 @@ import logging
 import random
 import subprocess
 import sys
+import threading
 import weakref
 from dataclasses import replace
 
 import pytest
+import torch
 from kit import raising, settle
 from texts import make_chunks
 
 from kvrag import KVRagEngine, RepairConfig
+from kvrag.errors import UnsupportedModelError
 from kvrag.generate.audit import Audit
 from kvrag.generate.sequence import TURNS
 from kvrag.model import CausalLM
@@ -122,6 +125,37 @@ def test_without_a_thread_answers_come_all_the_same(engine, monkeypatch):
     monkeypatch.setattr("kvrag.generate.audit.AUDITS.submit", raising(RuntimeError, "can't start new thread"))
     assert answer(engine, PROMPTS[0]).exactness == "repaired"
     assert counted(engine) == (0, 1)
+
+
+def test_one_prompt_waits_at_most(engine, monkeypatch):
+    """A queue would hold logits, and make requests of a busy hour wait for those of the hour before."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        may_end.wait(10)
+
+    monkeypatch.setattr(Audit, "_prefilled", slow)
+    engine.generate(PROMPTS[0], mode="stitch", repair=ALL, max_new_tokens=1)
+    assert begun.wait(10)
+    engine.generate(PROMPTS[1], mode="stitch", repair=ALL, max_new_tokens=1)
+    assert counted(engine) == (0, 1)
+    may_end.set()
+
+
+def test_an_audit_that_can_not_begin_costs_no_answer(engine, monkeypatch):
+    """As where an adapter that can't be reused is added while an answer is decoded."""
+    monkeypatch.setattr(LoadedModel, "fingerprint", property(raising(UnsupportedModelError, "an adapter")))
+    assert answer(engine, PROMPTS[0]).exactness == "repaired"
+    assert counted(engine) == (0, 1)
+
+
+def test_no_memory_is_taken_while_a_request_runs(engine, monkeypatch):
+    audit, taken = Audit(), []
+    monkeypatch.setattr(CausalLM, "buffer", lambda *args: taken.append(args))
+    with TURNS.turn():
+        assert audit._prefilled(engine.loaded, torch.tensor([1, 2, 3]), TURNS) is None
+    assert not taken
 
 
 def test_an_adapter_that_is_switched_meanwhile_spoils_no_figure(engine, monkeypatch):

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from texts import make_chunks
 from typer.testing import CliRunner
 
@@ -202,6 +203,26 @@ def test_other_weights_have_no_profile(engine_of):
     engine_of("llama").calibrate(CHUNKS, **SMALL, **ANY)
     assert engine_of("llama").repair.strategy == "none"
     assert engine_of("llama", seed=1).repair == RepairConfig()
+
+
+def test_weights_that_change_in_place_lose_the_profile_and_find_it_again(engine_of):
+    """As adapters do that are switched: a profile is that of what answers now."""
+    engine = engine_of("llama")
+    engine.calibrate(CHUNKS, **SMALL, **ANY)
+    weight = engine.loaded.lm.model.lm_head.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(2)
+        assert engine.repair == RepairConfig()
+        weight.copy_(kept)
+    assert engine.repair.strategy == "none"
+
+
+def test_short_chunks_that_the_engine_stores_are_calibrated(engine_of):
+    engine = engine_of("llama", store_config=StoreConfig(min_chunk_tokens=4))
+    short = [chunk[:40] for chunk in CHUNKS]
+    assert max(len(engine.loaded.encoder.chunk_ids(text)) for text in short) < StoreConfig().min_chunk_tokens
+    assert engine.calibrate(short, **SMALL, **ANY).is_reached
 
 
 def test_a_refused_model_is_not_calibrated(engine_of):

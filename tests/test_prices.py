@@ -9,7 +9,7 @@ from test_selection import LAYOUT
 from texts import make_chunks
 
 from kvrag import RepairConfig
-from kvrag.blend.cost import IN_ROWS, Costs, Price, costs_of, measured
+from kvrag.blend.cost import IN_ROWS, CostModel, Costs, Price, costs_of, measured
 from kvrag.blend.layout import lay_out, place
 
 MEASURED = measured  # before the tests' own stopwatch takes its place
@@ -17,7 +17,8 @@ CHUNKS = make_chunks(4, words=60, seed=9)
 COSTS = Costs(forward=10, row=1, pair=0, guessed={"request": (10, 1), "forward": (1, 1), "host": (0, 1)})
 TEN = [(250, "chunk", False, n, False) for n in range(1, 11)]
 LONG = place([(10, "prefix", True, 0, False), *TEN, (16, "live", False, -1, False)])
-ONCE = RepairConfig(strategy="first_k")
+FIVE = RepairConfig(recompute_ratio=0.05, first_k=4)
+ONCE = replace(FIVE, strategy="first_k")
 HOST = [("host", 10), *[("host", 250)] * 10]
 
 
@@ -37,10 +38,10 @@ def test_prices_count_every_pass():
 
     assert rows(RepairConfig(strategy="none")) == 20
     assert rows(RepairConfig(strategy="all")) == 220
-    assert rows(RepairConfig()) == 20 + 10 + 16, "the probe ends at 0.8 of the layers"
-    assert rows(RepairConfig(strategy="hkvd")) == 20 + 10 + 330 * 2 // 30
+    assert rows(FIVE) == 20 + 10 + 16, "the probe ends at 0.8 of the layers"
+    assert rows(replace(FIVE, strategy="hkvd")) == 20 + 10 + 330 * 2 // 30
     for ratio in (0.0, 0.04):
-        assert rows(RepairConfig(recompute_ratio=ratio)) == 20 + 8, "nothing asks for a probe"
+        assert rows(replace(FIVE, recompute_ratio=ratio)) == 20 + 8, "nothing asks for a probe"
 
 
 def test_prices_are_forwards_rows_keys_and_what_is_loaded_and_stitched():
@@ -53,7 +54,7 @@ def test_prices_are_forwards_rows_keys_and_what_is_loaded_and_stitched():
     loaded = 0.5 * 210 + 2 * 120  # a chunk is loaded whole, whatever is used of it
     assert price.of(LAYOUT) == pytest.approx(100 + 20 + 0.01 * seen + loaded + 3 * 310 + 7)
     assert price.of(LAYOUT.only_live()) == pytest.approx(100 + 330 + 0.01 * 330 * 330 / 2)
-    probed = Price(costs, RepairConfig(), 30, stored).of(LAYOUT)
+    probed = Price(costs, FIVE, 30, stored).of(LAYOUT)
     assert probed == pytest.approx(price.of(LAYOUT) + 10 + 0.01 * 10 * 330 + 0.8 * (100 + 20 + 0.01 * seen))
 
 
@@ -77,6 +78,13 @@ def test_repair_must_save_a_tenth():
         costs = replace(COSTS, guessed={**COSTS.guessed, "request": (request, 1)})
         layout, _ = Price(costs, ONCE, 30, HOST).cheapest(LONG)
         assert bool(layout.stale) == is_reused
+
+
+def test_a_chunk_that_is_exact_in_one_place_and_stale_in_another_stays_exact():
+    twice = [(100, "chunk", True, 1, False), (100, "chunk", False, 2, False), (100, "chunk", False, 1, False)]
+    layout = place([(10, "prefix", True, 0, False), *twice, (16, "live", False, -1, False)])
+    exact, _ = Price(COSTS, RepairConfig(strategy="all"), 30, HOST).cheapest(layout)
+    assert [(s.start, s.exact) for s in exact.reused] == [(0, True), (10, True)]
 
 
 def test_chunks_are_computed_where_loading_costs_more():
@@ -179,8 +187,10 @@ def test_what_requests_taught_is_kept_for_the_next_process(engine_of, monkeypatc
 
 
 def test_other_numbers_of_threads_and_processors_have_other_costs(engine, monkeypatch):
-    model = engine._answering.costs
-    files = [model._file]
+    def file():
+        return CostModel(engine.loaded)._file
+
+    files = [file()]
     for name, value in (
         ("torch.get_num_threads", 7),
         ("os.cpu_count", 1000),
@@ -188,8 +198,8 @@ def test_other_numbers_of_threads_and_processors_have_other_costs(engine, monkey
     ):
         with monkeypatch.context() as patch:
             patch.setattr(name, lambda value=value: value)
-            files.append(model._file)
-    assert len({*files, model._file}) == 4
+            files.append(file())
+    assert len({*files, file()}) == 4
 
 
 def test_forwards_that_say_nothing_are_not_believed(monkeypatch):

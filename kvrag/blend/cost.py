@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 
-from kvrag.blend.layout import Layout, num_rows_of
+from kvrag.blend.layout import Layout, Segment, num_rows_of
 from kvrag.blend.select import needs_of, num_selected
 from kvrag.config import RepairConfig
 from kvrag.identity.fingerprint import chunk_key
@@ -127,7 +128,8 @@ class Price:
         Prices are nearly linear in the chunks, so each is loaded or computed by its own price; then what is left, repaired, stands against
         what needs no repair.
         """
-        reuse, exact = self._lean(layout), self._lean(layout.without({segment.source for segment in layout.stale}))
+        without = [Segment(s.start, s.stop, "live") if s in layout.stale else s for s in layout.segments]
+        reuse, exact = self._lean(layout), self._lean(Layout(tuple(without)))
         price, other = self.of(reuse), self.of(exact)
         if layout.stale and (not reuse.stale or price >= MARGIN * other):
             unit, price = self.costs.unit, self.of(layout)
@@ -136,7 +138,10 @@ class Price:
         return reuse, f"{count} stored chunk(s) would cost more to load than to compute" if count else None
 
     def _lean(self, layout: Layout) -> Layout:
-        """Return the layout without what costs more to load than to compute."""
+        """Return the layout without what costs more to load than to compute; mostly no tier is that slow."""
+        costs = self.costs
+        if max([costs.each(tier) for tier, _ in self.stored], default=0.0) + costs.each("stitch") < costs.row / 2:
+            return layout
         price, sources = self.of(layout), {segment.source for segment in layout.reused}
         return layout.without({source for source in sources if self.of(layout.without({source})) < price})
 
@@ -188,7 +193,7 @@ class CostModel:
                 keep(self._file, json.dumps(asdict(costs)))
             self._num_learned += 1
 
-    @property
+    @cached_property
     def _file(self) -> Path:
         threads, cores = str(torch.get_num_threads()), str(os.cpu_count())
         where = {"threads": threads, "cores": cores, "processor": _processor()}
@@ -246,7 +251,7 @@ def _pair_ms(lm: CausalLM) -> float:
     shape, config, rows = lm.shapes[0], lm.config.get_text_config(), min(1024, lm.reuse_window)
     heads = getattr(config, "num_attention_heads", shape.num_heads)
     sizes = (heads, shape.key_dim), (shape.num_heads, shape.key_dim), (shape.num_heads, shape.value_dim)
-    query, keys, values = (torch.rand(1, n, rows, dim, dtype=lm.dtype, device=lm.device) for n, dim in sizes)
+    query, keys, values = (torch.ones(1, n, rows, dim, dtype=lm.dtype, device=lm.device) for n, dim in sizes)
     limits, cap = Limits(torch.arange(rows, device=lm.device), rows), getattr(config, "attn_logit_softcapping", None)
     best = min(_ms(lambda: ragged_attention(query, keys, values, limits, scale=1.0, softcap=cap)) for _ in range(3))
     return best * lm.num_layers / (rows * rows / 2)

@@ -17,7 +17,7 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
 SHIFT_SKIP = (
-    4  # head rows of a chunk, of which others say nothing, nor they of others: former sinks change in their own way
+    4  # head rows of a chunk: former sinks, which change in their own way; they are neither learned from nor shifted
 )
 SHIFT_MAX_ROWS = 1024  # that are counted, evenly spread: more would cost memory
 
@@ -173,6 +173,6 @@ def repair(
     if len(rows) == layout.num_tokens:
         return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
     shifting = None
-    if rotary is not None and layout.stale and shift > 0:
+    if rotary is not None and may_shift(layout, selected, shift):
         shifting = residual_shift(likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary)
     return model.forward(token_ids[rows.cpu()], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]

@@ -51,7 +51,7 @@ class Commands(typer.core.TyperGroup):
 
 def demo(context: typer.Context) -> None:
     """Answer questions about real documents twice, by full prefill and with reuse from disk, and compare time and answers."""
-    examples = example("demo", otherwise="run it in a checkout").parent
+    examples = example("demo/main.py", otherwise="run it in a checkout").parent.parent
     sys.path.insert(0, str(examples))
     try:
         importlib.import_module("demo.main").command.main(context.args, prog_name="kvrag demo", standalone_mode=False)

@@ -66,9 +66,9 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def example(name: str, *, otherwise: str) -> Path:
-    """Return a folder of ``examples/``, in the checkout that kvrag runs from or in the working directory; the wheel has none."""
+    """Return a file or folder of ``examples/``, in the checkout that kvrag runs from or in the working directory; the wheel has none."""
     for base in (Path(__file__).resolve().parents[2], Path.cwd()):
-        if (found := base / "examples" / name).is_dir():
+        if (found := base / "examples" / name).exists():
             return found
     raise InputError(f"this needs examples/{name} of kvrag's source, which is not in the package; {otherwise}")
 

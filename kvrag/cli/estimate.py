@@ -42,7 +42,7 @@ def estimate(
     disk_gbps: Annotated[float | None, typer.Option(help="Read bandwidth of the disk, GB/s (10^9 bytes).")] = None,
     prefill_tps: Annotated[float | None, typer.Option(help="Prefill speed of the model, tokens/s.")] = None,
     measure: Annotated[bool, _MEASURE] = False,
-    ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of the rows to repair.")] = 0.05,
+    ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of the rows to repair.")] = 0.03,
     as_json: AsJson = False,
 ) -> None:
     """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from concurrent.futures import Future
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -31,16 +33,20 @@ class Audit:
         self._lock, self._closed, self._draws = fork_lock(), threading.Event(), random.Random(0)
         self._audited = self._same = self._skipped = 0
         self._sum_kl = self._max_kl = 0.0
-        self._has_warned = False
+        self._has_warned, self._audits = False, cast("Future[None] | None", None)
 
     def offer(self, loaded: LoadedModel, done: Prefilled, share: float, turns: Turns) -> None:
         """Audit an answered prompt if it was repaired and is drawn; return at once. ``turns`` are those that requests take."""
         if done.exactness != "repaired" or self._draws.random() >= share:
             return
-        work = partial(self._audit, loaded, loaded.fingerprint, torch.tensor(done.token_ids), done.logits, turns)
+        if self._audits and not self._audits.done():
+            self._skip()
+            return
         try:
-            AUDITS.submit(work, cancel=self._closed)
-        except RuntimeError as error:  # too many threads, or the interpreter is about to exit
+            ids, fingerprint = torch.tensor(done.token_ids), loaded.fingerprint
+            work = partial(self._audit, loaded, fingerprint, ids, done.logits, turns)
+            self._audits = AUDITS.submit(work, cancel=self._closed)
+        except Exception as error:  # too many threads, an adapter that can't be reused: the answer has been given
             self._skip(error)
 
     def close(self) -> None:
@@ -80,6 +86,8 @@ class Audit:
             if isinstance(fresh := tensors[-1], torch.Tensor) and fresh.is_cuda:
                 torch.cuda.synchronize(fresh.device)  # layers that are queued can't be given up
 
+        if self._closed.is_set() or not turns.is_idle:
+            return None
         lm, rows = loaded.reusable, Rows.span(0, len(ids))
         logits, _ = lm.forward(ids, rows, lm.buffer(len(ids)), before_write=look)
         return logits[0, -1] if logits.numel() else None

@@ -17,9 +17,7 @@ import torch
 
 BLOCK_ROWS = 64  # enough to fill a core, few enough that cutting keys at the block's last limit saves work
 ALIGNMENT = 64  # bytes: a line of the processor's cache
-MAX_BLOCKED = (
-    2**22
-)  # rows x keys beyond which the rows behind a short head are quicker as a whole prompt than by blocks
+MAX_BLOCKED = 2**22  # rows x keys beyond which rows behind a short head are quicker as a whole prompt than by blocks
 MAX_CACHED_MASK = 2**24  # elements of one forward's mask that are kept for all its layers
 
 

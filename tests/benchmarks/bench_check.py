@@ -13,6 +13,7 @@ import itertools
 import json
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.verify import kl_divergence
 
-DEFAULT = RepairConfig()
+DEFAULT = RepairConfig(recompute_ratio=0.05, first_k=4, shift=0.75)  # that of then
 RATIOS = (0.03, 0.05, 0.07, 0.10, 0.15)
 ESCALATED = 0.10
 TARGETS = (0.35, 0.40, 0.45, 0.50, 0.55)
@@ -40,12 +41,20 @@ MODEL = "SmolLM2-135M-Instruct"
 class Measured:
     """A repair forward that also looks: at the question's attention, and at how much the repaired rows change."""
 
-    def __init__(self, case: Case, layout: Layout, rotary: Rotations, selected: torch.Tensor, buffer: KVBuffer) -> None:
+    def __init__(
+        self,
+        case: Case,
+        layout: Layout,
+        rotary: Rotations,
+        selected: torch.Tensor,
+        buffer: KVBuffer,
+        likeness: Likeness,
+    ) -> None:
         lm, changes = case.lm, list[float]()
         rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values
         shift: ResidualShift | None = None
         if len(selected):
-            shift = residual_shift(buffer, layout, rows, DEFAULT.shift, rotary)
+            shift = residual_shift(likeness, layout, rows, DEFAULT.shift, rotary)
         at = mask_of(selected, layout.num_tokens)[rows]
 
         def look(layer: int, keys: Any, values: Any, fresh_keys: Any, fresh_values: Any) -> None:
@@ -109,11 +118,10 @@ def measure(case: Case) -> dict[str, Any]:
     rotary, stale = case.lm.rotary(layout.num_tokens), rows_of(layout.stale)
     stitched = case.lm.buffer(layout.num_tokens)
     stitch(stitched, layout, kvs, rotary)
-    likeness = Likeness.of(stitched, layout)
 
     def run(rows: torch.Tensor) -> tuple[Measured, dict[str, float]]:
         buffer = case.copy(stitched, case.scratch)
-        done = Measured(case, layout, rotary, rows, buffer)
+        done = Measured(case, layout, rotary, rows, buffer, likeness)
         own = case.forced(buffer, done.logits, case.own)
         gold = case.forced(buffer, done.logits, case.gold)
         return done, {
@@ -123,16 +131,18 @@ def measure(case: Case) -> dict[str, Any]:
             "rows": len(rows) / len(stale),
         }
 
+    likeness = Likeness.of(stitched, layout)
     probe, unrepaired = run(stale[:0])
+    likeness = Likeness.of(stitched, layout, probe.mass)
     out: dict[str, Any] = {"stale": len(stale), "unrepaired": unrepaired}
     for ratio in RATIOS:
-        config = RepairConfig(recompute_ratio=ratio)
+        config = replace(DEFAULT, recompute_ratio=ratio)
         rows = select_rows(layout, config, mass=probe.mass, likeness=likeness)
         done, out[f"{ratio:.2f}"] = run(rows)
         out[f"{ratio:.2f}"]["covered"] = covered(probe.mass, rows, stale)
         if ratio == DEFAULT.recompute_ratio:
             out["checks"], after = checks(probe, done, likeness, rows, layout), done.mass
-    rows = select_rows(layout, RepairConfig(recompute_ratio=ESCALATED), mass=after, likeness=likeness)
+    rows = select_rows(layout, replace(DEFAULT, recompute_ratio=ESCALATED), mass=after, likeness=likeness)
     _, out["escalated"] = run(rows)
     return out
 
