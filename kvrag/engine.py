@@ -221,11 +221,11 @@ class KVRagEngine:
     @property
     def repair(self) -> RepairConfig:
         """The repair of requests that name none: as given, else that of the model's profile (:meth:`calibrate`), else the default."""
-        if self._repair is None and self.profile_of != (
-            now := self.loaded.fingerprint
-        ):  # adapters may have been switched
+        if self._repair is not None:
+            return self._repair
+        if self.profile_of != (now := self.loaded.identity.fingerprint):  # adapters may have been switched
             self.profile_of, self.profile = now, kept_profile(self)
-        return self._repair or (self.profile.kept.repair if self.profile else _DEFAULT)
+        return self.profile.kept.repair if self.profile else _DEFAULT
 
     @property
     def tokenizer(self) -> Any:

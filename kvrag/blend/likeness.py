@@ -50,11 +50,11 @@ class Likeness:
         size = place.clamp_(min=1).pow_(BY_PLACE)
         if mass is not None:
             size *= (mass / mass[owner >= 0].mean()).clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
-        device = buffer.values(0).device
-        owner, size = owner[span].to(device), size[span].to(device)
+        layers = [buffer.values(layer) for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS})]
+        owner, size = owner[span].to(layers[0].device), size[span].to(layers[0].device)
         found = list[torch.Tensor]()
-        for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS}):
-            values = buffer.values(layer)[0, :, span].float().transpose(0, 1).flatten(1)
+        for layer in layers:
+            values = layer[0, :, span].float().transpose(0, 1).flatten(1)
             found.append(torch.nn.functional.normalize(values - values[owner >= 0].mean(dim=0), dim=1))
         return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner, size)
 
