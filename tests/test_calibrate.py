@@ -237,7 +237,8 @@ def run(*args, command="calibrate", **options):
     return CliRunner().invoke(app, [command, *map(str, args)], **options)
 
 
-def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path):
+def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # the path of a cache would be wrapped
     corpus = tmp_path / "notes.md"
     corpus.write_text("\n\n".join(CHUNKS), "utf-8")
     options = (tiny_dir, "--corpus", corpus, "--chunk-tokens", 100, "--prompts", 3, "--chunks", 2)

@@ -199,7 +199,7 @@ def test_without_a_checkout_the_demo_says_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--help"])
     assert done.exit_code == 2
-    assert "examples/demo of kvrag's source" in done.stderr
+    assert "examples/demo/main.py of kvrag's source" in done.stderr
 
 
 # -- the real thing -----------------------------------------------------------------------------------------------------
