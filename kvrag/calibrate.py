@@ -141,7 +141,7 @@ def calibrate_repair(
     versions = {name: version(name) for name in ("kvrag", "torch", "transformers")}
     about = (prompts, chunks_per_prompt, seed, engine.source.name, versions, datetime.now(UTC).date().isoformat())
     profile = Profile(kept, max_mean_kl, min_top1, *about)
-    engine.profile_of, engine.profile = engine.loaded.fingerprint, profile
+    engine.profile = engine.loaded.fingerprint, profile
     keep(profile_file(engine), json.dumps(asdict(profile)))
     return profile
 

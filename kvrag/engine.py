@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, TypedDict, Unpack, cast
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -116,7 +116,7 @@ class KVRagEngine:
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats, self._lock = EngineStats(), fork_lock()
         self._loaded: LoadedModel | None = None
-        self.profile, self.profile_of = cast("Profile | None", None), ""  # what is kept for a model, by its fingerprint
+        self.profile: tuple[str, Profile | None] = "", None  # the model's fingerprint, and what is kept for it
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
 
@@ -215,7 +215,7 @@ class KVRagEngine:
                 if not has_tier and self.store_config.gpu_dtype is not None:  # no tier that would round
                     self.store_config = replace(self.store_config, gpu_dtype=None)
                     self._gate = Gate(self.store_config.read_dtype)
-                self.profile_of, self.profile = self._loaded.fingerprint, kept_profile(self)
+                self.profile = self._loaded.fingerprint, kept_profile(self)
             return self._loaded
 
     @property
@@ -223,9 +223,9 @@ class KVRagEngine:
         """The repair of requests that name none: as given, else that of the model's profile (:meth:`calibrate`), else the default."""
         if self._repair is not None:
             return self._repair
-        if self.profile_of != (now := self.loaded.identity.fingerprint):  # adapters may have been switched
-            self.profile_of, self.profile = now, kept_profile(self)
-        return self.profile.kept.repair if self.profile else _DEFAULT
+        if self.profile[0] != (now := self.loaded.identity.fingerprint):  # adapters may have been switched
+            self.profile = now, kept_profile(self)
+        return self.profile[1].kept.repair if self.profile[1] else _DEFAULT
 
     @property
     def tokenizer(self) -> Any:
@@ -438,7 +438,7 @@ class KVRagEngine:
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> Explanation:
         """Report which spans of a prompt are known chunks, which of them have stored KV, and why the others don't."""
         request, is_given = self._request(prompt, **options), options.get("repair", self._repair) is not None
-        repair = in_words(request.repair, "given" if is_given else self.profile or "default")
+        repair = in_words(request.repair, "given" if is_given else self.profile[1] or "default")
         return replace(self._answering.explain(request), repair=repair)
 
     verify = verify_prompts

@@ -57,23 +57,25 @@ class Turns:
         _forkable.add(self)
 
     def _at_fork_reinit(self) -> None:
-        self._free = threading.Semaphore(self._limit)
+        self._free, self._taken = threading.Semaphore(self._limit), set[object]()
 
     @property
     def is_idle(self) -> bool:
         """Whether no thread has a turn."""
-        return self._free._value == self._limit
+        return not self._taken
 
     @contextmanager
     def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
         """Wait for a turn and keep it until the context ends; raises ``CancelledError`` if ``cancel`` is set before it comes."""
-        free = self._free
+        free, taken, mine = self._free, self._taken, object()
         while not free.acquire(timeout=CANCEL_POLL_S):
             if cancel is not None and cancel.is_set():
                 raise CancelledError
+        taken.add(mine)
         try:
             yield
         finally:
+            taken.discard(mine)
             free.release()
 
 

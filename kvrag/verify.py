@@ -54,7 +54,7 @@ def verify_prompts(
         raise InputError("verify needs a list of at least one prompt")
     rows, seams = [], SeamCount()
     for prompt in prompts:
-        row, seam_count = _compare(engine, prompt, mode, repair, namespace, max_new_tokens)
+        row, seam_count, repaired = _compare(engine, prompt, mode, repair, namespace, max_new_tokens)
         rows.append(row)
         seams += seam_count
     is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
@@ -67,7 +67,7 @@ def verify_prompts(
         is_reused and mean_kl <= max_mean_kl and top1 >= min_top1,
         *(mean_kl, top1, greedy, rows),
         *(seams.seams, seams.changed_seams, seams.tokens, seams.changed_tokens),
-        engine.explain(prompts[0], mode=mode, repair=repair, namespace=namespace).repair,
+        repaired,
     )
 
 
@@ -78,7 +78,7 @@ def _compare(
     repair: RepairConfig | None,
     namespace: str | None,
     max_new_tokens: int,
-) -> tuple[VerifyRow, SeamCount]:
+) -> tuple[VerifyRow, SeamCount, str]:
     reused, full = (engine.prefill(prompt, mode=m, repair=repair, namespace=namespace) for m in (mode, "full"))
     answers = [
         engine.generate(prompt, mode=m, repair=repair, namespace=namespace, max_new_tokens=max_new_tokens).token_ids
@@ -91,8 +91,8 @@ def _compare(
         exactness=reused.exactness,
         kv_reuse_ratio=reused.kv_reuse_ratio,
     )
-    spans = engine.explain(prompt, namespace=namespace).spans
-    return row, seams_of(spans, full.prompt_ids, engine.loaded.encoder)
+    explained = engine.explain(prompt, mode=mode, repair=repair, namespace=namespace)
+    return row, seams_of(explained.spans, full.prompt_ids, engine.loaded.encoder), explained.repair
 
 
 def seams_of(spans: Sequence[ExplainedSpan], token_ids: Sequence[int], tokenizer: SegmentTokenizer) -> SeamCount:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_equivalence import CHUNKS, TOLERANCE, ask, distance, engines
 from test_equivalence import largest_change_before_the_difference as change_before
+from texts import make_chunks
 
 import kvrag.blend.likeness as likeness
 import kvrag.blend.repair as repairing
@@ -271,3 +272,17 @@ def test_the_promises_hold_with_launches(name, stored, monkeypatch):
 
 def test_the_tiny_models_have_other_layers_to_compare_than_the_first():
     assert {int(share * tiny_model().config.num_hidden_layers) for share in likeness.LAYERS} == {1, 3}
+
+
+@pytest.mark.parametrize("strategy", ["query", "query_gain"])
+def test_requests_shift_by_what_their_question_reads(engine_of, monkeypatch, strategy):
+    """The attention that was measured to choose rows serves the shift, too; rows are compared once a request."""
+    engine, found, of = engine_of("llama"), [], Likeness.of
+    texts = make_chunks(3, words=60, seed=5)
+    engine.precompute(texts)
+    monkeypatch.setattr(Likeness, "of", lambda *args: found.append(args[2]) or of(*args))
+    prompt = [{"role": "user", "content": "\n\n".join([texts[2], texts[0], texts[1], "Who?"])}]
+    result = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy, recompute_ratio=0.2))
+    assert result.repaired_tokens
+    assert [mass.shape for mass in found] == [(result.prompt_tokens,)]
+    assert found[0].sum() > 0

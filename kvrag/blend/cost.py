@@ -179,9 +179,7 @@ class CostModel:
                 seen["stitch"] = ms.get("stitch", 0.0), num_rows_of(layout.reused)
             took = sum(ms.get(stage, 0.0) for stage in ("select", "repair", "prefill"))
             predicted = price.of_forwards(layout)
-            if (
-                layout.stale
-            ):  # at most twice what is expected: a request that waited for others must not put off all reuse
+            if layout.stale:  # at most twice what is expected: who waited for others must not put off all reuse
                 expected = costs.each("forward") * predicted
                 seen["request"] = min(max(0.0, took - expected), expected), 1.0
             else:

@@ -16,9 +16,7 @@ from kvrag.model import CausalLM, StopForward
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
-SHIFT_SKIP = (
-    4  # head rows of a chunk: former sinks, which change in their own way; they are neither learned from nor shifted
-)
+SHIFT_SKIP = 4  # head rows of a chunk, former sinks that change in their own way: neither learned from nor shifted
 SHIFT_MAX_ROWS = 1024  # that are counted, evenly spread: more would cost memory
 
 

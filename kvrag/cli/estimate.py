@@ -16,7 +16,7 @@ from kvrag import estimate as arithmetic
 from kvrag.cli.documents import read_documents, split_documents
 from kvrag.cli.options import ESTIMATE, AsJson, Given, takes
 from kvrag.cli.output import facts, progress, show
-from kvrag.config import StoreConfig
+from kvrag.config import RepairConfig, StoreConfig
 from kvrag.errors import ConfigError, ModelError, StoreError, require
 from kvrag.estimate import ModelShape, human_bandwidth, human_bytes, preset, shape_from_config
 
@@ -42,7 +42,9 @@ def estimate(
     disk_gbps: Annotated[float | None, typer.Option(help="Read bandwidth of the disk, GB/s (10^9 bytes).")] = None,
     prefill_tps: Annotated[float | None, typer.Option(help="Prefill speed of the model, tokens/s.")] = None,
     measure: Annotated[bool, _MEASURE] = False,
-    ratio: Annotated[float, typer.Option(min=0, max=1, help="Share of the rows to repair.")] = 0.03,
+    ratio: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the rows to repair.")
+    ] = RepairConfig().recompute_ratio,
     as_json: AsJson = False,
 ) -> None:
     """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""

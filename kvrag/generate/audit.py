@@ -10,7 +10,6 @@ import random
 import threading
 from concurrent.futures import Future
 from functools import partial
-from typing import cast
 
 import torch
 
@@ -33,19 +32,20 @@ class Audit:
         self._lock, self._closed, self._draws = fork_lock(), threading.Event(), random.Random(0)
         self._audited = self._same = self._skipped = 0
         self._sum_kl = self._max_kl = 0.0
-        self._has_warned, self._audits = False, cast("Future[None] | None", None)
+        self._has_warned = False
+        self._latest: Future[None] | None = None
 
     def offer(self, loaded: LoadedModel, done: Prefilled, share: float, turns: Turns) -> None:
         """Audit an answered prompt if it was repaired and is drawn; return at once. ``turns`` are those that requests take."""
         if done.exactness != "repaired" or self._draws.random() >= share:
             return
-        if self._audits and not self._audits.done():
+        if self._latest and not self._latest.done():
             self._skip()
             return
         try:
             ids, fingerprint = torch.tensor(done.token_ids), loaded.fingerprint
             work = partial(self._audit, loaded, fingerprint, ids, done.logits, turns)
-            self._audits = AUDITS.submit(work, cancel=self._closed)
+            self._latest = AUDITS.submit(work, cancel=self._closed)
         except Exception as error:  # too many threads, an adapter that can't be reused: the answer has been given
             self._skip(error)
 
