@@ -148,12 +148,12 @@ def probe(result: dict[str, Any]) -> str:
     summary = result["summary"]
     default = "0.33-0.80"
     spans = sorted({name.split("@")[0] for name in summary}, key=lambda span: (span != default, span))
-    rows = []
+    rows, ratios = [], sorted({name.split("@")[1] for name in summary})
     for span in spans:
-        cells = [_kl(summary[f"{span}@{ratio}"], key) for ratio in ("0.05", "0.15") for key in ("kl_own", "kl_gold")]
+        cells = [_kl(summary[f"{span}@{ratio}"], key) for ratio in ratios for key in ("kl_own", "kl_gold")]
         name = span.replace("-", " to ")
         rows.append([f"**{name}**" if span == default else name, *cells])
-    header = ["layers, of 1", "KL own, 5%", "KL gold, 5%", "KL own, 15%", "KL gold, 15%"]
+    header = ["layers, of 1", *(f"KL {answer}, {float(ratio):.0%}" for ratio in ratios for answer in ("own", "gold"))]
     count = len(result["cases"])
     return table(header, rows) + f"\nMeans over {count} questions.\n" + source(result, "probe.json")
 

@@ -17,8 +17,8 @@ from common import items, machine, means, parser, small_engine, write_result
 from kvrag import RepairConfig
 from kvrag.blend.stitch import stitch
 
-SPANS = ((0.0, 1.0), (0.0, 0.8), (0.0, 0.5), (1 / 3, 2 / 3), (1 / 3, 0.8), (1 / 3, 1.0), (0.5, 0.8))
-RATIOS = (0.05, 0.15)
+SPANS = ((0.0, 1.0), (0.0, 0.8), (1 / 3, 0.5), (1 / 3, 2 / 3), (1 / 3, 0.8), (1 / 3, 1.0), (0.5, 0.8))
+RATIOS = (0.03, 0.10)
 
 
 def measure(case: Case) -> dict[str, dict[str, float]]:
