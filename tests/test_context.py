@@ -81,12 +81,16 @@ def test_each_context_has_keys_of_its_own_and_another_one_is_used_where_there_is
     assert used == {"", context_digest(second.context_ids)}  # the prefix has none
 
 
-@pytest.mark.parametrize("context", ["", " \n", 7, b"text", ["default"]])
+@pytest.mark.parametrize("context", ["", " \n", 7, b"text", ["default"], "corpus", "defualt", "default:many", "none"])
 def test_a_wrong_context_is_refused(tiny_dir, context):
     with pytest.raises(ConfigError, match="context is"):
         KVRagEngine.from_pretrained(tiny_dir, context=context)
     with pytest.raises(ConfigError, match="context is"):
         KVRagEngine.get(tiny_dir, context=context)
+
+
+def test_text_without_spaces_is_a_context(engine_of):
+    assert engine_of("llama", context="カササギは冬に巣を作り、春に卵を産む。").context_ids
 
 
 def test_the_default_is_the_text_that_ships_cut_to_a_share_of_the_window(engine_of, tokenizer):

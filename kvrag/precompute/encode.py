@@ -20,16 +20,20 @@ from kvrag.model.rows import KVBuffer, Rows
 from kvrag.prompt.template import PromptEncoder
 from kvrag.types import ChunkKV, LayerKV
 
+_NAMED = re.compile(r"default(?::(\d+))?")
 CONTEXT_TOKENS = 1000  # of a context at most; docs/benchmarks.md has other lengths
 Behind = tuple[KVBuffer, ChunkKV | None]  # what :func:`encode_prefix` returns
 WINDOW_SHARE = 4  # and one of so many tokens of a model's context window
 
 
 def check_context(context: object) -> str | None:
-    """Return a valid context: ``"default"``, text or ``None``; raises ``ConfigError``."""
-    if context is not None and (not isinstance(context, str) or not context.strip()):
-        raise ConfigError(f"context is {context!r}; pass 'default', a text of your own, or None")
-    return context
+    """Return a valid context: ``"default"``, text or ``None``; raises ``ConfigError``, also for what looks like another name."""
+    if context is None:
+        return None
+    is_text = isinstance(context, str) and context.strip()
+    if is_text and (_NAMED.fullmatch(str(context)) or not re.fullmatch(r"[\w:.-]{1,40}", str(context), re.ASCII)):
+        return str(context)
+    raise ConfigError(f"context is {context!r}; pass 'default', 'default:250', passages of your own as text, or None")
 
 
 def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
@@ -39,7 +43,7 @@ def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tup
     """
     if context is None:
         return ()
-    named = re.fullmatch(r"default(?::(\d+))?", context)
+    named = _NAMED.fullmatch(context)
     text, most = shipped() if named else context, int(named[1] or CONTEXT_TOKENS) if named else CONTEXT_TOKENS
     return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[: min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)]
 
