@@ -158,6 +158,31 @@ def probe(result: dict[str, Any]) -> str:
     return table(header, rows) + f"\nMeans over {count} questions.\n" + source(result, "probe.json")
 
 
+def ablations(result: dict[str, Any]) -> str:
+    """Compare ideas with the default repair, at each share of rows."""
+    summary = result["summary"]
+    ratios = sorted({name.split("@")[1] for name in summary})
+    names = list(dict.fromkeys(name.split("@")[0] for name in summary))
+    rows = []
+    for name in names:
+        found = [summary[f"{name}@{ratio}"] for ratio in ratios]
+        kls = (" / ".join(f"{row[kl]:.3f}" for kl in ("kl_own", "kl_first", "kl_gold")) for row in found)
+        rows.append(
+            [f"**{name}**" if name == "default" else name, *kls, *(f"{row['top1_first']:.2f}" for row in found)]
+        )
+    header = [
+        "variant",
+        *(f"{float(ratio):.0%} of the rows" for ratio in ratios),
+        *(f"top-1, {float(ratio):.0%}" for ratio in ratios),
+    ]
+    count = len(result["cases"])
+    return (
+        table(header, rows)
+        + f"\nMeans over {count} questions: KL of the own answer / of its first token / of the gold answer.\n"
+        + source(result, "ablations.json")
+    )
+
+
 def _kl(row: dict[str, Any], key: str) -> str:
     low, high = row[f"{key}_ci"]
     return f"{row[key]:.3f} ± {(high - low) / 2:.3f}"
@@ -557,6 +582,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),
     "probe": ("probe.json", probe),
+    "ablations": ("ablations.json", ablations),
     "contexts": ("context.json", contexts),
     "check": ("check.json", check),
     "check-targets": ("check.json", check_targets),

@@ -230,9 +230,6 @@ def _trial(engine: KVRagEngine, cases: Sequence[_Case], repair: RepairConfig) ->
     return Trial(repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1])
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
-
-
 def profile_file(engine: KVRagEngine) -> Path:
     """Return where the profile of an engine's model, context and rounding is kept."""
     kv_dtype, context = engine.store_config.read_dtype, context_digest(engine.context_ids)

@@ -28,11 +28,9 @@ WINDOW_SHARE = 4  # and one of so many tokens of a model's context window
 
 def check_context(context: object) -> str | None:
     """Return a valid context: ``"default"``, text or ``None``; raises ``ConfigError``, also for what looks like another name."""
-    if context is None:
-        return None
-    is_text = isinstance(context, str) and context.strip()
-    if is_text and (_NAMED.fullmatch(str(context)) or not re.fullmatch(r"[\w:.-]{1,40}", str(context), re.ASCII)):
-        return str(context)
+    is_name = isinstance(context, str) and re.fullmatch(r"[\w:.-]{0,40}", context.strip(), re.ASCII)
+    if context is None or (isinstance(context, str) and (not is_name or _NAMED.fullmatch(context))):
+        return context
     raise ConfigError(f"context is {context!r}; pass 'default', 'default:250', passages of your own as text, or None")
 
 
