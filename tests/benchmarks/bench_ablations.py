@@ -5,11 +5,11 @@ with one thing changed, at 3% and 10% of the rows:
 
 * ``layers 80%``: repaired rows end after 80% of the layers, the question goes on through all. ``layers 80%, rows 125%`` spends what that
   saves on more rows.
-* ``strength per layer``: each layer's shift is multiplied by what fits best on other questions of the same data.
+* ``strength per layer``: each layer's shift is multiplied by what fits best on other questions of the same data; ``shift x 1.2``: all alike.
 * ``retriever N``: the choice of rows weighs attention by the retriever's score of their chunk (cosine of MiniLM's embeddings, as a softmax
   over the chunks with so many times the score).
 * ``no probe``: rows are chosen without a forward of the question: by likeness alone (``alike``), or as if the question were a general one
-  asked of each chunk alone, which can be found at index time (``general``), or that and the retriever's scores.
+  asked of each chunk alone, which can be found at index time (``general``).
 * ``keys x N``: the keys of rows that are left alone are scaled, a temperature of the attention that stale rows get.
 * ``left out N%``: of each chunk the rows that a general question asked of the chunk alone attends to least are not in the prompt.
 
@@ -241,12 +241,12 @@ def variants(case: AblationCase, ratio: float, strengths: Sequence[float]) -> di
         "layers 80%": lambda: case.vary(case.rows(ratio), ends_after(0.8, layers)),
         "layers 80%, rows 125%": lambda: case.vary(case.rows(1.25 * ratio), ends_after(0.8, layers)),
         "strength per layer": lambda: case.vary(case.rows(ratio), by_layer(strengths)),
+        "shift x 1.2": lambda: case.vary(case.rows(ratio), by_layer([1.2] * layers)),
     }
     for sharpness in (2.0, 8.0):
         made[f"retriever {sharpness:g}"] = lambda s=sharpness: case.vary_mass(ratio, case.mass * case.scores(s))  # type: ignore[misc]
     made["no probe: alike"] = lambda: case.vary_mass(ratio, torch.ones_like(case.mass))
     made["no probe: general"] = lambda: case.vary_mass(ratio, case.without_probe())
-    made["no probe: general, retriever 8"] = lambda: case.vary_mass(ratio, case.without_probe() * case.scores(8.0))
     for factor in (0.95, 1.05):
         made[f"keys x {factor}"] = lambda f=factor: case.vary(case.rows(ratio), keys_times(f))  # type: ignore[misc]
     for share in (0.1, 0.25, 0.5):
