@@ -5,7 +5,7 @@ with one thing changed, at 3% and 10% of the rows:
 
 * ``layers 80%``: repaired rows end after 80% of the layers, the question goes on through all. ``layers 80%, rows 125%`` spends what that
   saves on more rows.
-* ``strength per layer``: each layer's shift is multiplied by what fits best on other questions of the same data; ``shift x 1.2``: all alike.
+* ``strength per layer``: each layer's shift is multiplied by what fits best on other questions; ``shift x 1.2``: all alike.
 * ``retriever N``: the choice of rows weighs attention by the retriever's score of their chunk (cosine of MiniLM's embeddings, as a softmax
   over the chunks with so many times the score).
 * ``no probe``: rows are chosen without a forward of the question: by likeness alone (``alike``), or as if the question were a general one
