@@ -119,27 +119,27 @@ def contexts(result: dict[str, Any]) -> str:
     rows = []
     for where in first:
         kind, _, length = where.partition(":")
-        name = "the prefix alone" if kind == "prefix" else f"{length} tokens, {CONTEXTS[kind]}"
+        name = "the prefix alone" if kind == "prefix" else f"{length} {CONTEXTS[kind]}"
         kls = [[summary[f"{where}/{ratio}"][kl] for kl in ("kl_own", "kl_first", "kl_gold")] for ratio in ratios]
         rows.append([name, *(" / ".join(f"{kl:.3f}" for kl in each) for each in kls)])
     header = [
         "encoded behind",
         *("unrepaired" if not float(ratio) else f"{float(ratio):.0%} of the rows" for ratio in ratios),
     ]
-    count = len(result["cases"])
+    count, prompt = len(result["cases"]), f"{result['chunks']} chunks of {result['chunk_tokens']} tokens"
     return (
         table(header, rows)
-        + f"\nMeans over {count} questions: KL of the own answer / of its first token / of the gold answer. Shift {result['shift']}.\n"
-        + source(result, "context.json")
+        + f"\nMeans over {count} questions, {prompt}: KL of the own answer / of its first token / of the gold answer.\n"
+        + source(result, result.get("name", "context") + ".json")
     )
 
 
 CONTEXTS = {
-    "shipped": "the text that ships",
-    "corpus": "passages of other questions",
-    "repeated": "one sentence, repeated",
+    "shipped": "tokens of the text that ships",
+    "corpus": "tokens of passages of other questions",
+    "repeated": "tokens of one sentence, repeated",
     "gap": "positions without text",
-    "mean": "the mean of two of the text that ships",
+    "mean": "tokens of the text that ships, the mean of two",
 }
 
 
@@ -584,6 +584,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "probe": ("probe.json", probe),
     "ablations": ("ablations.json", ablations),
     "contexts": ("context.json", contexts),
+    "contexts-short": ("context_short.json", contexts),
     "check": ("check.json", check),
     "check-targets": ("check.json", check_targets),
     "memory": ("memory.json", memory),

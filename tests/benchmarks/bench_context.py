@@ -126,7 +126,7 @@ def main() -> None:
     todo = items(process_engine().tokenizer, count=args.count, num_chunks=args.chunks, chunk_tokens=args.chunk_tokens)
     cases: list[dict[str, Any]] = []
     about = {"model": "SmolLM2-135M-Instruct", "chunks": args.chunks, "chunk_tokens": args.chunk_tokens, "seed": 0}
-    about = {"machine": machine(), **about, "shift": args.shift}
+    about = {"machine": machine(), **about, "shift": args.shift, "name": args.name}
     one = partial(measure, contexts=args.contexts, ratios=args.ratios, shift=args.shift)
     for found in in_processes(one, todo, args.processes):
         cases.append(found)
