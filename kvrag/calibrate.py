@@ -34,7 +34,7 @@ from kvrag.types import Chunk
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
 
-VERSION = 2  # of what is measured and of the repair; a change invalidates every kept profile
+VERSION = 1  # of what is measured and of the repair; a change invalidates every kept profile
 TARGET_KL, TARGET_TOP1 = 0.02, 0.97
 ANSWER_TOKENS = 8
 CHUNKS_PER_PROMPT = 2  # distinct ones that are precomputed: each stands in several prompts, beside others

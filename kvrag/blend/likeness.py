@@ -20,7 +20,6 @@ from kvrag.model.rows import KVBuffer
 LAYERS = (0.25, 0.75)  # where rows are compared, as fractions of all layers
 COMMON = 0.25  # variance of what all rows' changes share
 NOISE = 1.5  # variance of what a row's change shares with none
-GAIN = 1.2  # of predictions: measured changes are larger, by 1.25 where 2% of the rows are known and 1.1 where 10% are
 STEPS = 64  # in which the most informative rows are chosen
 BY_PLACE, FIRST = -0.15, 8  # a row's change grows as (its place in the chunk + FIRST) to this power,
 BY_MASS, LEAST = 0.1, 1e-3  # and as the attention paid to it, relative to the mean and at least LEAST, to this one
@@ -72,11 +71,11 @@ class Likeness:
         return found
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
-        """Return what predicts all changes from those of the rows ``at``, float32 ``(S, M)``: ``GAIN K_sa (K_aa + noise)^-1``, scaled."""
+        """Return what predicts all rows' changes from those of the rows ``at``, float32 ``(S, M)``: ``K_sa (K_aa + noise)^-1``, scaled."""
         known = self.covariance(at, at)
         known.diagonal().add_(NOISE)
         found: torch.Tensor = torch.linalg.solve(known, self.covariance(at).T)
-        return found.T.mul(GAIN * self.size[:, None] / self.size[at - self.span.start]).contiguous()
+        return found.T.mul(self.size[:, None] / self.size[at - self.span.start]).contiguous()
 
     def most_telling(self, candidates: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
         """Choose, of ``candidates``, the ``count`` rows whose repair leaves least error: int64 ``(count,)``, as they were chosen.

@@ -54,8 +54,9 @@ CONFIGS = {
     | CACHEBLEND
     | named(0.01, 0.02, 0.03, 0.05, 0.10, 0.20)
     | named(0.05, strategies=STRATEGIES)
+    | named(0.02, strategies=("query",))
     | named(0.03, 0.05, first_k=4)
-    | named(0.03, shift=0.75)
+    | named(0.03, 0.05, shift=0.75)
     | named(0.05, shift=0.0),
     "context": NONE | named(0.02, 0.03, 0.05, 0.10),
 }
