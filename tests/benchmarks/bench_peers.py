@@ -259,16 +259,18 @@ def main() -> None:
         run = Run(peers, args.threads, folder, args.seed)
         counts = QUICK if args.quick else COUNTS
         todo = all_workloads(eval_data(), run.words, counts, args.seed, is_short=args.quick)
-        found = {workload.name: run.measure(workload) for workload in todo}
+        about = {"machine": where, "model": "SmolLM2-135M-Instruct, float32 from Q4_1; llama.cpp: the Q4_1 file itself"}
+        about |= {"threads": args.threads, "seed": args.seed, "counts": counts, "packages": FOREIGN}
+        found = dict[str, Any]()
+        for workload in todo:
+            found[workload.name] = run.measure(workload)
+            show(workload.name, found[workload.name])
+            if not args.quick or args.out != RESULTS:
+                result = {**about, "missing": run.missing, "workloads": found}
+                print("written:", write_result("peers", result, args.out).name, flush=True)
         run.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, workload in found.items():
-        show(name, workload)
-    about = {"machine": where, "model": "SmolLM2-135M-Instruct, float32 from Q4_1; llama.cpp: the Q4_1 file itself"}
-    about |= {"threads": args.threads, "seed": args.seed, "counts": counts, "packages": FOREIGN, "missing": run.missing}
-    if not args.quick or args.out != RESULTS:
-        print("written:", write_result("peers", {**about, "workloads": found}, args.out).name)
 
 
 if __name__ == "__main__":
