@@ -237,8 +237,7 @@ def run(*args, command="calibrate", **options):
     return CliRunner().invoke(app, [command, *map(str, args)], **options)
 
 
-def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # the path of a cache would be wrapped
+def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path):
     corpus = tmp_path / "notes.md"
     corpus.write_text("\n\n".join(CHUNKS), "utf-8")
     options = (tiny_dir, "--corpus", corpus, "--chunk-tokens", 100, "--prompts", 3, "--chunks", 2)
@@ -254,10 +253,8 @@ def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path
     contexts = ("--chunk-context", "none", "--chunk-context", "default:40")
     reached = run(*options, *contexts, "--target-kl", 10, "--min-top1", 0)
     assert reached.exit_code == 0, reached.output
-    shown = " ".join(reached.stdout.split())
-    assert all(
-        word in shown for word in ("mean KL", "top-1", "computed", "target reached", "profiles", "behind 'default:40'")
-    )
+    shown = "".join(c for c in reached.stdout if c not in "│ \n")  # the path of a cache folds wherever a line ends
+    assert all(word in shown for word in ("meanKL", "top-1", "computed", "targetreached", "profiles", "'default:40'"))
     told = run("--model", tiny_dir, "--kv-dir", tmp_path / "kv", command="explain", input="Who?").stdout
     assert "repair: none (calibrated on 3 prompts: mean KL" in told
     for context in (None, "default:40"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -13,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 110  # columns where the output is no terminal and COLUMNS is not set; rich's own guess of 80 breaks tables
+WIDTH = 110  # columns where the output is not a terminal; rich's own guess of 80 breaks tables
 
 
 def console(*, err: bool = False) -> Console:
     """Return a console on the stream that is standard output (or error) now."""
     out = Console(stderr=err)
-    return out if out.is_terminal or "COLUMNS" in os.environ else Console(stderr=err, width=WIDTH)
+    return out if out.is_terminal else Console(stderr=err, width=WIDTH)
 
 
 def progress(text: str) -> AbstractContextManager[Any]:
