@@ -49,7 +49,7 @@ def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
     """Make a parser with ``--out``, and an option for each of ``numbers`` with its default."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in numbers.items():
-        made.add_argument(f"--{name}", type=int, default=default)
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     made.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return made
 
