@@ -420,7 +420,7 @@ class KVRagEngine:
         """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
         start = time.perf_counter()
         with self._answering.prefilled(self._request(prompt, **options), max_new_tokens=1) as (done, clock):
-            logits = done.logits.float().cpu()
+            logits = done.logits.float()
         ttft_ms = (time.perf_counter() - start) * 1e3
         return self._stats.count(PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms))
 
@@ -430,8 +430,8 @@ class KVRagEngine:
         with self._answering.prefilled(request, max_new_tokens=len(ids)) as (done, clock), clock.stage("score"):
             logits = [done.logits[None]]
             if len(ids) > 1:
-                logits.append(done.extend(torch.tensor(ids[:-1])))
-            scores = torch.cat(logits).float().cpu()
+                logits.append(done.extend(torch.tensor(ids[:-1])).cpu())
+            scores = torch.cat(logits).float()
         loss = float(torch.nn.functional.cross_entropy(scores, torch.tensor(ids)))
         return self._stats.count(ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids))
 

@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "config", "fields", "threads", "layers"},
+    {"types", "errors", "config", "fields", "threads", "layers", "buffers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -46,6 +46,7 @@ FACADE = {
     "fields",
     "threads",
     "layers",
+    "buffers",
     "engine",
     "hooks",
     "verify",
@@ -56,7 +57,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 LIMITS = {
-    "lines of kvrag": 15_800,  # 15,000 at the cut; calibration, prices and the audit came since
+    "lines of kvrag": 16_000,  # 15,000 at the cut; calibration, prices, the audit and the accelerator's path came since
     "files of kvrag": 95,
     "lines of kvrag/store": 2_600,
     "lines of tests, per 100 lines of code": 160,

@@ -1,7 +1,6 @@
 """Stitching by the kernels' op gives what stitching with the model's own rotation gives, on every architecture that it can say."""
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -181,10 +180,10 @@ def test_pairs_are_read_off_the_rotation(name, is_neighbours):
 
 
 def test_a_rotation_of_another_kind_is_left_to_torch():
-    table = lm_of().rotary(9)[0]
-    odd, inner = copy(table), copy(table)
-    odd.apply = lambda keys, cos, sin: keys * cos[:, None] + keys.flip(-1) * sin[:, None]
-    inner.start, inner.width = 1, table.width - 2
-    assert table.pairs() is not None
-    assert odd.pairs() is None
-    assert inner.pairs() is None
+    rotation = lm_of().traits[0].rotation
+    odd = replace(rotation, apply=lambda keys, cos, sin: keys * cos[:, None] + keys.flip(-1) * sin[:, None])
+    inner = replace(rotation, start=1, width=rotation.width - 2)
+    positions = torch.arange(9)
+    assert rotation.at(positions).pairs() is not None
+    assert odd.at(positions).pairs() is None
+    assert inner.at(positions).pairs() is None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrag.blend.layout import Layout
+from kvrag.blend.layout import Layout, rows_of
 from kvrag.model.rows import KVBuffer
 
 LAYERS = (0.25, 0.75)  # where rows are compared, as fractions of all layers
@@ -51,11 +51,12 @@ class Likeness:
         if mass is not None:
             size *= (mass / mass[owner >= 0].mean()).clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
         layers = [buffer.values(layer) for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS})]
-        owner, size = owner[span].to(layers[0].device), size[span].to(layers[0].device)
+        sides = owner[span], size[span], rows_of(layout.stale) - span.start
+        owner, size, stale = (x.to(layers[0].device, non_blocking=True) for x in sides)
         found = list[torch.Tensor]()
         for layer in layers:
             values = layer[0, :, span].float().transpose(0, 1).flatten(1)
-            found.append(torch.nn.functional.normalize(values - values[owner >= 0].mean(dim=0), dim=1))
+            found.append(torch.nn.functional.normalize(values - values[stale].mean(dim=0), dim=1))
         return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner, size)
 
     def covariance(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,14 +68,13 @@ class Likeness:
         rows = slice(None) if those is None else those - self.span.start
         found = (self.rows[rows] @ self.rows[to].T).clamp_(min=0).add_(COMMON)
         found *= 1 + (self.owner[rows, None] == self.owner[to]).int()
-        found[self.owner[rows] < 0] = 0  # what is there may not be written yet
-        return found
+        return found.masked_fill_((self.owner[rows] < 0)[:, None], 0)  # what is there may not be written yet
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
         """Return what predicts all rows' changes from those of the rows ``at``, float32 ``(S, M)``: ``K_sa (K_aa + noise)^-1``, scaled."""
         known = self.covariance(at, at)
         known.diagonal().add_(NOISE)
-        found: torch.Tensor = torch.linalg.solve(known, self.covariance(at).T)
+        found: torch.Tensor = solve(known, self.covariance(at).T)
         return found.T.mul(self.size[:, None] / self.size[at - self.span.start]).contiguous()
 
     def most_telling(self, candidates: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
@@ -95,5 +95,11 @@ class Likeness:
             taken[rows], weight[rows] = True, 0
             known, inner = left[rows], left[rows][:, rows]
             inner.diagonal().add_(NOISE)
-            left -= known.T @ torch.linalg.solve(inner, known)
+            left -= known.T @ solve(inner, known)
         return candidates[torch.cat(chosen)]
+
+
+def solve(covariance: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Solve for a covariance with noise, which has a solution: so the host needn't ask the device whether it was found."""
+    found: torch.Tensor = torch.linalg.solve_ex(covariance, b).result
+    return found

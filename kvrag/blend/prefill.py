@@ -51,7 +51,7 @@ class Clock:
 class Prefilled:
     """A prefilled prompt, ready to decode.
 
-    ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, ``buffer`` holds the prompt's KV (``None`` where
+    ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV (``None`` where
     the model keeps it in a cache of its own). ``missed`` may be stored after the answer; the rest is :class:`~kvrag.types.Accounting`.
     """
 
@@ -160,7 +160,7 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
     ids = torch.tensor(plan.token_ids)
     with clock.stage("prefill"):
         logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
-        _wait_for(logits)
+        logits = logits.cpu()
     return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal)
 
 
@@ -228,12 +228,6 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
     return True
 
 
-def _wait_for(logits: torch.Tensor) -> None:
-    """Wait for the device, so that a stage's time is its own."""
-    if logits.is_cuda:
-        torch.cuda.synchronize(logits.device)
-
-
 def _blend(
     model: CausalLM,
     buffer: KVBuffer,
@@ -264,5 +258,5 @@ def _blend(
             selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
     with clock.stage("repair" if layout.reused else "prefill"):
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
-        _wait_for(logits)
+        logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
     return selected, logits

@@ -44,10 +44,10 @@ def probe(
     torch.Tensor
         Float32 ``(N,)`` on the host: probability per row, summed over layers, heads and suffix rows.
     """
-    rows = rows_of(layout.live).to(model.device)
+    rows = rows_of(layout.live)
     layers = probed_layers(span, model.num_layers)
     _, mass = model.forward(
-        token_ids[rows.cpu()], Rows.at(rows), buffer, logits=0, mass_rows=layout.num_suffix, mass_layers=layers
+        token_ids[rows], Rows.at(rows), buffer, logits=0, mass_rows=layout.num_suffix, mass_layers=layers
     )
     assert mass is not None
     return mass.cpu()
@@ -132,18 +132,17 @@ def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) ->
 def residual_shift(
     likeness: Likeness, layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations
 ) -> ResidualShift | None:
-    """Make the residual shift for a forward over ``rows``; ``None`` where no repaired row says anything of others."""
-    counted = torch.zeros(layout.num_tokens, dtype=torch.bool, device=rows.device)
+    """Make the residual shift for a forward over ``rows``, on the host; ``None`` where no repaired row says anything of others."""
+    counted = torch.zeros(layout.num_tokens, dtype=torch.bool)
     for chunk in layout.stale if strength > 0 else ():
         counted[chunk.start + SHIFT_SKIP : chunk.stop] = True
     picked = torch.nonzero(counted[rows])[:, 0]
     if not len(picked):
         return None
     picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
-    at = rows[picked]
-    weights = likeness.weights(at).mul_(strength)
-    weights[~counted[likeness.span]] = 0
-    return ResidualShift(likeness.span, picked, at, weights, rotary)
+    device, shifted = likeness.rows.device, strength * counted[likeness.span, None].float()
+    picked, at, shifted = (x.to(device, non_blocking=True) for x in (picked, rows[picked], shifted))
+    return ResidualShift(likeness.span, picked, at, likeness.weights(at).mul_(shifted), rotary)
 
 
 def repair(
@@ -167,10 +166,10 @@ def repair(
     torch.Tensor
         Logits ``(vocab,)`` of the prompt's last row, in the model's dtype.
     """
-    rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values.to(model.device)
+    rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values
     if len(rows) == layout.num_tokens:
         return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
     shifting = None
     if rotary is not None and may_shift(layout, selected, shift):
         shifting = residual_shift(likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary)
-    return model.forward(token_ids[rows.cpu()], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]
+    return model.forward(token_ids[rows], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]

@@ -95,7 +95,8 @@ def _telling_rows(signals: Signals) -> torch.Tensor:
     assert likeness is not None
     assert mass is not None
     pool, device = by_mass[:POOL], likeness.rows.device
-    chosen = likeness.most_telling(pool.to(device), mass[pool].to(device), count).cpu()
+    candidates, weights = (x.to(device, non_blocking=True) for x in (pool, mass[pool]))
+    chosen = likeness.most_telling(candidates, weights, count).cpu()
     rest = by_mass[~torch.isin(by_mass, chosen)]
     return torch.cat([chosen, rest[: signals.budget - count]])
 

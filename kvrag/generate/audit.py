@@ -90,7 +90,7 @@ class Audit:
             return None
         lm, rows = loaded.reusable, Rows.span(0, len(ids))
         logits, _ = lm.forward(ids, rows, lm.buffer(len(ids)), before_write=look)
-        return logits[0, -1] if logits.numel() else None
+        return logits[0, -1].cpu() if logits.numel() else None
 
     def _skip(self, error: Exception | None = None) -> None:
         with self._lock:

@@ -166,7 +166,7 @@ class CausalLM:
             forward.weighed = [id(self._attentions[i]) for i in mass_layers or range(self.num_layers)]
             forward.final = self._switch.final if logits else forward.weighed[-1]
         with lock:
-            out = self._run(ids.to(self.device), forward, logits)
+            out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
             if self._captured is not None:
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,7 +24,7 @@ Index = slice | torch.Tensor
 """Positions of a prompt: a slice, or an int64 index tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Rotation:
     """One way of rotating keys: by tables, with the model's own rotation of the ``width`` dimensions from ``start`` on.
 
@@ -45,13 +46,24 @@ class Rotation:
         return RotaryTable(self, *self.tables(positions))
 
 
+class Pairing(NamedTuple):
+    """Which dimensions turn together, neighbours or those of two halves, and the sign of the angles."""
+
+    is_neighbours: bool
+    sign: float
+
+
+_PAIRINGS = WeakKeyDictionary[Rotation, Pairing | None]()
+"""Of the rotations that were asked; ``None``: they turn in another way."""
+
+
 class RotaryTable:
     """Rotations of the positions 0 to ``N - 1`` of one prompt, for layers of one kind: float32 ``cos`` and ``sin``, ``(N, R)``."""
 
     def __init__(self, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self.cos, self.sin, self.apply = cos, sin, rotation.apply
         self.magnitude, self.width, self.start = rotation.magnitude, rotation.width, rotation.start
-        self.is_aligned = rotation.is_aligned
+        self.rotation, self.is_aligned = rotation, rotation.is_aligned
         self.unit_cos, self.unit_sin = (x if self.magnitude == 1.0 else x / self.magnitude for x in (cos, sin))
         self.rotating = slice(self.start, self.start + self.width)
         self._columns: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -100,6 +112,16 @@ class RotaryTable:
 
         ``None`` if the rotation is of neither kind, or the dimensions that rotate are not the first.
         """
+        if self.rotation not in _PAIRINGS:  # asks the device, so once for a model
+            _PAIRINGS[self.rotation] = self._pairing()
+        if (pairing := _PAIRINGS[self.rotation]) is None:
+            return None
+        columns = (self.cos, self.sin) if self.is_aligned else spread(self.apply, self.cos, self.sin, self.width)
+        first = slice(0, None, 2) if pairing.is_neighbours else slice(0, self.width // 2)
+        cos, sin = (x[:, first].contiguous() for x in columns)
+        return cos, sin * pairing.sign, pairing.is_neighbours
+
+    def _pairing(self) -> Pairing | None:
         half, is_odd = divmod(self.width, 2)
         if not self.width or is_odd or self.start:
             return None
@@ -112,10 +134,7 @@ class RotaryTable:
             return None
         columns = (self.cos, self.sin) if self.is_aligned else spread(self.apply, self.cos, self.sin, self.width)
         first, second = (slice(0, half), slice(half, None)) if is_halves else (slice(0, None, 2), slice(1, None, 2))
-        if not all(torch.equal(x[:3, first], x[:3, second]) for x in columns):
-            return None
-        cos, sin = (x[:, first].contiguous() for x in columns)
-        return cos, sin * sign, is_neighbours
+        return Pairing(is_neighbours, sign) if all(torch.equal(x[:3, first], x[:3, second]) for x in columns) else None
 
     def _apply(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if not self.width:

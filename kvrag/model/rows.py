@@ -166,7 +166,7 @@ class Rows:
         """Return the slots as an int64 tensor ``(R,)`` on a device."""
         if isinstance(self.slots, slice):
             return torch.arange(self.slots.start, self.slots.stop, device=device)
-        return self.slots.to(device)
+        return self.slots.to(device, non_blocking=True)
 
 
 class Block(NamedTuple):

@@ -13,15 +13,13 @@ import secrets
 import shutil
 import stat
 import time
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-import torch
-
+from kvrag.buffers import BUFFERS
 from kvrag.store.base import Bytes
 from kvrag.store.format import Encoded
 from kvrag.types import ChunkKey
@@ -32,8 +30,6 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
 MAX_VIEWS = 512  # written with one call; the kernel takes twice as many
-IDLE_BYTES = 256 * 2**20  # most memory kept for reuse
-SMALL_BYTES = 64 * 1024  # less is not worth keeping
 
 
 class FileBlobs:
@@ -48,7 +44,7 @@ class FileBlobs:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
-        self.root, self._durable, self._buffers = Path(root), durable, Buffers()
+        self.root, self._durable = Path(root), durable
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of a file, none of what is no regular file."""
@@ -64,10 +60,12 @@ class FileBlobs:
         try:
             status = os.fstat(fd)
             size = max(0, status.st_size - start) if stat.S_ISREG(status.st_mode) else 0
-            view, done = self._buffers.take(size if length is None else min(size, length)), 0
+            view, done = BUFFERS.take(size if length is None else min(size, length)), 0
             while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
                 done += count
             return view[:done]
+        except MemoryError as error:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
         finally:
             os.close(fd)
 
@@ -230,35 +228,3 @@ def _put(fd: int, views: Iterable[memoryview], start: int) -> int:
         if count:
             left[0] = left[0][count:]
     return start
-
-
-class Buffers:
-    """Memory for blobs, used again when nobody uses it any more: a fresh page costs as much as reading it.
-
-    On machines with CUDA the memory is pinned, so that copies to the device need no staging.
-    """
-
-    def __init__(self) -> None:
-        # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock, or in a forked child.
-        self._idle: dict[int, list[torch.Tensor]] = {}
-        self._pinned = torch.cuda.is_available()
-
-    def take(self, num_bytes: int) -> memoryview:
-        """Return so many writable bytes, not initialised; raises ``OSError``."""
-        if num_bytes < SMALL_BYTES:
-            return memoryview(bytearray(num_bytes))
-        step = 2 ** (num_bytes.bit_length() - 1) // 16  # chunks of similar length share buffers
-        size = -(-num_bytes // step) * step
-        idle = self._idle.get(size)
-        try:
-            owner = idle.pop() if idle else torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        except RuntimeError as error:  # memory is short
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
-        array = owner.numpy()
-        weakref.finalize(array, self._come_back, owner)  # views of the array keep it alive
-        return array.data[:num_bytes]
-
-    def _come_back(self, owner: torch.Tensor) -> None:
-        idle = sum(size * len(buffers) for size, buffers in list(self._idle.items()))
-        if idle + owner.numel() <= IDLE_BYTES:
-            self._idle.setdefault(owner.numel(), []).append(owner)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from kvrag.buffers import BUFFERS
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, require
 from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest
@@ -112,7 +113,7 @@ def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes) -> memoryview 
     """Decrypt some bytes; ``None`` if the tag is wrong."""
     from cryptography.exceptions import InvalidTag
 
-    decryptor, out = _cipher(key, nonce, tag).decryptor(), np.empty(len(data), np.uint8).data
+    decryptor, out = _cipher(key, nonce, tag).decryptor(), BUFFERS.take(len(data))
     decryptor.update_into(data, out)
     with suppress(InvalidTag):
         decryptor.finalize()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrag.buffers import copied
 from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
@@ -110,8 +111,10 @@ class MemoryTier:
         try:
             given = kv if self._convert is None else self._convert(kv)
             num_bytes, is_new = given.num_bytes, reason == "put"
-            if self.device.type != "cpu" or (is_new and given is kv and num_bytes <= self.max_bytes):
+            if self.device.type != "cpu":
                 given = own_kv(given, device=self.device, copy=is_new)
+            elif (is_new or given is not kv) and num_bytes <= self.max_bytes:  # what was read lies in such memory
+                given = copied(given)
         except (StoreError, RuntimeError, MemoryError) as error:  # memory is short, or the type can't hold it
             log.debug("a chunk is not kept in the tier %s: %s", self.name, error)
             return kv

@@ -27,11 +27,12 @@ import torch
 from common import machine, parser, write_result
 
 from kvrag.blend.quantise import pack
+from kvrag.buffers import Buffers
 from kvrag.config import StoreConfig
 from kvrag.estimate import PRESETS, ModelShape
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import Catalog, Record, TieredStore, open_store
-from kvrag.store.blobs import OBJECTS, SUFFIX, Buffers
+from kvrag.store.blobs import OBJECTS, SUFFIX
 from kvrag.store.format import Blob, Encoded
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_text
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV

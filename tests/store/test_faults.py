@@ -1,14 +1,12 @@
 """What fails below the store costs time, not correctness, and leaves nothing behind; a full disk is one such fault."""
 
 import errno
-import gc
 import json
 import logging
 import os
 from functools import partial
 
 import pytest
-import torch
 from stores import CHUNKS, KEYS, KVS, failing, files, fill, present, put
 
 from kvrag.errors import StoreError, StoreFormatError
@@ -206,40 +204,6 @@ def test_a_damaged_format_file_is_written_again(opened, root, content):
     (root / "format.json").write_bytes(content)
     assert same_bits(opened().get(ME), KVS[1])
     assert json.loads((root / "format.json").read_text()) == {"format": "kvrag", "version": FORMAT_VERSION}
-
-
-# -- buffers -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_buffer_is_used_again_when_its_last_tensor_is_gone(store):
-    identity = make_identity(50, tokens=9000)
-    store.put(identity, make_kv(identity), text=None)
-    buffers = store.blobs._buffers
-    first = store.get(identity).layers[0].keys
-    second = store.get(identity)
-    assert first.untyped_storage().data_ptr() != second.layers[0].keys.untyped_storage().data_ptr()
-    place, view = first.untyped_storage().data_ptr(), first[:, 1:2]
-    del first
-    gc.collect()
-    assert not any(buffers._idle.values()), "a view of it is alive"
-    del view
-    gc.collect()
-    assert store.get(identity).layers[0].keys.untyped_storage().data_ptr() == place
-    assert same_bits(second, make_kv(identity))
-
-
-def test_buffers_keep_no_more_than_they_may(monkeypatch):
-    monkeypatch.setattr(blobs, "IDLE_BYTES", 300_000)
-    buffers = blobs.Buffers()
-    taken = [buffers.take(100_000) for _ in range(6)]
-    assert all(len(view) == 100_000 and not view.readonly for view in taken)
-    del taken
-    gc.collect()
-    idle = sum(len(owners) * size for size, owners in buffers._idle.items())
-    assert 0 < idle <= 300_000
-    assert torch.frombuffer(buffers.take(10), dtype=torch.uint8).numel() == 10
-    with pytest.raises(OSError, match="allocate memory"):
-        buffers.take(2**62)
 
 
 def test_a_store_without_a_directory_refuses_what_does_not_fit(tmp_path, opened):

@@ -1,0 +1,85 @@
+"""The host's memory for stored KV: used again, and page-locked on machines with CUDA, so that copies to a device run beside the host.
+
+Torch's own allocator of pinned memory rounds sizes up to powers of two, which may be twice the KV; here it is a sixteenth at most.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import numpy as np
+import torch
+
+from kvrag.types import ChunkKV
+
+IDLE_BYTES = 256 * 2**20  # most memory kept for reuse
+SMALL_BYTES = 64 * 1024  # less is not worth keeping
+ALIGNMENT = 64  # bytes, of each tensor of a copy: for loads of several elements
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
+
+
+class Buffers:
+    """Memory for KV, used again when nobody uses it any more: a fresh page costs as much as reading it, and a page-locked one more."""
+
+    def __init__(self) -> None:
+        # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock, or in a forked child.
+        self._idle: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return so many writable bytes, not initialised; raises ``MemoryError``."""
+        if num_bytes < SMALL_BYTES:
+            return memoryview(bytearray(num_bytes))
+        step = 2 ** (num_bytes.bit_length() - 1) // 16  # chunks of similar length share buffers
+        size = -(-num_bytes // step) * step
+        idle = self._idle.get(size)
+        try:
+            make = page_locked if torch.cuda.is_available() else _pageable
+            owner = idle.pop() if idle else make(size)
+        except (RuntimeError, OSError) as error:
+            raise MemoryError(f"cannot allocate memory for {num_bytes} bytes of KV") from error
+        array = owner.numpy()
+        weakref.finalize(array, self._come_back, owner)  # views of the array keep it alive
+        return array.data[:num_bytes]
+
+    def _come_back(self, owner: torch.Tensor) -> None:
+        idle = sum(size * len(buffers) for size, buffers in list(self._idle.items()))
+        if idle + owner.numel() <= IDLE_BYTES:
+            self._idle.setdefault(owner.numel(), []).append(owner)
+
+
+BUFFERS = Buffers()
+"""What all stores of this process take their memory from."""
+
+
+def _pageable(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def page_locked(num_bytes: int) -> torch.Tensor:
+    """Return memory that the device reads without the host's help, uint8; ordinary memory where the driver refuses to lock more.
+
+    Raises
+    ------
+    OSError
+        If there is no memory.
+    """
+    array = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(array.ctypes.data, num_bytes, PORTABLE)) == 0:
+        weakref.finalize(array, runtime.cudaHostUnregister, array.ctypes.data).atexit = False  # the driver may be gone
+    return torch.from_numpy(array)
+
+
+def copied(kv: ChunkKV) -> ChunkKV:
+    """Return a copy of a chunk in one buffer, layer after layer; raises ``MemoryError``."""
+    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for layer in kv.layers for x in layer.tensors]
+    buffer, start = BUFFERS.take(sum(sizes)), 0
+
+    def place(x: torch.Tensor) -> torch.Tensor:
+        nonlocal start
+        own = torch.frombuffer(buffer, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape)
+        start += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+        return own.copy_(x.detach())
+
+    return kv.map(place)

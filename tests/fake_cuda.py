@@ -1,0 +1,163 @@
+"""A CUDA device that isn't there: tensors that say they are on one, computed on the host, and a log of what a device would be asked.
+
+What it counts are the calls that keep the host from running ahead of a device: reads of values, copies that wait, shapes that depend on
+values. It refuses what CUDA refuses: operations on tensors of two devices. It says nothing of a device's arithmetic or speed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+CUDA = torch.device("cuda", 0)
+
+READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__"}
+BY_VALUE = {"nonzero", "masked_select", "unique", "equal", "allclose", "unique_consecutive", "argwhere", "bincount"}
+"""Operations whose result's shape or Python value depends on the values of their input."""
+WITH_CHECKS = {"linalg_solve", "linalg_cholesky", "linalg_inv", "cholesky"}
+"""Operations that read on the host whether they succeeded; their ``_ex`` forms don't."""
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the host that says it is on the device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return CUDA
+
+    @property
+    def is_cuda(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_cpu(self) -> bool:
+        """False."""
+        return False
+
+
+class FakeCuda(TorchFunctionMode):
+    """Calls under this mode find a device; ``log`` has each call that waits for it, or copies, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, int]] = []
+        self.waits: list[str] = []
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each kind of call was made."""
+        return Counter(kind for kind, _ in self.log)
+
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of all copies of a kind."""
+        return sum(size for found, size in self.log if found == kind)
+
+    def note(self, kind: str, num_bytes: int = 0) -> None:
+        """Log a call."""
+        self.log.append((kind, num_bytes))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), _name(func)
+        given = list(_tensors((args, kwargs)))
+        is_on = any(isinstance(x, OnDevice) for x in given)
+        if name == "__get__":  # an attribute, as .T
+            return _put(func(*args, **kwargs)) if is_on else func(*args, **kwargs)
+        if name in ("to", "cpu", "cuda", "pin_memory"):
+            return self._moved(name, func, args, kwargs)
+        if name == "copy_":
+            return self._copied(*args, **kwargs)
+        wanted = kwargs.get("device")
+        if wanted is not None and torch.device(wanted).type == "cuda":
+            kwargs["device"] = "cpu"
+            if name in ("tensor", "as_tensor"):
+                self.note("upload, waits", 8)
+            return _put(func(*args, **kwargs))
+        if not is_on:
+            return func(*args, **kwargs)
+        if name in READS | BY_VALUE | WITH_CHECKS:
+            self.note(f"wait: {name}")
+        if name == "repeat_interleave" and len(args) > 1 and torch.is_tensor(args[1]) and "output_size" not in kwargs:
+            self.note("wait: repeat_interleave")
+        if name in ("__getitem__", "__setitem__"):
+            self._indexed(name, *args)
+        elif name not in READS:
+            self._check_devices(name, given)
+        out = func(*args, **kwargs)
+        return out if name in READS else _put(out)
+
+    def _indexed(self, name: str, x: torch.Tensor, index: Any, value: Any = None) -> None:
+        for each in _tensors((index,)):
+            if each.dtype == torch.bool:
+                self.note(f"wait: {name} by a mask")
+            elif not isinstance(each, OnDevice) and each.dim():
+                self.note("upload, waits", each.nbytes)
+        if torch.is_tensor(value) and isinstance(x, OnDevice) and not isinstance(value, OnDevice) and value.dim():
+            self.note("upload, waits", value.nbytes)
+
+    def _check_devices(self, name: str, given: list[torch.Tensor]) -> None:
+        if any(not isinstance(x, OnDevice) and x.dim() for x in given):
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu")
+
+    def _moved(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        x, *rest = args
+        wanted = kwargs.pop("device", None)
+        if rest and isinstance(rest[0], str | torch.device):
+            wanted = rest.pop(0)
+        elif rest and torch.is_tensor(rest[0]):
+            wanted = rest[0].device
+        wanted = "cpu" if name == "cpu" else "cuda" if name == "cuda" else wanted
+        if name == "pin_memory":
+            return x
+        kind = x.device.type if wanted is None else torch.device(wanted).type
+        if kind == x.device.type:
+            out = x if name != "to" else torch.Tensor.to(x, *rest, **kwargs)
+            return _put(out) if kind == "cuda" else out
+        waits = "" if kwargs.get("non_blocking") else ", waits"
+        kwargs.pop("non_blocking", None)
+        self.note(f"{'upload' if kind == 'cuda' else 'download'}{waits}", x.nbytes)
+        out = torch.Tensor.to(x.as_subclass(torch.Tensor), *rest, **{**kwargs, "copy": True})
+        return _put(out) if kind == "cuda" else out
+
+    def _copied(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if isinstance(to, OnDevice) != isinstance(source, OnDevice):
+            way = "upload" if isinstance(to, OnDevice) else "download"
+            self.note(way if non_blocking else f"{way}, waits", source.nbytes)
+        torch.Tensor.copy_(to, source.as_subclass(torch.Tensor))
+        return to
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "") or str(resolve_name(func)).rpartition(".")[2]
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(given):
+        yield given
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield from _tensors(each)
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))
+
+
+def _put(out: Any) -> Any:
+    """Put results on the device."""
+    if torch.is_tensor(out):
+        return out.as_subclass(OnDevice)
+    if isinstance(out, tuple) and hasattr(out, "_fields"):
+        return type(out)(*map(_put, out))
+    if isinstance(out, list | tuple):
+        made = [_put(each) for each in out]
+        try:
+            return type(out)(made)
+        except TypeError:  # torch.return_types
+            return type(out)(tuple(made))
+    return out

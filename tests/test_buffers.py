@@ -1,0 +1,133 @@
+"""The host's memory for KV: used again, never more of it than allowed, and page-locked where there is a CUDA device."""
+
+import ctypes
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvrag import StoreConfig
+from kvrag.blend.quantise import convert
+from kvrag.buffers import Buffers
+from kvrag.store import open_store
+from kvrag.testing.chunks import make_identity, make_kv, same_bits
+from kvrag.types import ChunkKV
+
+KEY = b"k" * 32
+"""Of an encrypted store."""
+LONG = make_identity(50, tokens=9000)
+
+
+@pytest.fixture
+def buffers(monkeypatch):
+    """Buffers that nothing else has used."""
+    fresh = Buffers()
+    for place in ("kvrag.buffers", "kvrag.store.blobs", "kvrag.store.crypto"):
+        monkeypatch.setattr(f"{place}.BUFFERS", fresh)
+    return fresh
+
+
+class Driver:
+    """Stands for the CUDA runtime: locks pages, up to a limit, and refuses to lock what is locked."""
+
+    def __init__(self, limit=2**40):
+        self.locked, self.limit = {}, limit
+
+    def cudaHostRegister(self, address, num_bytes, flags):
+        overlaps = any(start < address + num_bytes and address < start + size for start, size in self.locked.items())
+        if overlaps or sum(self.locked.values()) + num_bytes > self.limit:
+            return 2
+        assert address % 4096 == 0
+        assert flags == 1
+        self.locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        ctypes.string_at(address, self.locked.pop(address))  # a crash, if it were unmapped by now
+        return 0
+
+    def holds(self, x: torch.Tensor) -> bool:
+        start = x.data_ptr()
+        return any(a <= start and start + x.nbytes <= a + size for a, size in self.locked.items())
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    return driver
+
+
+def test_a_buffer_is_used_again_when_its_last_tensor_is_gone(tmp_path, buffers):
+    store = open_store(tmp_path / "kv", StoreConfig(ram_bytes=0, min_free_bytes=0))
+    store.put(LONG, make_kv(LONG), text=None)
+    first = store.get(LONG).layers[0].keys
+    second = store.get(LONG)
+    assert first.untyped_storage().data_ptr() != second.layers[0].keys.untyped_storage().data_ptr()
+    place, view = first.untyped_storage().data_ptr(), first[:, 1:2]
+    del first
+    gc.collect()
+    assert not any(buffers._idle.values()), "a view of it is alive"
+    del view
+    gc.collect()
+    assert store.get(LONG).layers[0].keys.untyped_storage().data_ptr() == place
+    assert same_bits(second, make_kv(LONG))
+    store.close()
+
+
+def test_buffers_keep_no_more_than_they_may(monkeypatch, buffers):
+    monkeypatch.setattr("kvrag.buffers.IDLE_BYTES", 300_000)
+    taken = [buffers.take(100_000) for _ in range(6)]
+    assert all(len(view) == 100_000 and not view.readonly for view in taken)
+    del taken
+    gc.collect()
+    idle = sum(len(owners) * size for size, owners in buffers._idle.items())
+    assert 0 < idle <= 300_000
+    assert torch.frombuffer(buffers.take(10), dtype=torch.uint8).numel() == 10
+    with pytest.raises(MemoryError, match="allocate memory"):
+        buffers.take(2**62)
+
+
+def all_locked(driver: Driver, kv: ChunkKV | None) -> bool:
+    return kv is not None and all(driver.holds(x) for layer in kv.layers for x in layer.tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"encryption_key": lambda: KEY}, {"ram_dtype": "int8"}, {"ram_bytes": 0}])
+@pytest.mark.usefixtures("buffers")
+def test_every_byte_of_the_hosts_tier_is_page_locked(tmp_path, driver, options):
+    """What was put, what was read, what was decrypted, and what was rounded in memory."""
+    config = StoreConfig(min_free_bytes=0, **options)
+    store = open_store(tmp_path / "kv", config, convert=convert)
+    store.put(LONG, make_kv(LONG), text=None)
+    assert all_locked(driver, store.get(LONG))
+    store.close()
+    store = open_store(tmp_path / "kv", config, convert=convert)
+    found = store.get(LONG)
+    assert all_locked(driver, found)
+    if "ram_dtype" not in options:
+        assert same_bits(found, make_kv(LONG))
+    locked = sum(driver.locked.values())
+    assert locked < 2.5 * 1.07 * make_kv(LONG).num_bytes, "two copies at most, and little waste"
+    store.close()
+
+
+@pytest.mark.usefixtures("driver")
+def test_locked_pages_come_back(monkeypatch, buffers, driver):
+    monkeypatch.setattr("kvrag.buffers.IDLE_BYTES", 0)
+    view = buffers.take(100_000)
+    assert len(driver.locked) == 1
+    assert next(iter(driver.locked.values())) < 1.07 * 100_000
+    del view
+    gc.collect()
+    assert driver.locked == {}
+
+
+def test_where_no_more_can_be_locked_memory_is_pageable(monkeypatch, buffers):
+    driver = Driver(limit=150_000)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: driver))
+    taken = [buffers.take(100_000) for _ in range(2)]
+    assert len(driver.locked) == 1
+    for view in taken:
+        view[:] = bytes(100_000)
