@@ -51,8 +51,9 @@ class Clock:
 class Prefilled:
     """A prefilled prompt, ready to decode.
 
-    ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV (``None`` where
-    the model keeps it in a cache of its own). ``missed`` may be stored after the answer; the rest is :class:`~kvrag.types.Accounting`.
+    ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV
+    (``None`` where the model keeps it in a cache of its own). ``missed`` may be stored after the answer; the rest is
+    :class:`~kvrag.types.Accounting`.
     """
 
     extend: Extend

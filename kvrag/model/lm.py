@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, lock_of, running, switched
 from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
+from kvrag.model.recorded import EAGER_STEPS, RecordedSteps
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVArena, KVBuffer, Rows
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
+
+logger = logging.getLogger(__name__)
 
 
 class CausalLM:
@@ -35,6 +39,8 @@ class CausalLM:
         Whether its attention can't be replaced, and gets a mask instead.
     kv_bytes_per_token
         Bytes of KV per token over all layers, in the model's dtype.
+    records
+        Whether decode steps are recorded as CUDA graphs; not where one of them couldn't be.
 
     Raises
     ------
@@ -55,6 +61,7 @@ class CausalLM:
         self.num_layers = len(self._attentions)
         self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
+        self.records = self.device.type == "cuda"
         self._find_traits()
         self.shapes = [trait.shape for trait in self.traits]
         width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
@@ -173,10 +180,20 @@ class CausalLM:
 
     def extension(self, kv: KVBuffer, length: int) -> Extend:
         """Return what computes the rows that follow the first ``length`` of a buffer, with logits for each."""
+        steps, eager = None, EAGER_STEPS
 
         def extend(ids: torch.Tensor) -> torch.Tensor:
-            nonlocal length
-            length += len(ids)
+            nonlocal length, steps, eager
+            length, eager = length + len(ids), eager - 1
+            if len(ids) == 1 and eager < 0 and self.records and kv.token_ids is None:
+                try:
+                    steps = steps or RecordedSteps(self, kv, length - 1)
+                    return steps(ids, length - 1)
+                except RuntimeError as error:  # an operation that can't be recorded, or no memory for it
+                    self.records = False
+                    logger.warning(
+                        "decode steps of this model can't be recorded (%s); they are launched one by one", error
+                    )
             return self.forward(ids, Rows.span(length - len(ids), length), kv, logits=len(ids))[0][0]
 
         return extend

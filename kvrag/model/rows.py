@@ -126,6 +126,7 @@ class Rows:
     A row sees the slots from ``first``, int64 ``(R,)`` (``None``: 0), to its own, and the first ``prefix`` slots. A request is in
     neighbouring slots, in order. The KV of the rows is written to ``slots``: a slice, or int64 ``(R,)``, ascending within each request;
     ``stop`` is one past the last of them. ``positions``, int64 ``(R,)``, are those of each row in its prompt; ``None``: its slot.
+    ``is_fixed``: the slots may be others when the forward is replayed, none from ``stop`` on; the host must not look at them.
     """
 
     slots: slice | torch.Tensor
@@ -133,6 +134,7 @@ class Rows:
     positions: torch.Tensor | None = None
     first: torch.Tensor | None = None
     prefix: int = 0
+    is_fixed: bool = False
 
     @classmethod
     def span(cls, start: int, stop: int) -> Rows:
@@ -202,6 +204,7 @@ class Limits:
     positions: torch.Tensor | None = None
     first: torch.Tensor | None = None
     prefix: int = 0
+    is_fixed: bool = False
     padding: int | None = field(init=False, default=None)
     kept: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
     for_kernels: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
@@ -225,7 +228,10 @@ class Limits:
         kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
         if kind not in self.kept:
             lo = self.lo(reach)
-            cuts = _cut(self.hi.tolist(), None if lo is None else lo.tolist())
+            if self.is_fixed:
+                cuts = [(slice(0, len(self.hi)), slice(0, self.num_keys), 0)]
+            else:
+                cuts = _cut(self.hi.tolist(), None if lo is None else lo.tolist())
             blocks = (self._block(*cut, lo, groups, dtype) for cut in cuts)
             if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
                 return blocks
@@ -236,7 +242,7 @@ class Limits:
     def _block(
         self, rows: slice, keys: slice, sure: int, lo: torch.Tensor | None, groups: int, dtype: torch.dtype
     ) -> Block:
-        if rows.stop - rows.start == 1:  # one row that sees all its keys needs no mask: every decode step
+        if rows.stop - rows.start == 1 and not self.is_fixed:  # one row that sees all its keys needs no mask
             return Block(rows, keys, None, sure)
         j = torch.arange(keys.start, keys.stop, device=self.hi.device)
         hidden = j > self.hi[rows, None]
@@ -248,7 +254,7 @@ class Limits:
     def last(self, count: int) -> Limits:
         """Return the limits of the last ``count`` rows alone."""
         positions, first = (None if x is None else x[-count:] for x in (self.positions, self.first))
-        return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix)
+        return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix, self.is_fixed)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
         """Return the limits for a layer; made once for all layers like it."""
