@@ -205,6 +205,19 @@ def test_a_model_of_two_ropes_names_the_regime_that_its_kv_holds_for(tokenizer):
 # -- bytes of tensors --------------------------------------------------------------------------------------------------------
 
 
+def test_the_weights_of_a_model_are_hashed_once_for_all_its_engines(monkeypatch, tokenizer):
+    hashed = noted(monkeypatch, kvrag.identity.model, "content_digest")
+    model = tiny_model("llama", seed=77)
+    first, second = (load(ModelSource(model, tokenizer=tokenizer)) for _ in range(2))
+    before = first.fingerprint
+    assert second.fingerprint == before
+    assert len(hashed) == 1
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1.0)
+    assert load(ModelSource(model, tokenizer=tokenizer)).fingerprint == first.fingerprint != before
+    assert len(hashed) == 2, "of a change, too, once"
+
+
 def test_tensor_bytes_are_those_of_the_values():
     wide = torch.arange(12.0).reshape(3, 4)
     assert tensor_bytes(wide.T) == tensor_bytes(wide.T.contiguous())

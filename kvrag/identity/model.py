@@ -59,16 +59,24 @@ def describe(
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest of a model's weights and buffers in memory, ``tensors:...``; the same with and without adapters attached."""
+    """Digest of a model's weights and buffers in memory, ``tensors:...``; the same with and without adapters attached.
+
+    They are hashed once: several engines of one model take seconds, and on a device a copy of all weights, only for the first.
+    """
     start = time.perf_counter()
     added, moving = tuple(f"{name}." for name in _added_by_adapters(model)), _moving_buffers(model)
     kept = {
         plain_name(name): tensor
-        for name, tensor in {**dict(model.named_buffers()), **model.state_dict()}.items()
+        for name, tensor in {**dict(model.named_buffers()), **model.state_dict(keep_vars=True)}.items()
         if isinstance(tensor, torch.Tensor) and name not in moving and not f"{name}.".startswith(added)
     }
-    found = f"tensors:{content_digest(kept)}"
+    look, known = _Look(list(kept.values())), _HASHED.get(model)
+    look.count()
+    if known is not None and (found := known.get(look)):
+        return found
+    found = f"tensors:{content_digest({name: tensor.detach() for name, tensor in kept.items()})}"
     logger.info("hashed the model's weights in memory in %.2f s", time.perf_counter() - start)
+    _HASHED[model] = _Digests(look, found)
     return found
 
 
@@ -205,6 +213,10 @@ def _note(layer: Any) -> object:
     found = ((key, value) for name in names for key, value in settings_of(layer, name) if isinstance(value, PLAIN))
     plain = [(key, repr(value) if isinstance(value, list) else value) for key, value in found]
     return names, note, tuple(layer.merged_adapters), plain
+
+
+_HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
+"""What models' weights came to when they were last hashed."""
 
 
 def sample(tensors: list[torch.Tensor]) -> bytes:
