@@ -7,11 +7,18 @@ values. It refuses what CUDA refuses: operations on tensors of two devices. It s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+
+import kvrag_kernels
+from kvrag.model import CausalLM
 
 CUDA = torch.device("cuda", 0)
 
@@ -49,7 +56,7 @@ class FakeCuda(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[tuple[str, int]] = []
-        self.waits: list[str] = []
+        self.numbers = count()
 
     @property
     def counts(self) -> Counter[str]:
@@ -161,3 +168,91 @@ def _put(out: Any) -> Any:
         except TypeError:  # torch.return_types
             return type(out)(tuple(made))
     return out
+
+
+class Stream:
+    """A queue of the device: notes who waits for whom. Nothing here runs late, so events only have names."""
+
+    def __init__(self, fake: FakeCuda, name: str) -> None:
+        self.fake, self.name = fake, name
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let what follows here wait for all that the other was asked for."""
+        self.fake.note(f"order: {self.name} after {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        """Let what follows here wait for an event."""
+        self.fake.note(f"order: {self.name} after {event.name}")
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.fake.note("wait: stream")
+
+
+class Event:
+    """A place in a queue."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        self.fake, self.name = fake, f"event {next(fake.numbers)}"
+
+    def record(self, stream: Stream) -> None:
+        """Put the event behind all that the stream was asked for so far."""
+        self.fake.note(f"{self.name} on {stream.name}")
+
+
+def install(patch: pytest.MonkeyPatch) -> FakeCuda:
+    """Give torch streams, events and kvrag's kernels on the device that isn't there; use the result as a context."""
+    fake = FakeCuda()
+    running = [Stream(fake, "main")]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        running.append(stream)
+        try:
+            yield
+        finally:
+            running.pop()
+
+    patch.setattr(torch.cuda, "synchronize", lambda *_: fake.note("wait: synchronize"))
+    patch.setattr(torch.cuda, "current_stream", lambda *_: running[-1])
+    patch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(fake, "copies"))
+    patch.setattr(torch.cuda, "Event", lambda *_, **__: Event(fake))
+    patch.setattr(torch.cuda, "stream", on)
+    for name in ("ragged_attention", "ragged_plan", "probe_mass", "stitch"):
+        patch.setattr(kvrag_kernels, name, _launching(fake, name, getattr(kvrag_kernels, name)))
+    for name in ("has_kernel", "has_stitch"):
+        patch.setattr(kvrag_kernels, name, lambda *_: True)
+    return fake
+
+
+def _launching(fake: FakeCuda, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an op of ours compute on the host, and note its launch."""
+
+    def launch(*given: Any, **options: Any) -> Any:
+        fake.note(f"launch: {name}")
+        if any(not isinstance(x, OnDevice) for x in _tensors((given, options)) if x.dim()):
+            raise RuntimeError(f"{name}: a tensor is not on the device")
+        with torch._C.DisableTorchFunction():
+            return _put(compute(*_taken(given), **_taken(options)))
+
+    return launch
+
+
+def _taken(given: Any) -> Any:
+    """Take tensors from the device, wherever they are in some arguments."""
+    if torch.is_tensor(given):
+        return given.as_subclass(torch.Tensor)
+    if isinstance(given, list | tuple):
+        return type(given)(map(_taken, given))
+    return {name: _taken(x) for name, x in given.items()} if isinstance(given, dict) else given
+
+
+def move(model: CausalLM) -> None:
+    """Put a model on the device."""
+    for module in model.model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    own[name] = tensor.detach().as_subclass(OnDevice)
+    model.device = CUDA
+    model._switch = replace(model._switch, device=CUDA)

@@ -231,13 +231,21 @@ class Limits:
             if self.is_fixed:
                 cuts = [(slice(0, len(self.hi)), slice(0, self.num_keys), 0)]
             else:
-                cuts = _cut(self.hi.tolist(), None if lo is None else lo.tolist())
+                hi, first = self._on_host(reach, lo)
+                cuts = _cut(hi.tolist(), None if first is None else first.tolist())
             blocks = (self._block(*cut, lo, groups, dtype) for cut in cuts)
             if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
                 return blocks
             self.kept[kind] = list(blocks)
         self.kept[(reach, groups, dtype)] = self.kept[kind]
         return self.kept[kind]
+
+    def _on_host(self, reach: Reach, lo: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the limits for the host to read: those of a single row, as of every decode step, follow from their number of keys."""
+        if len(self.hi) > 1 or self.positions is not None or self.first is not None:
+            return self.hi, lo
+        last = Limits(torch.tensor([self.num_keys - 1]), self.num_keys)
+        return last.hi, last.lo(reach)
 
     def _block(
         self, rows: slice, keys: slice, sure: int, lo: torch.Tensor | None, groups: int, dtype: torch.dtype
