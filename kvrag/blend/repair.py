@@ -6,7 +6,7 @@ position, with an exact causal limit per row. Its last row's logits choose the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -96,8 +96,8 @@ class ResidualShift:
     picked, at
         The repaired rows that count: as indices into the forward's rows and as positions, int64 ``(M,)``.
     weights
-        Float32 ``(S, M)``: from the changes of the picked rows to those of the span's. Zero for heads of chunks, and for rows
-        that are not a stale chunk's.
+        ``(S, M)``: from the changes of the picked rows to those of the span's. Zero for heads of chunks, and for rows that are not a
+        stale chunk's. Float32; on a device the KV's dtype, in which products are many times quicker, summed in float32.
     rotary
         Rotations of the prompt's positions.
     """
@@ -116,11 +116,10 @@ class ResidualShift:
             return
         table = self.rotary[layer]
         change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
-        predicted = self.weights @ table.unit_unrotate(change, self.at)
-        table.add_unit_rotated(keys[0, :, self.span], predicted, self.span)
-        values[0, :, self.span] += self.weights @ (
-            fresh_values[0, :, self.picked].float() - values[0, :, self.at].float()
-        )
+        predicted = self.weights @ table.unit_unrotate(change, self.at).to(self.weights.dtype)
+        table.add_unit_rotated(keys[0, :, self.span], predicted.float(), self.span)
+        change = fresh_values[0, :, self.picked].float() - values[0, :, self.at].float()
+        values[0, :, self.span] += self.weights @ change.to(self.weights.dtype)
 
 
 def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
@@ -172,4 +171,6 @@ def repair(
     shifting = None
     if rotary is not None and may_shift(layout, selected, shift):
         shifting = residual_shift(likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary)
+        if shifting is not None and model.device.type == "cuda":
+            shifting = replace(shifting, weights=shifting.weights.to(model.dtype))
     return model.forward(token_ids[rows], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]

@@ -57,13 +57,20 @@ class KVBuffer:
     """The KV of one request (or of a batch of chunks), row index = position: consecutive slots of an arena, from ``start`` on.
 
     ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``. ``token_ids``, int64 ``(capacity,)`` on
-    the host, are kept by the forwards of a model that may have to compute rows again; else ``None``.
+    the host, are kept by the forwards of a model that may have to compute rows again; else ``None``. ``arrivals``: an event per layer, where
+    a stream of the device is still writing stored KV to it; who reads a layer waits for its own (:meth:`wait_for`).
     """
 
     def __init__(
         self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int = 0, token_ids: torch.Tensor | None = None
     ) -> None:
         self.layers, self.start, self.token_ids = layers, start, token_ids
+        self.arrivals: Sequence[torch.cuda.Event] = ()
+
+    def wait_for(self, layer: int) -> None:
+        """Let the device's current stream wait until the stored KV of a layer is there; the host goes on."""
+        if self.arrivals:
+            torch.cuda.current_stream(self.layers[layer][0].device).wait_event(self.arrivals[layer])
 
     @property
     def capacity(self) -> int:
@@ -72,10 +79,12 @@ class KVBuffer:
 
     def keys(self, layer: int) -> torch.Tensor:
         """Return the keys of a layer."""
+        self.wait_for(layer)
         return self.layers[layer][0]
 
     def values(self, layer: int) -> torch.Tensor:
         """Return the values of a layer."""
+        self.wait_for(layer)
         return self.layers[layer][1]
 
 
