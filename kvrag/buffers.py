@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from kvrag.layers import PLACE_BYTES, layer_of
 from kvrag.types import ChunkKV
 
 IDLE_BYTES = 256 * 2**20  # most memory kept for reuse
 SMALL_BYTES = 64 * 1024  # less is not worth keeping
-ALIGNMENT = 64  # bytes, of each tensor of a copy: for loads of several elements
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
@@ -72,14 +73,14 @@ def page_locked(num_bytes: int) -> torch.Tensor:
 
 
 def copied(kv: ChunkKV) -> ChunkKV:
-    """Return a copy of a chunk in one buffer, layer after layer; raises ``MemoryError``."""
-    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for layer in kv.layers for x in layer.tensors]
-    buffer, start = BUFFERS.take(sum(sizes)), 0
-
-    def place(x: torch.Tensor) -> torch.Tensor:
-        nonlocal start
-        own = torch.frombuffer(buffer, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape)
-        start += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
-        return own.copy_(x.detach())
-
-    return kv.map(place)
+    """Return a copy of a chunk in one buffer, as it will lie on a device, which takes it in few pieces; raises ``MemoryError``."""
+    sizes = [-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for layer in kv.layers for x in layer.tensors]
+    whole = torch.frombuffer(BUFFERS.take(sum(sizes)), dtype=torch.uint8)
+    places, layers = iter(accumulate(sizes, initial=0)), []
+    for layer in kv.layers:
+        own = [
+            whole[at : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+            for x, at in zip(layer.tensors, places, strict=False)
+        ]
+        layers.append(layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own))
+    return ChunkKV(tuple(layers), kv.kv_dtype)

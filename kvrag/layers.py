@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "f
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
 MAX_LAYERS = 512  # more are neither written nor read
+PLACE_BYTES = 16  # on a device tensors begin at multiples of this, which is what its kernels read at once
 SCAN_BYTES = 1280 * 1024  # looked at and hashed at once: fits the processor's cache, holds whole values of any dtype
 # Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones.
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
@@ -105,16 +107,14 @@ def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
     return LayerKV(keys, values, Scales(dtype, *scales) if scales else None)
 
 
-def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: memoryview) -> LayerKV:
-    """See the writable bytes of a layer as its tensors."""
+def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: torch.Tensor) -> LayerKV:
+    """See the bytes of a layer, uint8, as its tensors."""
     tensors, start = [], 0
     for part in layer:
-        count = math.prod(part.shape)
-        tensor = torch.frombuffer(data, dtype=part.dtype, count=count, offset=start)
-        if tensor.data_ptr() % part.dtype.itemsize:  # scales behind an odd number of codes
-            tensor = tensor.clone()
-        start += count * part.dtype.itemsize
-        tensors.append(tensor.view(part.shape))
+        own, start, size = data[start : start + part.num_bytes], start + part.num_bytes, part.dtype.itemsize
+        if own.data_ptr() % size or own.storage_offset() % size:  # scales behind an odd number of codes
+            own = own.clone()
+        tensors.append(own.view(part.dtype).view(part.shape))
     return layer_of(dtype, tensors)
 
 
@@ -169,12 +169,96 @@ def scanned(index: int, tensors: Sequence[torch.Tensor], look: Callable[..., obj
 
 
 def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:
-    """Return a chunk with contiguous tensors on a device; with ``copy``, none of them is shared with ``kv``."""
-    layers, row_major = [], torch.contiguous_format
+    """Return a chunk with contiguous tensors on a device; with ``copy``, none of them is shared with ``kv``.
+
+    On an accelerator, neighbouring layers of one shape are :func:`together`.
+    """
+    layers, row_major = list[LayerKV](), torch.contiguous_format
+    if torch.device(device).type != "cpu":
+        for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
+            whole = together(kv.layers[run.start : run.stop], device, copy=copy)
+            layers += [whole.map(lambda x, i=i: x[i]) for i in range(len(run))]  # type: ignore[misc]
+        return ChunkKV(tuple(layers), kv.kv_dtype)
     for layer in kv.layers:
         own = [x.detach().to(device, copy=copy, memory_format=row_major).contiguous() for x in layer.tensors]
         layers.append(layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own))
     return ChunkKV(tuple(layers), kv.kv_dtype)
+
+
+def runs_alike(shapes: Sequence[object], most: int = MAX_LAYERS) -> list[range]:
+    """Cut layers into runs of neighbours of one shape, each of at most so many."""
+    runs = list[range]()
+    for i, shape in enumerate(shapes):
+        if runs and shapes[runs[-1].start] == shape and len(runs[-1]) < most:
+            runs[-1] = range(runs[-1].start, i + 1)
+        else:
+            runs.append(range(i, i + 1))
+    return runs
+
+
+def together(layers: Sequence[LayerKV], device: torch.device | str, *, copy: bool = False) -> LayerKV:
+    """Return layers of one shape as one, on a device: each tensor has them as its first dimension.
+
+    What lies there with the same distance from layer to layer is seen as it is, unless ``copy``. Else all is copied to memory of its own,
+    what is contiguous on both sides with one copy, which does not wait where the bytes are in pinned memory.
+    """
+    rows, is_there = [layer.tensors for layer in layers], layers[0].keys.device == torch.device(device) and not copy
+    seen = [_as_one(column) for column in zip(*rows, strict=True)] if is_there else []
+    tensors = [x for x in seen if x is not None]
+    dtype = layers[0].keys.dtype if layers[0].scales is None else layers[0].scales.dtype
+    return layer_of(dtype, tensors if len(tensors) == len(rows[0]) else _gathered(rows, device))
+
+
+def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """See a tensor of each layer as one, ``(L, …)``; ``None`` where they are not in one memory, equally far apart."""
+    first, stride = column[0], column[0].stride()
+    places = [x.data_ptr() for x in column]
+    gap = places[1] - places[0] if len(column) > 1 else first.nbytes
+    step, rest = divmod(gap, first.itemsize)
+    is_even = places == [*range(places[0], places[0] + gap * len(column), gap or 1)][: len(column)] and not rest
+    memory = first.untyped_storage()
+    is_one = memory.data_ptr() <= min(places) and max(places) + first.nbytes <= memory.data_ptr() + memory.nbytes()
+    if not (gap > 0 and is_even and is_one and all(x.stride() == stride for x in column)):
+        return None
+    return first.as_strided((len(column), *first.shape), (step, *stride), first.storage_offset())
+
+
+def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device | str) -> list[torch.Tensor]:
+    """Copy the tensors of layers to a device, layer after layer, each to a multiple of :data:`PLACE_BYTES`."""
+    offsets = [*accumulate((-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for x in rows[0]), initial=0)]
+    step = offsets.pop()
+    whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
+    tensors = [x if x.is_contiguous() else x.contiguous() for row in rows for x in row]
+    sizes = [x.nbytes for x in rows[0]] * len(rows)
+    places = [start + offset for start in range(0, whole.numel(), step) for offset in offsets]
+    for to, source in _stretches(tensors, sizes, places):
+        whole[to : to + len(source)].copy_(source, non_blocking=True)
+    views = []
+    for x, offset in zip(rows[0], offsets, strict=True):
+        (heads, count, dim), size = x.shape, x.itemsize
+        strides = step // size, count * dim, dim, 1
+        views.append(whole.view(x.dtype).as_strided((len(rows), heads, count, dim), strides, offset // size))
+    return views
+
+
+def _stretches(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], places: Sequence[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the bytes of contiguous tensors, and the place that they go to; those that are neighbours here and there come as one."""
+    starts, first = [x.data_ptr() for x in tensors], 0
+    while first < len(tensors):
+        # Neighbours by chance, in two memories, must not be copied as one: the driver refuses a copy from two pinned ones.
+        memory, begin, place, stop = tensors[first].untyped_storage(), starts[first], places[first], first + 1
+        end, limit = begin + sizes[first], memory.data_ptr() + memory.nbytes()
+        while (
+            stop < len(tensors)
+            and (starts[stop], places[stop]) == (end, place + end - begin)
+            and end + sizes[stop] <= limit
+        ):
+            end, stop = end + sizes[stop], stop + 1
+        source = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        yield place, source.set_(memory, begin - memory.data_ptr(), (end - begin,))  # type: ignore[call-overload]
+        first = stop
 
 
 def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:

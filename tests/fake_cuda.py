@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 import kvrag_kernels
+from kvrag.blend import stitch
 from kvrag.model import CausalLM
 
 CUDA = torch.device("cuda", 0)
@@ -184,6 +185,12 @@ class Stream:
         """Let what follows here wait for an event."""
         self.fake.note(f"order: {self.name} after {event.name}")
 
+    def record_event(self) -> Event:
+        """Return an event behind all that this stream was asked for so far."""
+        event = Event(self.fake)
+        self.fake.note(f"{event.name} on {self.name}")
+        return event
+
     def synchronize(self) -> None:
         """Let the host wait."""
         self.fake.note("wait: stream")
@@ -195,9 +202,9 @@ class Event:
     def __init__(self, fake: FakeCuda) -> None:
         self.fake, self.name = fake, f"event {next(fake.numbers)}"
 
-    def record(self, stream: Stream) -> None:
-        """Put the event behind all that the stream was asked for so far."""
-        self.fake.note(f"{self.name} on {stream.name}")
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.fake.note(f"wait: {self.name}")
 
 
 def install(patch: pytest.MonkeyPatch) -> FakeCuda:
@@ -215,11 +222,10 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
 
     patch.setattr(torch.cuda, "synchronize", lambda *_: fake.note("wait: synchronize"))
     patch.setattr(torch.cuda, "current_stream", lambda *_: running[-1])
-    patch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(fake, "copies"))
-    patch.setattr(torch.cuda, "Event", lambda *_, **__: Event(fake))
     patch.setattr(torch.cuda, "stream", on)
     for name in ("ragged_attention", "ragged_plan", "probe_mass", "stitch"):
         patch.setattr(kvrag_kernels, name, _launching(fake, name, getattr(kvrag_kernels, name)))
+    patch.setattr(stitch, "_copies", lambda _: Stream(fake, "copies"))  # it is kept
     for name in ("has_kernel", "has_stitch"):
         patch.setattr(kvrag_kernels, name, lambda *_: True)
     return fake

@@ -1,6 +1,6 @@
 """Stitching by the kernels' op gives what stitching with the model's own rotation gives, on every architecture that it can say."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 from kit import lm_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrag.blend.stitch as module
 import kvrag_kernels
 from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.quantise import pack
-from kvrag.blend.stitch import stitch
+from kvrag.blend.stitch import move, ranges, stitch
+from kvrag.layers import own_kv, together
 from kvrag.model import CausalLM
-from kvrag.model.rows import KVBuffer
+from kvrag.model.rows import KVArena, KVBuffer, LayerShape
 from kvrag.precompute.encode import encode_padded, encode_prefix
+from kvrag.store import format as blobs
+from kvrag.testing.chunks import make_identity
 from kvrag.testing.models import TINY
-from kvrag.types import ChunkKV
+from kvrag.types import ChunkKV, LayerKV
 
 CHUNKS = [list(range(30, 42)), list(range(60, 69)), list(range(100, 117))]
 NOT_SAID = {"bloom", "mpt"}
@@ -106,7 +110,7 @@ def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
     segments = [(3, "live", False, -1, False), (70, "chunk", False, 0, False), (40, "chunk", False, 1, False)]
     layout = place([*segments, (2, "live", False, -1, False)])
     buffer = stitched(model, layout, kvs)
-    assert [x.shape[1] for x in launches[0]["key_scales"][:2]] == [3, 2]
+    assert [x.shape[2] for x in launches[0]["key_scales"]] == [3, 2]
     assert_same(model, buffer, by_torch(model, layout, kvs), rows_of(layout.reused))
 
 
@@ -143,6 +147,135 @@ def test_rows_that_will_be_computed_are_not_stitched(launches):
     for layer in range(model.num_layers):
         assert bool((buffer.keys(layer)[:, :, skipped] == 7.0).all())
         assert bool((buffer.values(layer)[:, :, skipped] == 7.0).all())
+
+
+META = torch.device("meta")
+
+
+class Wire(TorchDispatchMode):
+    """Notes the bytes of each copy from the host to a device, for which torch's ``meta`` stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = [x for x in args if isinstance(x, torch.Tensor)]
+        if isinstance(made, torch.Tensor) and made.device == META and given and given[-1].device != META:
+            self.sizes.append(given[-1].nbytes)
+        return made
+
+
+def loaded(kvs: Sequence[ChunkKV], kv_dtype: Any, layers_per_read: int = 99) -> Iterator[ChunkKV]:
+    """The chunks as the store gives them: as bytes of a blob, some layers of which are read at once."""
+    for kv in kvs:
+        packed = pack(kv.map(torch.Tensor.bfloat16), kv_dtype)
+        identity = replace(make_identity(tokens=kv.num_tokens), kv_dtype=kv_dtype)
+        data = bytearray().join(blobs.Encoded(identity, packed))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blobs, "STEP_BYTES", layers_per_read * packed.layers[0].num_bytes)
+            yield blobs.Blob(lambda start, length, data=data: memoryview(data)[start : start + length]).load()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+def test_a_stored_chunk_moves_with_one_copy_per_launch(kv_dtype, monkeypatch, launches):
+    """All bytes once, and codes as codes; each tensor by itself would be four or ten copies a layer and chunk."""
+    monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 2)
+    model = lm_of()
+    prefix, _ = encode_prefix(model, [1, 2, 3])
+    layout = place([(64, "chunk", False, 0, False), (32, "chunk", False, 1, False), (1, "live", False, -1, False)])
+    kvs = [*loaded(encode_padded(model, prefix, [[*range(30, 94)], [*range(40, 72)]]), kv_dtype)]
+    arena = KVArena(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=META)
+    table, wire = model.rotary(layout.num_tokens), Wire()
+    with pytest.MonkeyPatch.context() as patch, wire:
+        patch.setattr(module, "_angles", lambda _: angles)
+        angles = module.Angles(*(torch.empty(1, layout.num_tokens, 8, device=META) for _ in range(2)), [0] * 4, False)
+        stitch(arena, layout, kvs, table)
+    assert len(launches) == 2
+    assert len(wire.sizes) == 2 * len(kvs)
+    assert sum(wire.sizes) == sum(kv.num_bytes for kv in kvs)
+
+
+def moved_bytes(kvs: Sequence[ChunkKV], layers: range, rows: Sequence[int]) -> list[int]:
+    layout = place([*((n, "chunk", False, i, False) for i, n in enumerate(rows)), (1, "live", False, -1, False)])  # type: ignore[list-item]
+    with Wire() as wire:
+        move(layers, layout.reused, kvs, META)
+    return wire.sizes
+
+
+def chunk_of(tokens: int) -> ChunkKV:
+    x = torch.randn(4, 2, 2, tokens, 32)
+    return ChunkKV(tuple(LayerKV(*each) for each in x))
+
+
+def test_copies_are_as_few_as_memory_allows():
+    """A blob is read in pieces, and a layer of an odd length leaves the next one where no wide access can begin."""
+    kv = chunk_of(16)
+    assert [len(moved_bytes([*loaded([kv], "int8", n)], range(4), [16])) for n in (4, 2, 1)] == [1, 2, 4]
+    assert len(moved_bytes([*loaded([chunk_of(15)], "int8")], range(4), [15])) == 4
+    apart = [kv.map(torch.clone)]
+    assert len(moved_bytes(apart, range(4), [16])) == 8
+
+
+def test_what_is_cut_short_is_not_moved_whole():
+    kv = chunk_of(40)
+    assert sum(moved_bytes([kv], range(4), [30])) == kv.num_bytes
+    assert sum(moved_bytes([kv], range(4), [10])) == kv.num_bytes // 4
+    with Wire() as wire:  # the same chunk twice
+        first, second = (module.Segment(n, n + 40, "chunk", False, 0) for n in (0, 40))
+        move(range(4), [first, second], [kv], META)
+    assert sum(wire.sizes) == kv.num_bytes
+
+
+def test_neighbours_in_two_memories_are_two_copies():
+    """As two pinned blocks may be by chance, which no copy can span."""
+    memory = memoryview(bytearray(64))
+    halves = [torch.frombuffer(memory[i : i + 32], dtype=torch.int8).view(1, 1, 32) for i in (0, 32)]
+    assert halves[0].data_ptr() + 32 == halves[1].data_ptr()
+    with Wire() as wire:
+        together([LayerKV(*halves)], META)
+    assert wire.sizes == [32, 32]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_layers_come_together_with_their_values(kv_dtype):
+    (kv,) = loaded([chunk_of(15)], kv_dtype, 3)
+    one = together(kv.layers, "cpu", copy=True)
+    for i, layer in enumerate(kv.layers):
+        for whole, part in zip(one.tensors, layer.tensors, strict=True):
+            assert torch.equal(whole[i].float(), part.float())
+    assert all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in one.tensors)
+    again = together([one.map(lambda x, i=i: x[i]) for i in range(4)], "cpu")
+    assert [(x.data_ptr(), x.stride()) for x in again.tensors] == [(x.data_ptr(), x.stride()) for x in one.tensors]
+
+
+def test_layers_that_are_not_equally_far_apart_are_copied():
+    x = torch.randn(8, 1, 2, 4)
+    for picked in ((0, 1, 3), (3, 2, 1), (0, 0, 0)):
+        one = together([LayerKV(x[i], x[i] + 1) for i in picked], "cpu")
+        assert torch.equal(one.keys, x[list(picked)])
+    assert together([LayerKV(x[i], x[i + 1]) for i in (0, 2, 4)], "cpu").keys.data_ptr() == x.data_ptr()
+
+
+def test_a_chunk_of_the_accelerator_lies_as_a_launch_reads_it():
+    """In one memory, so that nothing is moved when it is stitched; layers of two shapes in a memory each."""
+    (kv,) = loaded([chunk_of(16)], "auto")
+    with Wire() as wire:
+        own = own_kv(kv, device=META)
+    assert wire.sizes == [kv.num_bytes]
+    assert [x.shape for layer in own.layers for x in layer.tensors] == [x.shape for y in kv.layers for x in y.tensors]
+    other = LayerKV(*(torch.zeros(2, 16, 64).bfloat16() for _ in range(2)))
+    mixed = own_kv(ChunkKV((*kv.layers[:2], other, *kv.layers[2:])), device=META)
+    steps = [layer.keys.untyped_storage().nbytes() for layer in mixed.layers]
+    assert steps == [2 * kv.layers[0].num_bytes] * 2 + [other.num_bytes] + [2 * kv.layers[0].num_bytes] * 2
+
+
+def test_layers_of_one_shape_are_placed_together(monkeypatch):
+    shapes = [LayerShape(2, dim, dim) for dim in (16, 16, 16, 32, 16)]
+    arena = KVArena(shapes, 5, dtype=torch.bfloat16, device=torch.device("cpu"))
+    monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 2)
+    assert ranges(arena) == [range(2), range(2, 3), range(3, 4), range(4, 5)]
 
 
 @pytest.mark.parametrize(

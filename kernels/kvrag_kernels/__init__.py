@@ -10,7 +10,7 @@ from kvrag_kernels.ops import ragged_attention, ragged_plan
 from kvrag_kernels.probe import probe_mass
 from kvrag_kernels.report import info
 from kvrag_kernels.runtime import has_kernel, has_stitch, tier
-from kvrag_kernels.stitch_op import stitch
+from kvrag_kernels.stitch import stitch
 
 __all__ = [
     "build",

@@ -9,7 +9,7 @@ import torch
 from kvrag_kernels import nvrtc, stitch_launch
 from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, supports
 from kvrag_kernels.runtime import Variant, capability_of, variants
-from kvrag_kernels.stitch import FP8, Stitching, Stored
+from kvrag_kernels.stitch_launch import FP8, Stitching, Stored
 
 ROTATED = (1.0, 0.5, 0.25, 0.0)
 """Shares of a head's channels that models rotate; none: layers without a rotation, which are shifted in launches of their own."""
@@ -21,8 +21,8 @@ VALUE_GROUP = 32
 def stitch_variants(arch: str, dims: Sequence[int] = HEAD_DIMS) -> list[Variant]:
     """Return the forms of the stitch kernel that the engine asks for on an architecture.
 
-    All ways in which KV is kept, pairs of halves and of neighbours, and the usual shares of rotated channels. Residuals and skipped rows
-    are arguments and need no form of their own.
+    All ways in which KV is kept, pairs of halves and of neighbours, and the usual shares of rotated channels. Skipped rows are an argument
+    and need no form of their own.
     """
     return [
         Variant("stitch.cu", options, arch)
@@ -50,8 +50,8 @@ def _kept(dim: int, dtype: torch.dtype) -> Iterator[tuple[Stored, Stored]]:
     """Yield a row of keys and values in each way that they are kept, with the scales that go with it."""
 
     def row(kind: torch.dtype, channels: int, *scales: int) -> Stored:
-        shared = [torch.empty((1, 1, n), dtype=torch.float16) for n in scales]
-        return Stored(torch.empty((1, 1, channels), dtype=kind), *shared)
+        shared = [torch.empty((1, 1, 1, n), dtype=torch.float16) for n in scales]
+        return Stored(torch.empty((1, 1, 1, channels), dtype=kind), *shared)
 
     yield row(dtype, dim), row(dtype, dim)
     yield row(torch.int8, dim, dim), row(torch.int8, dim, 1)

@@ -15,7 +15,7 @@ import torch
 from kvrag_kernels import cubin_cache, launch, nvrtc, selftest, sources, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
 from kvrag_kernels.geometry import DTYPES, HEAD_DIMS, HOPPER, OLDEST, Geometry, geometry_of, hopper_geometry, supports
-from kvrag_kernels.stitch import Stitching
+from kvrag_kernels.stitch_launch import Stitching
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) 
 def stitch(call: Stitching) -> bool:
     """Run the stitch kernel; returns whether it could be.
 
-    Not while a CUDA graph is captured: a replay would read the table of parts from where it was staged, which by then holds other things.
+    Not while a CUDA graph is captured: a replay would read the table from where it was staged, which by then holds other things.
     """
     out = call.out_keys[0]
     device = out.device

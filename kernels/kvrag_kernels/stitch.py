@@ -1,192 +1,192 @@
-"""The stitch op in torch: stored KV to its rows of the buffer, dequantised, corrected and rotated."""
+"""``kvrag::stitch``: stored KV to its rows of the buffer, dequantised and rotated. The op, its checks, and what torch computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import repeat
-from typing import overload
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
-from kvrag_kernels.stitch_layers import Kind, alike
+from kvrag_kernels import runtime
+from kvrag_kernels.stitch_launch import CODECS, TOKEN_GROUP, Stitching, Stored
 
-FP8 = torch.float8_e4m3fn
-CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
-"""How stored elements are read, by dtype; ``uint8`` holds two signed 4-bit integers, offset by 8, the lower one first."""
+_LIBRARY: Any = torch.library.Library("kvrag", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "stitch(Tensor[] keys, Tensor[] values, Tensor(a!)[] out_keys, Tensor(b!)[] out_values, int[] starts, Tensor cos, Tensor sin, "
+    "int[] tables, *, bool interleaved=False, Tensor[]? key_scales=None, Tensor[]? value_scales=None, Tensor[]? key_zeros=None, "
+    "Tensor? skip=None) -> ()"
+)
 
-TOKEN_GROUP = 32
-"""Neighbouring rows that share scales, where neither each row nor the whole part has its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Keys or values of one segment in one layer.
-
-    Parameters
-    ----------
-    data
-        ``(H_kv, T, D)``, or ``(H_kv, T, D / 2)`` for 4-bit integers.
-    scales
-        Float16 ``(H_kv, G, C)`` with ``C`` dividing ``D``: per channel ``(H_kv, 1, D)``, per token ``(H_kv, T, 1)``, in groups of ``D / C``
-        channels, and of :data:`TOKEN_GROUP` tokens where ``G`` is neither 1 nor ``T``; ``None`` for 16-bit data.
-    residual
-        Float32 ``(H_kv, D)``, added to every row, or ``None``.
-    zeros
-        Float16 ``(H_kv, G, D)``, what scaled codes are counted from, or ``None``.
-    """
-
-    data: torch.Tensor
-    scales: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-
-    @property
-    def dim(self) -> int:
-        """Head dim, unpacked."""
-        return int(self.data.shape[2]) * (2 if self.data.dtype == torch.uint8 else 1)
-
-    @property
-    def group(self) -> int:
-        """Neighbouring channels that share a scale."""
-        return self.dim if self.scales is None else self.dim // int(self.scales.shape[2])
-
-    @property
-    def tokens(self) -> int:
-        """Neighbouring rows that share a row of scales; 1 where all rows do, for there is only one."""
-        is_grouped = self.scales is not None and self.scales.shape[1] not in (1, self.data.shape[1])
-        return TOKEN_GROUP if is_grouped else 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the stored bits are the values."""
-        return self.scales is None and self.residual is None
-
-    def to(self, device: torch.device) -> Stored:
-        """Return the part on a device."""
-        tensors = (self.data, self.scales, self.residual, self.zeros)
-        return Stored(*(x if x is None else x.to(device, non_blocking=True) for x in tensors))  # type: ignore[arg-type]
-
-    def read(self) -> torch.Tensor:
-        """Return the values in float32, ``(H_kv, T, D)``."""
-        x = self.data
-        if x.dtype == torch.uint8:
-            x = torch.stack([x & 15, x >> 4], dim=-1).flatten(-2).float() - 8.0
-        x = x.float()
-        if self.scales is not None:
-            x = x * self._each_row(self.scales).repeat_interleave(self.group, dim=2)
-        if self.zeros is not None:
-            x = x + self._each_row(self.zeros)
-        return x if self.residual is None else x + self.residual[:, None]
-
-    def _each_row(self, shared: torch.Tensor) -> torch.Tensor:
-        """Repeat what a group of rows shares; what all share is broadcast anyway."""
-        return shared.float().repeat_interleave(self.tokens, dim=1)[:, : max(1, self.data.shape[1])]
+Tensors = Sequence[torch.Tensor]
 
 
-class Parts(Sequence[Stored]):
-    """Parts as the op is given them, a list of tensors for each field of :class:`Stored`; one is put together where it is looked at.
+def stitch(
+    keys: Tensors,
+    values: Tensors,
+    out_keys: Tensors,
+    out_values: Tensors,
+    starts: Sequence[int],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    tables: Sequence[int],
+    *,
+    interleaved: bool = False,
+    key_scales: Tensors | None = None,
+    value_scales: Tensors | None = None,
+    key_zeros: Tensors | None = None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Write the stored KV of ``S`` segments in ``L`` layers to its rows: dequantise, rotate keys in float32, round once.
+
+    On CUDA it is one launch.
 
     Parameters
     ----------
-    data, scales, residual, zeros
-        One tensor per part, or ``None`` where no part has one.
+    keys, values
+        Position-free keys, and values, per segment ``(L, H_kv, T, D)``: bfloat16, float16, int8, float8_e4m3fn, or uint8
+        ``(L, H_kv, T, D / 2)`` with two 4-bit integers each, offset by 8, the lower first.
+    out_keys, out_values
+        ``L`` buffers ``(H_kv, capacity, D)`` each, written in place; any strides.
+    starts
+        ``S`` first rows.
+    cos, sin
+        Float32 ``(tables, rows, R / 2)``: the angles of each row; the first ``R`` channels are rotated. Scaled rotations (YaRN) pass scaled
+        values. An angle of zero copies bits.
+    tables
+        ``L`` indices into ``cos`` and ``sin``; -1: the layer does not rotate.
+    interleaved
+        Whether channels ``2 i`` and ``2 i + 1`` are a pair (GPT-J, GLM), rather than ``i`` and ``i + R / 2``.
+    key_scales, value_scales
+        For quantised parts, per segment: float16 ``(L, H_kv, 1, D)`` per channel, ``(L, H_kv, T, 1)`` per token, ``(L, H_kv, T, C)`` in
+        groups of ``D / C`` channels, ``(L, H_kv, ceil(T / 32), C)`` for every 32 tokens.
+    key_zeros
+        For quantised keys: float16 ``(L, H_kv, G, D)`` with the ``G`` of the scales, added to the scaled codes.
+    skip
+        Bool, per row of the buffer: rows that will be recomputed and are left as they are.
 
     Raises
     ------
     ValueError
-        If lists differ in length.
+        If parts, buffers, tables and starts don't fit.
     """
-
-    def __init__(
-        self,
-        data: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor] | None = None,
-        residual: Sequence[torch.Tensor] | None = None,
-        zeros: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        for name, given in (("scales", scales), ("residuals", residual), ("zeros", zeros)):
-            if given is not None and len(given) != len(data):
-                raise ValueError(f"{len(given)} {name} were given for {len(data)} parts; each part needs its own")
-        self.columns = (data, scales, residual, zeros)
-
-    @classmethod
-    def of(cls, parts: Sequence[Stored]) -> Parts:
-        """Return the same parts as columns."""
-        if isinstance(parts, cls):
-            return parts
-        columns = ([getattr(p, name) for p in parts] for name in ("data", "scales", "residual", "zeros"))
-        given = ([x for x in column if x is not None] for column in columns)
-        data, *others = given
-        return cls(data, *(column or None for column in others))
-
-    @cached_property
-    def pointers(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]] | None, ...]:
-        """Addresses, by column."""
-        return tuple(None if column is None else addresses(column) for column in self.columns)
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __iter__(self) -> Iterator[Stored]:
-        data, *others = self.columns
-        return map(Stored, data, *(repeat(None) if column is None else column for column in others))
-
-    @overload
-    def __getitem__(self, index: int) -> Stored: ...
-    @overload
-    def __getitem__(self, index: slice) -> Parts: ...
-    def __getitem__(self, index: int | slice) -> Stored | Parts:
-        data, *others = self.columns
-        if isinstance(index, slice):
-            return Parts(data[index], *(None if column is None else column[index] for column in others))
-        return Stored(data[index], *(None if column is None else column[index] for column in others))
+    torch.ops.kvrag.stitch(
+        list(keys), list(values), list(out_keys), list(out_values), list(starts), cos, sin, list(tables), interleaved=interleaved,
+        key_scales=key_scales, value_scales=value_scales, key_zeros=key_zeros, skip=skip,
+    )  # fmt: skip
 
 
-def addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return where tensors begin."""
-    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+def _compute(
+    keys: Tensors,
+    values: Tensors,
+    out_keys: Tensors,
+    *places: Any,
+    key_scales: Tensors | None = None,
+    value_scales: Tensors | None = None,
+    key_zeros: Tensors | None = None,
+    **options: Any,
+) -> None:
+    parts = _parts("keys", keys, key_scales, key_zeros), _parts("values", values, value_scales)
+    call = Stitching(*parts, out_keys, *places, **options)
+    check(call)
+    if not (out_keys and out_keys[0].is_cuda and runtime.stitch(call)):
+        stitch_in_torch(call)
 
 
-@dataclass(frozen=True)
-class Stitching:
-    """One call of the op: parts layer by layer, buffers ``(H_kv, capacity, D)``, and rotations; see :func:`kvrag_kernels.stitch`."""
+_LIBRARY.impl("stitch", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake("kvrag::stitch", lambda *_, **__: None, lib=_LIBRARY)
 
-    keys: Sequence[Stored]
-    values: Sequence[Stored]
-    out_keys: Sequence[torch.Tensor]
-    out_values: Sequence[torch.Tensor]
-    starts: Sequence[int]
-    cos: torch.Tensor
-    sin: torch.Tensor
-    tables: Sequence[int]
-    interleaved: bool = False
-    skip: torch.Tensor | None = None
 
-    @property
-    def rotary(self) -> int:
-        """Channels that are rotated."""
-        return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
+def _parts(name: str, data: Tensors, *beside: Tensors | None) -> list[Stored]:
+    given = [[None] * len(data) if column is None else column for column in beside]
+    for what, column in zip(("scales", "zeros"), given, strict=False):
+        if len(column) != len(data):
+            raise ValueError(
+                f"{len(column)} {what} were given for the {name} of {len(data)} segments; each needs its own"
+            )
+    return [Stored(*part) for part in zip(data, *given, strict=True)]
 
-    @cached_property
-    def sides(self) -> tuple[Parts, Parts]:
-        """Keys and values as columns."""
-        return Parts.of(self.keys), Parts.of(self.values)
 
-    @cached_property
-    def alike(self) -> dict[Kind, Sequence[int]]:
-        """Layers of which one stands for all, by what their checks and strides follow from: starts, and forms of parts and buffers."""
-        count = len(self.starts)
-        columns = [(column, count) for side in self.sides for column in side.columns]
-        return alike(len(self.out_keys), [*columns, (self.out_keys, 1), (self.out_values, 1)], *self.starts)
+def check(call: Stitching) -> None:
+    """Refuse parts that don't fit their places.
 
-    def in_layer(self, layer: int) -> tuple[list[Stored], list[Stored]]:
-        """Return a layer's keys and values."""
-        count = len(self.starts)
-        keys, values = (list(side[layer * count : (layer + 1) * count]) for side in self.sides)
-        return keys, values
+    Raises
+    ------
+    ValueError
+        Naming what does not fit.
+    """
+    layers, segments, cos, sin = len(call.out_keys), len(call.starts), call.cos, call.sin
+    if not (len(call.keys) == len(call.values) == segments and len(call.out_values) == len(call.tables) == layers):
+        raise ValueError(
+            f"{len(call.keys)} keys and {len(call.values)} values were given for {segments} starts, {len(call.tables)} tables and "
+            f"{len(call.out_values)} value buffers for {layers} key buffers; each segment needs its keys, values and a start, each layer "
+            "a table and two buffers"
+        )
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.dtype != torch.float32 or sin.dtype != torch.float32:
+        raise ValueError(
+            f"cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both need float32 (tables, rows, R / 2)"
+        )
+    if not layers:
+        return
+    for name, parts, outs in (("keys", call.keys, call.out_keys), ("values", call.values, call.out_values)):
+        if len({(x.dtype, x.dim(), *x.shape[::2]) for x in outs}) > 1 or outs[0].dim() != 3:
+            raise ValueError(
+                f"buffers of {name} have the shapes {[tuple(x.shape) for x in outs]}; one call takes layers alike, (H_kv, capacity, D)"
+            )
+        capacity = min(x.shape[1] for x in outs)
+        for i, (part, start) in enumerate(zip(parts, call.starts, strict=True)):
+            _check_part(f"{name} of segment {i}", part, layers, outs[0])
+            if start < 0 or start + part.num_rows > capacity:
+                raise ValueError(
+                    f"{name} of segment {i} need rows {start} to {start + part.num_rows} of a buffer of {capacity} rows; make it larger"
+                )
+    for i, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+        if k.num_rows != v.num_rows:
+            raise ValueError(
+                f"keys of segment {i} have {k.num_rows} rows and its values {v.num_rows}; they go to the same rows"
+            )
+    needed = max((start + k.num_rows for start, k in zip(call.starts, call.keys, strict=True)), default=0)
+    for layer, table in enumerate(call.tables):
+        has_rows = cos.shape[1] >= needed and 2 * cos.shape[2] <= call.out_keys[layer].shape[2]
+        if table >= cos.shape[0] or (table >= 0 and not has_rows):
+            raise ValueError(
+                f"layer {layer} asks for {needed} rows of table {table}, and cos has the shape {tuple(cos.shape)}; pass more rows or tables"
+            )
+    skip = call.skip
+    if skip is not None and (skip.dtype != torch.bool or skip.dim() != 1 or len(skip) < needed):
+        raise ValueError(
+            f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it needs one bool per row of the buffer, {needed} at least"
+        )
+
+
+def _check_part(name: str, part: Stored, layers: int, out: torch.Tensor) -> None:
+    data, scales, zeros = part.data, part.scales, part.zeros
+    if data.dtype not in CODECS and data.dtype != out.dtype:
+        raise ValueError(
+            f"{name} are {data.dtype}; stored KV is one of {', '.join(map(str, CODECS))}, or of the buffer's dtype"
+        )
+    if data.dim() != 4 or (data.shape[0], data.shape[1], part.dim) != (layers, out.shape[0], out.shape[2]):
+        raise ValueError(
+            f"{name} have the shape {tuple(data.shape)}, and their {layers} buffers {tuple(out.shape)}: layers, heads or head dims differ"
+        )
+    is_quantised = CODECS.get(data.dtype, "same") != "same"
+    if is_quantised != (scales is not None):
+        raise ValueError(
+            f"{name} are {data.dtype} {'without' if is_quantised else 'with'} scales; quantised data alone needs them"
+        )
+    if scales is not None:
+        counts = (1, part.num_rows, -(-part.num_rows // TOKEN_GROUP))
+        fits = scales.dim() == 4 and scales.shape[:2] == data.shape[:2] and scales.shape[2] in counts
+        if scales.dtype != torch.float16 or not fits or part.dim % max(1, scales.shape[3]):
+            raise ValueError(
+                f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (L, H_kv, G, a divisor of D), G being 1, T, "
+                f"or the number of groups of {TOKEN_GROUP} tokens"
+            )
+    if zeros is not None and (
+        scales is None or zeros.dtype != torch.float16 or zeros.shape != (*scales.shape[:3], part.dim)
+    ):
+        raise ValueError(
+            f"{name} have zeros {zeros.dtype} {tuple(zeros.shape)}; they need scales (L, H_kv, G, C), and float16 (L, H_kv, G, D)"
+        )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -206,22 +206,17 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
 
 
 def stitch_in_torch(call: Stitching) -> None:
-    """Stitch part by part."""
-    for index, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
-        layer, segment = divmod(index, len(call.starts))
-        start = call.starts[segment]
-        rows = slice(start, start + k.data.shape[1])
-        out_k, out_v = call.out_keys[layer], call.out_values[layer]
-        new_k = _keys(k.to(out_k.device), call, call.tables[layer], rows, out_k.dtype)
-        v = v.to(out_v.device)
-        for out, new in ((out_k, new_k), (out_v, v.data if v.is_plain else v.read())):
-            new = new.to(out.dtype)
-            # By a mask, not by indices: their number would have to be known on the host, which a CUDA graph can't ask.
-            out[:, rows] = new if call.skip is None else torch.where(call.skip[rows, None], out[:, rows], new)
-
-
-def _keys(k: Stored, call: Stitching, table: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    if table < 0:
-        return k.data if k.is_plain else k.read()
-    cos, sin = call.cos[table, rows], call.sin[table, rows]
-    return rotate(k.read(), cos, sin, interleaved=call.interleaved).to(dtype)
+    """Stitch part by part, layer by layer."""
+    device = call.cos.device if not call.out_keys else call.out_keys[0].device
+    for k, v, start in zip(call.keys, call.values, call.starts, strict=True):
+        rows = slice(start, start + k.num_rows)
+        k, v = (part.map(lambda x: x.to(device, non_blocking=True)) for part in (k, v))
+        for i, (table, out_k, out_v) in enumerate(zip(call.tables, call.out_keys, call.out_values, strict=True)):
+            new_k, new_v = (part.map(lambda x, i=i: x[i]).read() for part in (k, v))  # type: ignore[misc]
+            if table >= 0:
+                new_k = rotate(
+                    new_k.float(), call.cos[table, rows], call.sin[table, rows], interleaved=call.interleaved
+                )
+            for out, new in ((out_k, new_k.to(out_k.dtype)), (out_v, new_v.to(out_v.dtype))):
+                # By a mask, not by indices: their number would have to be known on the host, which a CUDA graph can't ask.
+                out[:, rows] = new if call.skip is None else torch.where(call.skip[rows, None], out[:, rows], new)

@@ -3,176 +3,201 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
 import torch
 
 from kvrag_kernels.launch import Empty, Module
-from kvrag_kernels.stitch import CODECS, Stitching, Stored, addresses
-from kvrag_kernels.stitch_layers import Remembered
 
-SIDE, ADDRESSES = 15, 5
-"""Numbers of ``struct Side``, of which the first are addresses."""
+FP8 = torch.float8_e4m3fn
+CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
+"""How stored elements are read, by dtype; ``uint8`` holds two signed 4-bit integers, offset by 8, the lower one first."""
 
-JOB = 2 * SIDE + 3
-"""Numbers of ``struct Job``."""
+TOKEN_GROUP = 32
+"""Neighbouring rows that share scales, where neither each row nor the whole part has its own."""
 
-THREADS, TILE_ROWS = 256, 64
-_STITCH = struct.Struct("4Q q 2i")
+THREADS, TILE_ROWS, PART, PLACE = 256, 64, 28, 4
+"""Of ``csrc/stitch.cu``: threads of a block, rows that it takes, and numbers of ``struct Part`` and ``struct Place``."""
+
+WIDE = 16  # bytes that the kernel reads of scales, zeros and angles at once, and writes
+_STITCH = struct.Struct("5Q q 3i 4x")
 _CODEC_NUMBERS = {"same": 0, "int8": 1, "int4": 2, "fp8": 3}
-_CHUNK_BYTES = {"same": 16, "int8": 8, "int4": 4, "fp8": 8}
+_PIECE_BYTES = {"same": 16, "int8": 8, "int4": 4, "fp8": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class LayerForm:
-    """What the kernel has to be compiled for, of one layer; call :func:`defines` for the whole."""
-
-    device: torch.device
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    dim: int
-    heads: int
-    key_group: int
-    value_group: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """What all launches of layers that look alike share.
+class Stored:
+    """Keys or values of one segment in all layers, or without the first dimension in one.
 
     Parameters
     ----------
-    form
-        ``None`` where the kernel has none.
-    jobs
-        The layer's rows of the table of parts, ``(S, 33)``, with zeros where addresses and the rotation's table go.
-    longest
-        Rows of the longest part.
+    data
+        ``(L, H_kv, T, D)``, or ``(L, H_kv, T, D / 2)`` for 4-bit integers.
+    scales
+        Float16 ``(L, H_kv, G, C)`` with ``C`` dividing ``D``: per channel ``(L, H_kv, 1, D)``, per token ``(L, H_kv, T, 1)``, in groups of
+        ``D / C`` channels, and of :data:`TOKEN_GROUP` tokens where ``G`` is neither 1 nor ``T``; ``None`` for 16-bit data.
+    zeros
+        Float16 ``(L, H_kv, G, D)``, what scaled codes are counted from, or ``None``.
     """
 
-    form: LayerForm | None
-    jobs: np.ndarray[tuple[int, int], np.dtype[np.int64]]
-    longest: int
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows ``T``."""
+        return self.data.shape[-2]
+
+    @property
+    def dim(self) -> int:
+        """Head dim, unpacked."""
+        return int(self.data.shape[-1]) * (2 if self.data.dtype == torch.uint8 else 1)
+
+    @property
+    def group(self) -> int:
+        """Neighbouring channels that share a scale."""
+        return self.dim if self.scales is None else self.dim // int(self.scales.shape[-1])
+
+    @property
+    def tokens(self) -> int:
+        """Neighbouring rows that share a row of scales; 1 where all rows do, for there is only one."""
+        return TOKEN_GROUP if self.scales is not None and self.scales.shape[-2] not in (1, self.num_rows) else 1
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Stored:
+        """Return the part with every tensor changed."""
+        return Stored(*(x if x is None else change(x) for x in (self.data, self.scales, self.zeros)))  # type: ignore[arg-type]
+
+    def read(self) -> torch.Tensor:
+        """Return the values in float32, ``(…, T, D)``; of unscaled data as they are stored."""
+        x = self.data
+        if self.scales is None:
+            return x
+        if x.dtype == torch.uint8:
+            x = torch.stack([x & 15, x >> 4], dim=-1).flatten(-2).float() - 8.0
+        x = x.float() * self._each_row(self.scales).repeat_interleave(self.group, dim=-1)
+        return x if self.zeros is None else x + self._each_row(self.zeros)
+
+    def _each_row(self, shared: torch.Tensor) -> torch.Tensor:
+        """Repeat what a group of rows shares; what all share is broadcast anyway."""
+        return shared.float().repeat_interleave(self.tokens, dim=-2)[..., : max(1, self.num_rows), :]
 
 
-_PLANS = Remembered[LayerPlan]()
+@dataclass(frozen=True)
+class Stitching:
+    """One call of the op: parts per segment, buffers ``(H_kv, capacity, D)`` per layer, rotations; see :func:`kvrag_kernels.stitch`."""
 
+    keys: Sequence[Stored]
+    values: Sequence[Stored]
+    out_keys: Sequence[torch.Tensor]
+    out_values: Sequence[torch.Tensor]
+    starts: Sequence[int]
+    cos: torch.Tensor
+    sin: torch.Tensor
+    tables: Sequence[int]
+    interleaved: bool = False
+    skip: torch.Tensor | None = None
 
-def _plans(call: Stitching) -> list[tuple[LayerPlan, Sequence[int]]]:
-    """Return the plan of each kind of layer, and its layers."""
-    return [(_PLANS.get(kind, partial(_plan_of, call, layers[0])), layers) for kind, layers in call.alike.items()]
-
-
-def _plan_of(call: Stitching, layer: int) -> LayerPlan:
-    (keys, values), outs = call.in_layer(layer), (call.out_keys[layer], call.out_values[layer])
-    jobs = [
-        [*_side(k, outs[0]), *_side(v, outs[1]), start, k.data.shape[1], 0]
-        for k, v, start in zip(keys, values, call.starts, strict=True)
-    ]
-    longest = max((k.data.shape[1] for k in keys), default=0)
-    return LayerPlan(_form_of(keys, values, outs), np.array(jobs, np.int64).reshape(-1, JOB), longest)
-
-
-def _form_of(keys: list[Stored], values: list[Stored], outs: tuple[torch.Tensor, torch.Tensor]) -> LayerForm | None:
-    parts = [*keys, *values]
-    used = [x for p in parts for x in (p.data, p.scales, p.zeros, p.residual) if x is not None]
-    kinds = {(p.data.dtype, p.dim, p.data.shape[0]) for p in parts}
-    groups = [{p.group for p in side} for side in (keys, values)]
-    on, into = {x.device for x in [*used, *outs]}, {o.dtype for o in outs}
-    if not len(kinds) == len(on) == len(into) == len(groups[0]) == len(groups[1]) == 1:
-        return None
-    ((dtype, dim, heads),), ((key_group,), (value_group,)) = kinds, groups
-    is_fit = dtype in CODECS and outs[0].dtype in (torch.bfloat16, torch.float16) and dim % 16 == 0
-    if not is_fit or not all(_can_copy(p) for p in parts) or not all(_has_rows_of(o, 16) for o in outs):
-        return None
-    return LayerForm(outs[0].device, dtype, outs[0].dtype, dim, heads, key_group, value_group)
+    @property
+    def rotary(self) -> int:
+        """Channels that are rotated."""
+        return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
 
 
 def defines(call: Stitching) -> tuple[str, ...] | None:
     """Return the compiler's options for a call, or ``None`` where the kernel has no form for it.
 
-    The kernel wants one codec and one shape for all parts, 16-bit buffers, and channels, rotated and other, in sixteens, and
-    everything on one device.
+    The kernel wants one codec and one shape for all parts, 16-bit buffers, channels, rotated and other, in sixteens, everything on one
+    device, and memory that begins and goes on where it may be read several bytes at once.
     """
-    forms = {plan.form for plan, _ in _plans(call)}
-    form = forms.pop() if len(forms) == 1 else None
-    angles = [x for x in (call.cos, call.sin, call.skip) if x is not None]
-    if form is None or call.rotary % 16 or any(x.device != form.device for x in angles) or not _can_reach(call, form):
+    outs = [*call.out_keys, *call.out_values]
+    parts = [*call.keys, *call.values]
+    beside = [x for x in (call.cos, call.sin, call.skip) if x is not None]
+    used = [x for p in parts for x in (p.data, p.scales, p.zeros) if x is not None]
+    kinds = {(p.data.dtype, p.dim) for p in parts}
+    key_groups, value_groups = ({p.group for p in side} for side in (call.keys, call.values))
+    dtypes = {x.dtype for x in outs}
+    if not len(kinds) == len(key_groups) == len(value_groups) == len(dtypes) == 1:
+        return None
+    ((stored, dim),), (dtype,) = kinds, dtypes
+    is_fit = stored in CODECS and dtype in (torch.bfloat16, torch.float16) and dim % 16 == call.rotary % 16 == 0
+    is_fit = is_fit and call.cos.data_ptr() % WIDE == call.sin.data_ptr() % WIDE == 0
+    if not is_fit or len({x.device for x in (*outs, *used, *beside)}) > 1 or not _can_copy(parts, outs):
         return None
     options = {
-        "D": form.dim,
-        "BF16": int(form.out_dtype == torch.bfloat16),
-        "CODEC": _CODEC_NUMBERS[CODECS[form.dtype]],
-        "SOURCE_BF16": int(form.dtype == torch.bfloat16),
-        "K_GROUP": form.key_group,
-        "V_GROUP": form.value_group,
+        "D": dim,
+        "BF16": int(dtype == torch.bfloat16),
+        "CODEC": _CODEC_NUMBERS[CODECS[stored]],
+        "SOURCE_BF16": int(stored == torch.bfloat16),
+        "K_GROUP": key_groups.pop(),
+        "V_GROUP": value_groups.pop(),
         "ROTARY": call.rotary,
         "INTERLEAVED": int(call.interleaved),
     }
     return tuple(f"-D{name}={value}" for name, value in options.items())
 
 
-def _can_reach(call: Stitching, form: LayerForm) -> bool:
-    """Whether all rows begin where copies of several bytes may; strides are :class:`LayerPlan`'s."""
-    data, outs = (side.pointers[0] for side in call.sides), (call.out_keys, call.out_values)
-    wide = [(x, _CHUNK_BYTES[CODECS[form.dtype]]) for x in data] + [(addresses(x), 16) for x in outs]
-    return not any(int(np.bitwise_or.reduce(x)) % num_bytes for x, num_bytes in wide if x is not None)
+def _can_copy(parts: Iterable[Stored], outs: Iterable[torch.Tensor]) -> bool:
+    """Whether all rows that the kernel reads and writes several bytes at a time lie so that it can."""
+    for part in parts:
+        scales, zeros = part.scales, part.zeros
+        if not _is_aligned(part.data, _PIECE_BYTES[CODECS[part.data.dtype]]):
+            return False
+        if scales is not None and not (_is_aligned(scales, WIDE) if part.group == 1 else _has_rows(scales)):
+            return False
+        if zeros is not None and not _is_aligned(zeros, WIDE):
+            return False
+    return all(_is_aligned(x, WIDE) for x in outs)
 
 
-def _can_copy(part: Stored) -> bool:
-    has_rows = _has_rows_of(part.data, _CHUNK_BYTES[CODECS[part.data.dtype]])
-    beside = [x for x in (part.scales, part.zeros, part.residual) if x is not None]
-    return has_rows and all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in beside)
+def _has_rows(x: torch.Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
-def _has_rows_of(x: torch.Tensor, num_bytes: int) -> bool:
-    size = x.element_size()
-    return x.stride(2) == 1 and all(s * size % num_bytes == 0 for s in x.stride()[:2])
+def _is_aligned(x: torch.Tensor, num_bytes: int) -> bool:
+    """Whether rows are contiguous and begin at multiples of so many bytes, a power of two."""
+    *strides, last = x.stride()
+    size, bits = x.element_size(), x.data_ptr()
+    for stride in strides:
+        bits |= stride * size
+    return last == 1 and bits % num_bytes == 0
 
 
-def _side(part: Stored, out: torch.Tensor) -> list[int]:
-    """Return ``struct Side`` without its addresses."""
+def table_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
+    """Return the kernel's table, int64 on the CPU: ``struct Part`` per segment, then ``struct Place`` per layer, keys and values."""
+    numbers: list[int] = []
+    for k, v, start in zip(call.keys, call.values, call.starts, strict=True):
+        numbers += [*_side(k), *_side(v), start, k.num_rows]
+    for out_k, out_v, table in zip(call.out_keys, call.out_values, call.tables, strict=True):
+        for out, its_table in ((out_k, table), (out_v, -1)):
+            numbers += [out.data_ptr(), out.stride(0), out.stride(1), its_table]
+    table = empty(len(numbers), dtype=torch.int64, device="cpu")  # whatever the default device is
+    table.numpy()[:] = numbers
+    return table
+
+
+def _side(part: Stored) -> list[int]:
+    """Return ``struct Side``; strides of 0 where all rows share."""
     data, size = part.data, part.data.element_size()
-    shared = [n for x in (part.scales, part.zeros) for n in _shared_strides(x)]
-    beside = 0 if part.residual is None else part.residual.stride(0)
-    steps = [data.stride(0) * size, data.stride(1) * size, *shared, part.tokens.bit_length() - 1, beside]
-    return [*[0] * ADDRESSES, *steps, out.stride(0), out.stride(1)]
-
-
-def _shared_strides(x: torch.Tensor | None) -> tuple[int, int]:
-    """Return the strides of heads and of groups of rows; a stride of 0 where all rows share."""
-    return (0, 0) if x is None else (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0)
-
-
-def jobs_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
-    """Return the kernel's table of parts, int64 ``(L, S, 33)``, on the CPU: ``struct Job`` of ``csrc/stitch.cu``."""
-    layers, count = len(call.out_keys), len(call.starts)
-    jobs = empty((layers, count, JOB), dtype=torch.int64, device="cpu")  # whatever the default device is
-    table = jobs.numpy()
-    for plan, same in _plans(call):
-        table[same] = plan.jobs
-    for first, side, outs in zip((0, SIDE), call.sides, (call.out_keys, call.out_values), strict=True):
-        data, scales, residual, zeros = side.pointers
-        for column, found in enumerate((data, scales, zeros, residual), start=first):
-            if found is not None:
-                table[:, :, column] = found.reshape(layers, count)
-        table[:, :, first + ADDRESSES - 1] = addresses(outs)[:, None]
-    table[:, :, JOB - 1] = np.array(call.tables)[:, None]
-    return jobs
+    found = [0 if x is None else x.data_ptr() for x in (data, part.scales, part.zeros)]
+    found += [s * size for s in data.stride()[:3]]
+    for x in (part.scales, part.zeros):
+        found += (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2) if x.shape[2] > 1 else 0)
+    return [*found, part.tokens.bit_length() - 1]
 
 
 def run(
     module: Module, call: Stitching, to_device: Callable[[torch.Tensor], torch.Tensor], empty: Empty = torch.empty
 ) -> None:
-    """Launch the kernel once for all layers and segments; ``to_device`` copies the table of parts, made in memory of ``empty``."""
-    longest = max((plan.longest for plan, _ in _plans(call)), default=0)
-    if longest == 0:
+    """Launch the kernel once for all layers and segments; ``to_device`` copies the table, which is made in memory of ``empty``."""
+    tiles = -(-max((k.num_rows for k in call.keys), default=0) // TILE_ROWS)
+    if not tiles or not call.out_keys:
         return
-    jobs, cos, sin = to_device(jobs_of(call, empty)), call.cos.contiguous(), call.sin.contiguous()
-    heads, tiles = call.out_keys[0].shape[0], -(-longest // TILE_ROWS)
+    table, cos, sin = to_device(table_of(call, empty)), call.cos.contiguous(), call.sin.contiguous()
+    parts, heads = len(call.keys), call.out_keys[0].shape[0]
     skip = 0 if call.skip is None else call.skip.contiguous().data_ptr()
-    arguments = _STITCH.pack(jobs.data_ptr(), cos.data_ptr(), sin.data_ptr(), skip, cos.stride(0), heads, tiles)
-    module.launch("stitch", len(call.keys) * heads * tiles, THREADS, 0, arguments)
+    places = table.data_ptr() + parts * PART * table.element_size()
+    pointers = table.data_ptr(), places, cos.data_ptr(), sin.data_ptr(), skip
+    arguments = _STITCH.pack(*pointers, cos.stride(0), parts, heads, tiles)
+    module.launch("stitch", len(call.out_keys) * parts * 2 * heads * tiles, THREADS, 0, arguments)

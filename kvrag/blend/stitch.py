@@ -6,14 +6,16 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
 from kvrag.blend.quantise import unpack
-from kvrag.layers import GROUP
+from kvrag.layers import CODES, GROUP, runs_alike, together
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.types import ChunkKV, LayerKV, Scales
@@ -26,6 +28,8 @@ def stitch(
     buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations, *, skip: torch.Tensor | None = None
 ) -> None:
     """Copy the KV of every reused segment into the buffer; codes are unpacked, and position-free keys rotated to their rows.
+
+    On a device it goes on beside what follows: some layers are copied and placed while others compute, and ``buffer`` holds what to wait for.
 
     Parameters
     ----------
@@ -42,12 +46,105 @@ def stitch(
     if angles is None:
         _stitch_by_torch(buffer, segments, kvs, rotary)
     else:
-        computed = None if skip is None or not len(skip) else mask_of(skip.to(keys.device), layout.num_tokens)
-        layers = range(len(buffer.layers))
-        for group in (layers[i : i + LAYERS_PER_LAUNCH] for i in layers[::LAYERS_PER_LAUNCH]):
-            _launch(buffer, group, segments, kvs, angles, computed)
-    if keys.is_cuda:  # the next read may reuse the pinned memory that these copies are from
+        computed = None
+        if skip is not None and len(skip):
+            computed = mask_of(skip.to(keys.device, non_blocking=True), layout.num_tokens)
+        with _beside(keys.device) as stream:
+            arrivals = list[torch.cuda.Event]()
+            for layers in ranges(buffer):
+                place(buffer, layers, segments, move(layers, segments, kvs, keys.device), angles, computed)
+                arrivals += [stream.record_event()] * len(layers) if stream else []
+        buffer.arrivals, buffer.sources = arrivals, (tuple(kvs), angles, computed)
+    if keys.is_cuda and not buffer.arrivals:  # the next read may reuse the pinned memory that these copies are from
         torch.cuda.current_stream(keys.device).synchronize()
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Use the device's stream for copies, behind what was asked of the current one: the buffer's memory may have been in use."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _copies(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def ranges(buffer: KVBuffer) -> list[range]:
+    """Cut the layers into those that are moved and placed together: neighbours of one shape."""
+    return runs_alike([(keys.shape, values.shape) for keys, values in buffer.layers], LAYERS_PER_LAUNCH)
+
+
+def move(layers: range, segments: Sequence[Segment], kvs: Sequence[ChunkKV], device: torch.device) -> list[LayerKV]:
+    """Bring the KV of some layers to the device, on the current stream, with a copy for each contiguous piece of a chunk.
+
+    Nothing is converted on the way. The host's copies read pinned memory after the return; ``kvs`` has to live until they are done.
+
+    Returns
+    -------
+    list[LayerKV]
+        Per segment, ``(L, H_kv, T, D)`` and scales with the same first dimension.
+    """
+    longest: dict[int, int] = {}
+    for s in segments:
+        longest[s.source] = max(longest.get(s.source, 0), s.num_rows)
+    moved = {}
+    for source, num_rows in longest.items():
+        kv, stored = kvs[source], kvs[source].layers[layers.start : layers.stop]
+        if 2 * num_rows < kv.num_tokens:  # else the rows beyond are moved too, and not read
+            stored = tuple(_first_rows(layer, num_rows) for layer in stored)
+        moved[source] = together(stored, device)
+    return [_first_rows(moved[s.source], s.num_rows) for s in segments]
+
+
+def place(
+    buffer: KVBuffer,
+    layers: range,
+    segments: Sequence[Segment],
+    moved: Sequence[LayerKV],
+    angles: Angles,
+    skip: torch.Tensor | None,
+) -> None:
+    """Write what :func:`move` brought to its rows, with one call of :func:`kvrag_kernels.stitch` on the current stream.
+
+    ``skip``, bool ``(N,)``: rows that are left as they are.
+    """
+    import kvrag_kernels
+
+    scales = [part.scales for part in moved if part.scales is not None]
+    kvrag_kernels.stitch(
+        [part.keys for part in moved],
+        [part.values for part in moved],
+        [buffer.keys(i)[0] for i in layers],
+        [buffer.values(i)[0] for i in layers],
+        [segment.start for segment in segments],
+        angles.cos,
+        angles.sin,
+        [angles.kinds[i] for i in layers],
+        interleaved=angles.is_neighbours,
+        key_scales=[s.keys for s in scales] or None,
+        value_scales=[s.values for s in scales] or None,
+        key_zeros=[s.zeros for s in scales] or None,
+        skip=skip,
+    )
+
+
+def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
+    """Cut a layer, or several together."""
+    if num_rows == kv.keys.shape[-2]:
+        return kv
+    s = kv.scales
+    if s is not None:
+        groups = -(-num_rows // GROUP) if s.keys.shape[-2] > 1 else 1
+        values = s.values[..., :num_rows, :] if s.values.shape[-2] > 1 else s.values
+        s = Scales(s.dtype, s.keys[..., :groups, :], s.zeros[..., :groups, :], values)
+    return LayerKV(kv.keys[..., :num_rows, :], kv.values[..., :num_rows, :], s)
 
 
 def _stitch_by_torch(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
@@ -73,53 +170,6 @@ class Angles(NamedTuple):
     is_neighbours: bool
 
 
-def _launch(
-    buffer: KVBuffer,
-    layers: Sequence[int],
-    segments: Sequence[Segment],
-    kvs: Sequence[ChunkKV],
-    angles: Angles,
-    skip: torch.Tensor | None,
-) -> None:
-    """Place every segment in some layers with one call of :func:`kvrag_kernels.stitch`."""
-    import kvrag_kernels
-
-    found = [_moved(kvs[s.source].layers[i], s.num_rows, buffer.keys(i)) for i in layers for s in segments]
-    scales = [part.scales for part in found if part.scales is not None]
-    kvrag_kernels.stitch(
-        [part.keys for part in found],
-        [part.values for part in found],
-        [buffer.keys(i)[0] for i in layers],
-        [buffer.values(i)[0] for i in layers],
-        [segment.start for segment in segments],
-        angles.cos,
-        angles.sin,
-        [angles.kinds[i] for i in layers],
-        interleaved=angles.is_neighbours,
-        key_scales=[s.keys for s in scales] or None,
-        value_scales=[s.values for s in scales] or None,
-        key_zeros=[s.zeros for s in scales] or None,
-        skip=skip,
-    )
-
-
-def _moved(kv: LayerKV, num_rows: int, like: torch.Tensor) -> LayerKV:
-    """Return a part's first rows on the buffer's device: codes as they are, all else in the buffer's dtype."""
-    if num_rows < kv.keys.shape[1]:  # rarely; views of hundreds of parts take longer than planning their launch
-        kv = _first_rows(kv, num_rows)
-    dtype = like.dtype if kv.scales is None else None
-    return kv.map(lambda x: x.to(like.device, dtype or x.dtype, non_blocking=True))
-
-
-def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
-    s, rows = kv.scales, slice(0, num_rows)
-    if s is not None:
-        groups = slice(0, -(-num_rows // GROUP) if s.keys.shape[1] > 1 else 1)
-        values = s.values[:, rows] if s.values.shape[1] > 1 else s.values
-        s = Scales(s.dtype, s.keys[:, groups], s.zeros[:, groups], values)
-    return LayerKV(kv.keys[:, rows], kv.values[:, rows], s)
-
-
 def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> bool:
     """Whether the op's kernel has a form for the buffer. Where torch would compute in its place, it does so better from here."""
     if not keys.is_cuda:
@@ -131,10 +181,14 @@ def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> 
 
 
 def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV]) -> bool:
-    """Whether one call of the op can say how all this KV is kept: of one kind, and scales for equal groups of channels."""
-    layers = [(index, layer) for s in segments for index, layer in enumerate(kvs[s.source].layers)]
-    odd = [i for i, x in layers if x.scales is not None and buffer.values(i).shape[-1] % x.scales.values.shape[2]]
-    return not odd and len({None if x.scales is None else x.keys.dtype for _, x in layers}) == 1
+    """Whether one call of the op can say how all this KV is kept: of one kind that it reads, and scales for equal groups of channels."""
+    dtype = buffer.keys(0).dtype
+    kinds = {(x.keys.dtype, x.values.dtype) for s in segments for x in kvs[s.source].layers}
+    known = {*CODES.values(), torch.bfloat16, torch.float16, dtype}
+    firsts = [run.start for run in ranges(buffer)]  # the others of a run have the same shapes
+    rounded = [(i, x.scales) for s in segments for i in firsts if (x := kvs[s.source].layers[i]).scales is not None]
+    odd = [i for i, scales in rounded if scales and buffer.values(i).shape[-1] % scales.values.shape[2]]
+    return not odd and len(kinds) == 1 and kinds <= {(each, each) for each in known}
 
 
 def _angles(rotary: Rotations) -> Angles | None:

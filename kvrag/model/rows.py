@@ -57,8 +57,8 @@ class KVBuffer:
     """The KV of one request (or of a batch of chunks), row index = position: consecutive slots of an arena, from ``start`` on.
 
     ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``. ``token_ids``, int64 ``(capacity,)`` on
-    the host, are kept by the forwards of a model that may have to compute rows again; else ``None``. ``arrivals``: an event per layer, where
-    a stream of the device is still writing stored KV to it; who reads a layer waits for its own (:meth:`wait_for`).
+    the host, are kept by the forwards of a model that may have to compute rows again; else ``None``. While a stream of the device still
+    writes stored KV, ``arrivals`` has an event per layer, and ``sources`` what that stream reads; who reads a layer waits for its event.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class KVBuffer:
     ) -> None:
         self.layers, self.start, self.token_ids = layers, start, token_ids
         self.arrivals: Sequence[torch.cuda.Event] = ()
+        self.sources: object = None
 
     def wait_for(self, layer: int) -> None:
         """Let the device's current stream wait until the stored KV of a layer is there; the host goes on."""

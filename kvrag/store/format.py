@@ -207,15 +207,20 @@ class Blob:
         proven = (data for run in done for data in run)
         yield from (view_layer(self.header.dtype, *each) for each in zip(layers, proven, strict=True))
 
-    def _run(self, run: range) -> list[memoryview]:
-        """Read some layers, and prove them; behind the last one, the blob must end."""
+    def _run(self, run: range) -> list[torch.Tensor]:
+        """Read some layers, and prove them: bytes of one tensor unless they are encrypted. Behind the last one, the blob must end."""
         offsets = self.header.layout.offsets
         start, end = offsets[run.start], offsets[run.stop]
         data = memoryview(self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start))
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)
         data = memoryview(bytearray(data)) if data.readonly else data  # torch wants to be able to write
-        return [self._proven(index, data[offsets[index] - start : offsets[index + 1] - start]) for index in run]
+        whole, proven = torch.frombuffer(data, dtype=torch.uint8), list[torch.Tensor]()
+        for index in run:
+            place = slice(offsets[index] - start, offsets[index + 1] - start)
+            plain = self._proven(index, data[place])
+            proven.append(whole[place] if self._key is None else torch.frombuffer(plain, dtype=torch.uint8))
+        return proven
 
     def _bytes(self, start: int, length: int, layer: int | None = None) -> Bytes:
         """Read bytes of a blob that has to be there."""

@@ -70,7 +70,7 @@ def stitch_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[s
     starts, tables = [i * chunk for i in range(count)], [0] * layers
     found: dict[str, Any] = {}
     for codec in STITCHED:
-        keys, values, options = stored_parts(codec, layers * count, (heads, chunk, dim), device, dtype)
+        keys, values, options = stored_parts(codec, count, (layers, heads, chunk, dim), device, dtype)
         read = [*keys, *values, *(x for side in options.values() for x in side)]
         moved = sum(x.nbytes for x in [*read, *(x for side in places for x in side)])
         for mode in ("auto", "torch"):
@@ -83,13 +83,13 @@ def stitch_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[s
 
 
 def stored_parts(
-    codec: str, count: int, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+    codec: str, count: int, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensors, Tensors, dict[str, Tensors]]:
-    """Return keys, values, and the scales and zeros of a codec, each part with its own."""
-    heads, rows, dim = shape
+    """Return keys, values, and the scales and zeros of a codec, each chunk with its own."""
+    *outer, rows, dim = shape
 
     def made(*size: int) -> Tensors:
-        return [torch.rand(heads, *size, device=device).half() for _ in range(count)]
+        return [torch.rand(*outer, *size, device=device).half() for _ in range(count)]
 
     if codec == "16-bit":
         keys, values = ([torch.randn(shape, device=device, dtype=dtype) for _ in range(count)] for _ in range(2))
@@ -98,7 +98,7 @@ def stored_parts(
         kind, low, high, width, groups, channels = torch.uint8, 0, 256, dim // 2, -(-rows // TOKEN_GROUP), dim // 32
     else:
         kind, low, high, width, groups, channels = torch.int8, -127, 128, dim, 1, 1
-    size = (heads, rows, width)
+    size = (*outer, rows, width)
     codes = [torch.randint(low, high, size, dtype=kind, device=device) for _ in range(2 * count)]
     beside = {"key_scales": made(groups, dim), "value_scales": made(rows, channels)}
     if codec.endswith("zeros"):

@@ -12,7 +12,7 @@ from stitch_cases import as_options, assert_stitched, stitching_of
 
 from kvrag_kernels import probe_mass, ragged_attention, ragged_plan, reference, runtime, stitch
 from kvrag_kernels.geometry import HOPPER
-from kvrag_kernels.stitch import Stitching
+from kvrag_kernels.stitch_launch import Stitching
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,7 +109,7 @@ def test_parts_come_to_their_rows(case):
     if case.dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("no bfloat16 on this device")
     host = stitching_of(case)
-    keys, values = ([p.to(torch.device("cuda")) for p in side] for side in (host.keys, host.values))
+    keys, values = ([p.map(torch.Tensor.cuda) for p in side] for side in (host.keys, host.values))
     outs = ([o.cuda() for o in side] for side in (host.out_keys, host.out_values))
     skip = None if host.skip is None else host.skip.cuda()
     call = Stitching(
