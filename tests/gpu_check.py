@@ -162,32 +162,25 @@ def _at_length(is_dry: bool, out: Path) -> list[Step]:
 def pytest_addoption(parser: Any) -> None:
     """Add the options that pick tests."""
     parser.addoption("--kernel", help="the kernel that attends: mma or sm90")
-    parser.addoption("--head-dim", type=int, help="of the cases; tests without cases count as 128")
+    parser.addoption("--head-dim", type=int, help="of the attention's cases; tests without cases count as 128")
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Keep the tests of one kernel and head dim; those that name neither run with each kernel, by ``KVRAG_KERNEL``."""
-    kernel, dim = config.getoption("--kernel"), config.getoption("--head-dim")
-    params = {item: getattr(getattr(item, "callspec", None), "params", {}) for item in items}
-    modes = modes_of(kernel, {p["mode"] for p in params.values() if "mode" in p}, capability())
-
-    def is_wanted(item: Any) -> bool:
-        own = params[item]
-        return own.get("mode") in (None, *modes) and dim in (None, getattr(own.get("case"), "dim", 128))
-
-    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
-    items[:] = [item for item in items if is_wanted(item)]
+    """Keep the tests that :func:`is_picked` picks."""
+    chosen = config.getoption("--kernel"), config.getoption("--head-dim")
+    picked = [i for i in items if is_picked(getattr(getattr(i, "callspec", None), "params", {}), *chosen)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in picked])
+    items[:] = picked
 
 
-def modes_of(kernel: str, known: set[str], device: tuple[int, int] | None) -> set[str]:
-    """Return the modes of the tests, out of those that there are, that bring a kernel on a device.
+def is_picked(params: dict[str, Any], kernel: str, dim: int | None) -> bool:
+    """Whether a test with these parameters is of a kernel and head dim; those that name neither run with each kernel, by ``KVRAG_KERNEL``.
 
-    The Hopper kernel is asked for by its name; where tests have no such mode, ``auto`` has to bring it. On devices that have ``mma`` alone,
-    ``auto`` brings that.
+    ``auto`` counts as Hopper's, where tests have no mode of that name.
     """
-    if kernel == "sm90":
-        return {"sm90"} if "sm90" in known else {"auto"}
-    return {"mma"} if device in (HOPPER, None) else {"auto", "mma"}
+    mode = params.get("mode", kernel)
+    is_of_kernel = kernel == ("sm90" if mode == "auto" else mode)
+    return is_of_kernel and dim in (None, getattr(params.get("case"), "dim", 128))
 
 
 def capability() -> tuple[int, int] | None:

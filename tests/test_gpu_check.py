@@ -1,13 +1,13 @@
 """``make gpu-check`` without a GPU: its steps, their limits, and the scripts that they run on tiny shapes."""
 
 import functools
+import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -56,34 +56,27 @@ def test_each_kernel_runs_in_processes_of_its_own_and_the_riskier_one_comes_last
                     assert step.environment["KVRAG_KERNEL"] == kernel
 
 
-@pytest.mark.slow
-def test_every_test_of_the_kernels_is_in_a_process_and_each_mode_in_one_kernels():
-    """As on a Hopper; without a device the same are picked, and skipped."""
-    every, found = collected(gpu_check._pytest("tests/kernels/test_gpu.py")), Counter[str]()
-    for step in gpu_check.steps("a", False, Path("out")):
-        if "tests/kernels/test_gpu.py" in step.command:
-            own = collected(step.command)
-            assert own, step.name
-            found.update(own)
-    assert set(found) == set(every)
-    assert not [name for name, count in found.items() if count > 1 and re.search("-(auto|mma|sm90)]", name)]
-
-
-def collected(command: tuple[str, ...]) -> list[str]:
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
-    command, environment = (*command, "--collect-only", "-qq"), os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    return re.findall(r"test_gpu\.py::(\S+)", done.stdout)
-
-
-def test_a_kernel_is_asked_for_by_the_mode_that_brings_it():
-    before, after = {"auto", "mma"}, {"sm90", "mma"}
-    assert gpu_check.modes_of("mma", before, gpu_check.HOPPER) == {"mma"}
-    assert gpu_check.modes_of("mma", before, (8, 9)) == {"auto", "mma"}, (
-        "tests in mode mma leave out what auto has tested"
-    )
-    assert gpu_check.modes_of("sm90", before, gpu_check.HOPPER) == {"auto"}
-    assert gpu_check.modes_of("sm90", after, gpu_check.HOPPER) == {"sm90"}
+def test_every_test_of_the_kernels_is_in_a_process_and_each_mode_in_one_kernels(monkeypatch):
+    """Each pair of kernel and case in one process, and nothing of one kernel in the other's."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
+    cases = [case for name in ("CASES", "LONG") for case in getattr(importlib.import_module("kernel_cases"), name)]
+    commands = [s.command for s in gpu_check.steps("a", False, Path("out")) if "--head-dim" in s.command]
+    picks = [(c[c.index("--kernel") + 1], int(c[c.index("--head-dim") + 1])) for c in commands]
+    for params in [{"case": case, "mode": mode} for case in cases for mode in ("sm90", "mma")]:
+        picked = [kernel for kernel, dim in picks if gpu_check.is_picked(params, kernel, dim)]
+        assert picked == [params["mode"]], params
+    assert sorted(kernel for kernel, dim in picks if gpu_check.is_picked({}, kernel, dim)) == ["mma", "sm90"]
+    assert gpu_check.is_picked({"mode": "auto"}, "sm90", None)
+    assert not gpu_check.is_picked({"mode": "auto"}, "mma", None)
+    # By name: what is neither the stitch's nor the probe's is the attention's.
+    names = set(re.findall(r"def (test_\w+)", (ROOT / "tests" / "kernels" / "test_gpu.py").read_text()))
+    chosen = {
+        s.name: s.command[s.command.index("-k") + 1]
+        for s in gpu_check.steps("a", False, Path("out"))
+        if "-k" in s.command
+    }
+    assert all(any(chosen[part] in name for name in names) for part in ("stitch", "probe"))
+    assert chosen["mma, head dim 64"] == f"not {chosen['stitch']} and not {chosen['probe']}"
 
 
 def python(name: str, code: str, limit: float = 30, needs: tuple[str, ...] = (), **options: Any) -> Step:
@@ -240,13 +233,19 @@ def test_the_stand_ins_have_all_that_is_asked_of_them(package):
 
 
 def test_the_sanitizers_have_cases():
-    """Of each kernel, few."""
+    """Of each kernel, the same; a process collects them, so one of the four steps stands for all."""
     steps = [step for step in gpu_check.steps("c", False, Path("out")) if step.is_optional]
-    assert len(steps) == 4
-    for step in steps[:2]:
-        found = collected((sys.executable, *step.command[step.command.index("-m") :]))
-        assert any("long-window" in name for name in found)
-        assert 5 <= len(found) <= 20
+    chosen = {step.command[step.command.index("-m") :] for step in steps}
+    assert (len(steps), len(chosen)) == (4, 2)
+    command = [sys.executable, *sorted(chosen)[0], "--collect-only", "-qq"]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert "long-window" in done.stdout
+    assert "-mma]" in done.stdout
+    assert not re.search(r"-(auto|sm90)]", done.stdout)
+    assert 5 <= done.stdout.count("::") <= 20
 
 
 def test_results_are_written_before_the_next_step(tmp_path):
