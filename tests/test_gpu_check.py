@@ -309,6 +309,7 @@ def test_a_dry_run_of_the_kernels_benchmark_has_every_part(tmp_path):
     assert moved["16-bit"] > moved["int8 with zeros"] > moved["int8"] > moved["int4 with zeros"]
 
 
+@pytest.mark.slow
 def test_a_second_process_adds_to_the_kernels_benchmark(tmp_path):
     """A kernel that ends its process takes no other's figures with it."""
     command = [sys.executable, "bench_kernels.py", "--dry-run", "--out", str(tmp_path), "--name", "k", "--parts"]
