@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers wheel-test support fuzz fuzz-reader gpu-check kernel-check kernel-compile kernel-bugs reliability docs clean
+.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers wheel-test support fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -105,11 +105,8 @@ fuzz-reader: setup ## A million made-up inputs to all that reads stored bytes (s
 	$(PIP) install --quiet atheris
 	$(BIN)/python tests/reliability/fuzz_reader.py $(ARGS)
 
-gpu-check: ## Kernels, exactness on CUDA, TTFT of a 3B and an 8B shape, in ten minutes; in the environment it is called from; ARGS=--dry-run checks the steps
-	$(PYTHON) tests/gpu_check.py $(ARGS)
-
-kernel-check: ## Of gpu-check, what needs torch and pytest alone: the kernels against float64, their speed, compute-sanitizer where there is one
-	$(PYTHON) tests/gpu_check.py --only torch kernel memcheck racecheck $(ARGS)
+gpu-check: ## What a GPU has to prove (docs/gpu.md): PART=a kernels, b TTFT and exactness, c more of the kernels; ten minutes each; OUT=folder; DRY_RUN=1 without a GPU
+	$(PYTHON) tests/gpu_check.py $(PART) $(if $(DRY_RUN),--dry-run) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 kernel-compile: setup ## Every variant of every kernel for every architecture with both NVRTCs (seven core minutes; in CI they take turns)
 	KVRAG_COMPILE=all $(BIN)/python -m pytest -q tests/kernels/test_compile.py

@@ -569,6 +569,72 @@ def _interval(row: dict[str, Any], key: str, digits: int) -> str:
     return f"[{low:.{digits}f}, {high:.{digits}f}]"
 
 
+PREDICTED = "Llama-3.1-8B", 32768
+NOTHING_MEASURED = "\nPredicted, not measured; everything in `tests/benchmarks/results/roofline.json`.\n"
+HIDDEN_BY = {
+    "copy": "probe and repair",
+    "probe": "copy of its layers",
+    "stitch": "copy",
+    "repair, host": "repair on the device",
+}
+
+
+def _predicted(result: dict[str, Any], **wanted: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return the predictions with these values, by shape, tokens, device, kind of wire and ratio."""
+    rows = [r for r in result["predictions"] if all(r[name] == value for name, value in wanted.items())]
+    return {tuple(r[n] for n in ("shape", "tokens", "device", "wire", "ratio")): r for r in rows}
+
+
+def roofline(result: dict[str, Any]) -> str:
+    """Set one schedule after the other beside the full prefill: an 8B shape at 32k on an H100."""
+    found = _predicted(result, device="H100")
+    columns = [(wire, ratio) for ratio in (0.03, 0.10) for wire in ("bf16", "int8", "int4", "device")]
+    rows = []
+    for index, name in enumerate(result["schedules"]):
+        cells = [found[(*PREDICTED, "H100", *column)] for column in columns]
+        speeds = [(r["ttft_ms"][index], r["full_ms"] / r["ttft_ms"][index]) for r in cells]
+        rows.append([name, *(f"{ms:.0f} ms, {speed:.1f}×" for ms, speed in speeds)])
+    header = ["", *(f"{wire.replace('device', 'on the device')}, {ratio:.0%}" for wire, ratio in columns)]
+    return table(header, rows) + NOTHING_MEASURED
+
+
+def roofline_devices(result: dict[str, Any]) -> str:
+    """List the rates that predictions go by, and where they are from."""
+    rates = ("linear", "prefill", "attention", "float32", "copy", "link")
+    rows = [[d["name"], *(f"{d[rate]:,.0f}" for rate in rates), d["source"]] for d in result["devices"]]
+    header = ["device", "linear layers", "prefill's attention", "repaired rows' attention", "float32", "copy", "link"]
+    return table([*header, "source"], rows) + "\nTFLOP/s; copy and link in GB/s.\n"
+
+
+def roofline_stages(result: dict[str, Any]) -> str:
+    """List what each stage does, and how long that takes today and with everything changed."""
+    row = _predicted(result)[(*PREDICTED, "H100", "int8", 0.03)]
+    rows = []
+    for index, (name, work) in enumerate(result["work"].items()):
+        flop = sum(work[kind] for kind in ("flop", "attention_flop", "float32_flop")) / 1e12
+        moved = [
+            f"{work[f'{where}_bytes'] / 1e9:.2f}" if work[f"{where}_bytes"] else "–" for where in ("link", "device")
+        ]
+        computed, host = f"{flop:.2f}" if flop else "–", f"{work['host_ms']:.1f}" if work["host_ms"] else "–"
+        times = [f"{row[which][index]:.1f}" for which in ("stages_ms", "last_stages_ms")]
+        rows.append([name, *moved, computed, host, *times, HIDDEN_BY.get(name, "–")])
+    header = ["stage", "GB over the link", "GB on the device", "TFLOP", "host's ms", "ms today", "ms, all changes"]
+    return table([*header, "can hide behind"], rows) + NOTHING_MEASURED
+
+
+def roofline_lengths(result: dict[str, Any]) -> str:
+    """Set today and all changes beside the full prefill, by device, shape and length."""
+    rows = []
+    for (shape, tokens, device, wire, _), r in _predicted(result, ratio=0.03).items():
+        if wire == "bf16":
+            both = [r, _predicted(result, ratio=0.03)[shape, tokens, device, "int8", 0.03]]
+            times = [f"{x['ttft_ms'][i]:.0f} ms, {x['full_ms'] / x['ttft_ms'][i]:.1f}×" for i in (0, -1) for x in both]
+            rows.append([device, shape, f"{tokens:,}", f"{r['full_ms']:.0f} ms", *times])
+    header = ["device", "shape", "tokens", "full prefill", "today, bf16", "today, int8", "all changes, bf16"]
+    rows.sort(key=lambda row: [[d["name"] for d in result["devices"]].index(row[0]), row[1]])
+    return table([*header, "all changes, int8"], rows) + NOTHING_MEASURED
+
+
 def picture(name: str, alt: str) -> str:
     """Show a plot of docs/plots.py, in the reader's theme."""
     dark = f'<source media="(prefers-color-scheme: dark)" srcset="plots/{name}-dark.svg">'
@@ -601,6 +667,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quantised-errors": ("quantised.json", quantised_errors),
     "peers": ("peers.json", peers),
     "quantised-sizes": ("store.json", quantised_sizes),
+    "roofline": ("roofline.json", roofline),
+    "roofline-devices": ("roofline.json", roofline_devices),
+    "roofline-stages": ("roofline.json", roofline_stages),
+    "roofline-lengths": ("roofline.json", roofline_lengths),
 }
 
 

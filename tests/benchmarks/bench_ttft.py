@@ -1,10 +1,11 @@
 """Time to first token: stitched prefill with everything included, against transformers' own SDPA forward of the same token ids.
 
-Every chunk is precomputed; blobs are read from disk (the memory tier is off) with the page cache dropped before each request. Both are
-measured in one run, interleaved, medians over prompts. The full prefill is timed without tokenising and planning: in its favour.
+Every chunk is precomputed; blobs are read from disk (the memory tier is off) with the page cache dropped before each request, with
+``--shape`` from the host's memory. Both are measured in one run, interleaved, medians over prompts. The full prefill is timed without
+tokenising and planning: in its favour.
 
     KVRAG_EVAL_DATA=... python tests/benchmarks/bench_ttft.py                  # SmolLM2-135M-Instruct, MuSiQue prompts
-    python tests/benchmarks/bench_ttft.py --shape qwen2.5-3b --tokens 6000     # random weights, for a GPU
+    python tests/benchmarks/bench_ttft.py --shape qwen2.5-3b --tokens 6000 31000     # random weights, for a GPU
 """
 
 from __future__ import annotations
@@ -12,20 +13,25 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from common import RESULTS, items, machine, small_model, write_result
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
+from kvrag.types import KVDtype
 
 RATIOS = (0.02, 0.05, 0.10)
+KEPT: tuple[KVDtype, ...] = ("auto", "int8")
+"""How the runs of a shape keep KV: as computed, and rounded."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-3b": {
         "model_type": "qwen2",
@@ -187,47 +193,113 @@ def small_model_run(count: int, folder: Path) -> dict[str, Any]:
     return out
 
 
-def shape_run(shape: str, num_tokens: int, count: int, folder: Path, *, is_dry: bool = False) -> dict[str, Any]:
-    """Random weights of a real shape: honest timings, meaningless answers; a dry run shrinks the shape and measures nothing."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+class Shaped(NamedTuple):
+    """Random weights of a real shape, a tokenizer, and what chunks are made of."""
 
-    from kvrag.testing.tokenizers import tiny_tokenizer
+    name: str
+    model: Any
+    tokenizer: Any
 
-    options = SHAPES[shape] | (DRY_RUN if is_dry else {})
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    with torch.device(device):
-        config = AutoConfig.for_model(options.pop("model_type"), **options)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    out: dict[str, Any] = {"model": f"{shape} shape, random weights", "dtype": str(dtype), "measured": not is_dry}
-    tokenizer = tiny_tokenizer()
-    chunks = random_chunks(tokenizer, num_tokens // 500, 500, count)
-    for tier, ram_bytes in (("memory", 32 * 2**30), ("disk", 0)):
+    @classmethod
+    def of(cls, shape: str, *, is_dry: bool) -> Shaped:
+        """Draw the weights; a dry run shrinks the shape."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from kvrag.testing.tokenizers import tiny_tokenizer
+
+        options = SHAPES[shape] | (DRY_RUN if is_dry else {})
+        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        torch.manual_seed(0)
+        with torch.device(device):
+            config = AutoConfig.for_model(options.pop("model_type"), **options)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return cls(shape, model, tiny_tokenizer())
+
+    def engine(self, folder: Path, kept: KVDtype) -> KVRagEngine:
+        """Make an engine with room for all in the host's memory, that keeps KV as ``kept``.
+
+        Its weights are named, not hashed: that would take tens of seconds for each engine, and no other run finds this store.
+        """
+        config = StoreConfig(ram_bytes=64 * 2**30, durability="cache", kv_dtype=kept, load_timeout_s=60.0)
         engine = KVRagEngine.from_pretrained(
-            model,
-            tokenizer=tokenizer,
-            kv_dir=folder / "kv",
-            repair=RepairConfig(),
-            store_config=StoreConfig(ram_bytes=ram_bytes),
+            self.model, tokenizer=self.tokenizer, kv_dir=folder / kept, repair=RepairConfig(), store_config=config
         )
-        report = engine.precompute([c for prompt in chunks for c in prompt], batch_size=4)
-        print(f"{tier}: precomputed {report.stored}, skipped {report.skipped}, {report.stored_bytes / 1e9:.2f} GB")
-        prompts = [[engine.prefix_text, *_between(prompt), "\n\nWhich one?"] for prompt in chunks]
-        configs = {
-            "default": {"mode": "stitch"},
-            "ratio 0.10": {"mode": "stitch", "repair": RepairConfig(recompute_ratio=0.10)},
-        }
-        if tier == "memory":
-            for prompt in prompts:
-                engine.prefill(prompt, mode="stitch")  # promote
-        out[tier] = compare(
-            engine, prompts, configs, folder / "kv" if tier == "disk" else None, warm_up=min(2, len(prompts))
-        )
-        show(f"{shape}, {tier} tier", out[tier]["summary"])
-        engine.close()
-    return out
+        with mock.patch("kvrag.model.load.weights_digest", return_value=f"random weights of {self.name}"):
+            engine.loaded  # noqa: B018 - loads
+        return engine
 
 
-def random_chunks(tokenizer: Any, per_prompt: int, tokens: int, count: int) -> list[list[str]]:
+def shape_run(
+    shaped: Shaped, lengths: list[int], count: int, folder: Path, tell: Callable[[dict[str, Any]], None]
+) -> None:
+    """Time prompts of random words from the host's memory: honest timings, meaningless answers.
+
+    All prompts of a length are orders of the same chunks. ``tell`` gets each result when it is there; one that fails says why.
+    """
+    chunks = random_chunks(shaped.tokenizer, max(lengths) // 500, 500)
+    repairs = {"default": RepairConfig(), "unrepaired": RepairConfig(strategy="none")}
+    repairs["ratio 0.10"] = RepairConfig(recompute_ratio=0.10)
+    configs: dict[str, dict[str, Any]] = {name: {"mode": "stitch", "repair": r} for name, r in repairs.items()}
+    for kept in KEPT:
+        name = f"kept as {kept}"
+        try:
+            with closing(shaped.engine(folder, kept)) as engine:
+                report = engine.precompute(chunks, batch_size=4)
+                print(f"{name}: precomputed {report.stored} chunks, {report.stored_bytes / 1e9:.2f} GB", flush=True)
+                for tier in engine.store.tiers:
+                    tier.release()  # what is read from the disk lands in pinned memory, what was put may not
+                for length in lengths:
+                    name = f"kept as {kept}, {length} tokens"
+                    prompts = orders(engine.prefix_text, chunks[: length // 500], count)
+                    found = compare(engine, prompts, configs, None, warm_up=min(2, count))  # which promotes
+                    show(f"{shaped.name}, {name}", found["summary"])
+                    work = {n: work_of(partial(engine.prefill, prompts[0], **c)) for n, c in configs.items()}
+                    tell({"name": name, "kept": kept, "length": length, **pinned(engine), "work": work, **found})
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            tell({"name": name, "failed": f"{type(error).__name__}: {str(error)[:300]}"})
+
+
+def pinned(engine: KVRagEngine) -> dict[str, int]:
+    """Bytes of the chunks in the host's memory tier, and how many of them are pinned."""
+    tier = engine.store.tiers[-1]
+    keys = tier.keys()
+    kvs = [tier.get(key, identity) for key in keys if (identity := tier.identity(key))]
+    tensors = [t for kv in kvs if kv for layer in kv.layers for t in layer.tensors]
+    return {
+        "memory_bytes": sum(t.nbytes for t in tensors),
+        "pinned_bytes": sum(t.nbytes for t in tensors if torch.cuda.is_available() and t.is_pinned()),
+    }
+
+
+def work_of(action: Callable[[], Any]) -> dict[str, Any]:
+    """Count what a request has the device do: copies by kind with their ms, kernels with their ms, and synchronisations by kind.
+
+    Empty on a CPU. Told by torch's profiler, whose own time is why this request is not among those that are timed.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    try:
+        with profile(activities=activities) as profiler:
+            action()
+            synchronise()
+        events = profiler.key_averages()
+    except RuntimeError as error:  # another profiler, or no permission to count
+        return {"failed": str(error)[:300]}
+    work: dict[str, Any] = {"copies": {}, "synchronisations": {}, "kernels": 0, "kernels_ms": 0.0}
+    for event in events:
+        if event.key.startswith(("Memcpy", "Memset")):
+            work["copies"][event.key] = {"count": event.count, "ms": event.device_time_total / 1e3}
+        elif event.key.startswith("cuda") and "Synchronize" in event.key:
+            work["synchronisations"][event.key] = event.count
+        elif str(event.device_type).endswith("CUDA"):
+            work["kernels"] += event.count
+            work["kernels_ms"] += event.self_device_time_total / 1e3
+    return work
+
+
+def random_chunks(tokenizer: Any, count: int, tokens: int) -> list[str]:
     """Texts of random words, about ``tokens`` tiny tokens each."""
     words = ["river", "stone", "letter", "harbour", "winter", "lamp", "ledger", "garden", "copper", "signal", "thread"]
     generator = torch.Generator().manual_seed(0)
@@ -237,42 +309,57 @@ def random_chunks(tokenizer: Any, per_prompt: int, tokens: int, count: int) -> l
         picks = torch.randint(len(words), (round(tokens / per_word),), generator=generator).tolist()
         return " ".join(words[i] for i in picks)
 
-    return [[text() for _ in range(per_prompt)] for _ in range(count)]
+    return [text() for _ in range(count)]
+
+
+def orders(prefix: str, chunks: list[str], count: int) -> list[list[Any]]:
+    """Return prompts that have the same chunks in another order each."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randperm(len(chunks), generator=generator).tolist() for _ in range(count)]
+    return [[prefix, *_between([chunks[i] for i in order]), "\n\nWhich one?"] for order in drawn]
 
 
 def _between(chunks: list[str]) -> list[Any]:
     return [part for chunk in chunks for part in (Chunk(chunk), "\n\n")]
 
 
-def main() -> None:
-    """Run and write JSON."""
+def main() -> int:
+    """Run and write JSON; returns 1 where a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10, help="prompts")
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="random weights of this shape instead of the real small model"
     )
-    parser.add_argument("--tokens", type=int, default=6000, help="prompt tokens with --shape")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[6000], help="lengths of prompts with --shape")
     parser.add_argument("--dry-run", action="store_true", help="with --shape: a tiny one, to check this script")
     parser.add_argument("--out", type=Path, help="folder for the JSON; default: results/, or none after a dry run")
     args = parser.parse_args()
     if args.dry_run and not args.shape:
         parser.error("--dry-run needs --shape")
-    tokens, count = (1000, 1) if args.dry_run else (args.tokens, args.count)
-    folder = Path(tempfile.mkdtemp(prefix="kvrag-bench-"))
-    where = machine()
-    try:
-        result = (
-            shape_run(args.shape, tokens, count, folder, is_dry=args.dry_run)
-            if args.shape
-            else small_model_run(count, folder)
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    name = f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}" if args.shape else "ttft"
     out = args.out or (None if args.dry_run else RESULTS)
-    if out is not None:
-        print("written:", write_result(name, {"machine": where, **result}, out).name)
+    name = f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}" if args.shape else "ttft"
+    result: dict[str, Any] = {"machine": machine()}
+
+    def write() -> None:
+        if out is not None:
+            print("written:", write_result(name, result, out).name, flush=True)
+
+    def tell(found: dict[str, Any]) -> None:
+        result["runs"].append(found)
+        write()
+
+    with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
+        if args.shape:
+            shaped = Shaped.of(args.shape, is_dry=args.dry_run)
+            result |= {"model": f"{args.shape} shape, random weights", "dtype": str(shaped.model.dtype)}
+            result |= {"measured": not args.dry_run, "runs": []}
+            lengths, count = ([1000, 1500], 1) if args.dry_run else (args.tokens, args.count)
+            shape_run(shaped, lengths, count, Path(folder), tell)
+        else:
+            result |= small_model_run(args.count, Path(folder))
+            write()
+    return int(any("failed" in run for run in result.get("runs", ())))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

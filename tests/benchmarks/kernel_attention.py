@@ -82,7 +82,7 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, **opti
 
 
 def flex(inputs: list[list[torch.Tensor]], rows: torch.Tensor) -> tuple[Run, float]:
-    """Compiled FlexAttention, and the milliseconds that building its mask took."""
+    """FlexAttention, compiled on a GPU, and the milliseconds that building its mask took."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     keys = inputs[0][1].shape[2]
@@ -91,16 +91,15 @@ def flex(inputs: list[list[torch.Tensor]], rows: torch.Tensor) -> tuple[Run, flo
     if rows.is_cuda:
         torch.cuda.synchronize()
     built = (time.perf_counter() - start) * 1e3
-    compiled = torch.compile(flex_attention, dynamic=True)
+    compiled = torch.compile(flex_attention, dynamic=True) if rows.is_cuda else flex_attention
     return lambda i: compiled(*inputs[i], block_mask=mask, enable_gqa=True), built
 
 
 def kernels_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
     """Return what computes here by name, and the mode that brings it: on Hopper two kernels, elsewhere one."""
     found: dict[str, str] = {}
-    for mode in (
-        ("auto", "mma") if runtime.mode() == "auto" else (runtime.mode(),)
-    ):  # what is asked for from outside holds
+    # What is asked for from outside holds.
+    for mode in ("sm90", "mma", "auto") if runtime.mode() == "auto" else (runtime.mode(),):
         with kernel_mode(mode):
             found.setdefault(f"kvrag {runtime.tier(shape.dim, dtype, device)}", mode)
     return found
@@ -179,22 +178,28 @@ def inputs_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[t
     return rows, [[torch.randn(s, device=device, dtype=dtype) for s in sizes] for _ in range(COPIES)]
 
 
-def attention_row(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Everything about one shape, but FlexAttention."""
+def attention_row(
+    shape: Shape, device: torch.device, dtype: torch.dtype, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Everything about one shape, but FlexAttention. What ``known``, a row of the same shape, has times for is not measured again."""
+    known = known or {"ms": {}, "useful_tflops": {}}
     rows, inputs = inputs_of(shape, device, dtype)
-    times = {name: tried(run, device) for name, run in contenders(shape, inputs, rows).items()}
+    runs = contenders(shape, inputs, rows)
+    times = {name: tried(run, device) for name, run in runs.items() if name not in known["ms"]}
     still = kernels_of(shape, dtype, device)
     times |= {n: "given up: see failures" for n in times if n.startswith("kvrag") and n not in still}
-    row = {
+    row = known | {
         "shape": shape.name,
         "dim": shape.dim,
         "keys": shape.keys,
         "ratio": shape.ratio,
         "useful_gflop": shape.flops() / 1e9,
-        "ms": times,
-        "useful_tflops": {n: shape.flops() / t / 1e9 for n, t in times.items() if isinstance(t, float)},
+        "ms": known["ms"] | times,
+        "useful_tflops": known["useful_tflops"]
+        | {n: shape.flops() / t / 1e9 for n, t in times.items() if isinstance(t, float)},
     }
-    return row | (errors(shape, inputs[0], rows) if shape.keys <= 32768 else {})
+    found = errors(shape, inputs[0], rows) if shape.keys <= 32768 else {}
+    return row | {kind: known.get(kind, {}) | own for kind, own in found.items()}
 
 
 def add_flex(row: dict[str, Any], shape: Shape, device: torch.device, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ DRY: dict[str, Any] = {
 CHUNKS, TOKENS, PREFIX = 16, 512, 64
 
 
-def precompute_row(device: torch.device, dtype: torch.dtype, *, is_dry: bool) -> dict[str, Any]:
+def precompute_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, Any]:
     """Time one batch of chunks: packed, one at a time by transformers, and as one causal prefill of as many tokens.
 
     The packed run copies the chunks' KV to the host, as precompute does; the others copy nothing.

@@ -43,12 +43,15 @@ class Shape:
 
 
 MODELS = ((9, 3, 64), (14, 2, 64), (16, 2, 128), (28, 4, 128), (32, 8, 128), (32, 32, 128), (32, 32, 96), (8, 4, 256))
-FULL = [
+_FIRST = [Shape(32, 8, 128, n, 0.15) for n in (32768, 8192)]  # with the first targets: a run may be cut short
+_FIRST += [Shape(14, 2, 64, 32768, 0.15), Shape(16, 2, 128, 8192, 0.15), Shape(32, 8, 128, 8192, 1.0)]
+_REST = [Shape(*m, n, 0.15) for m in ((14, 2, 64), (16, 2, 128), (32, 8, 128)) for n in (2048, 8192, 32768)]
+SHORT = list(dict.fromkeys([*_FIRST, *_REST]))
+_LONG = [
     *(Shape(*m, n, 0.15) for m in MODELS for n in (2048, 8192, 32768)),
     *(Shape(*m, 8192, r) for m in ((16, 2, 128), (32, 8, 128)) for r in (0.0, 0.05, 0.3, 1.0)),
     *(Shape(32, 8, 128, 8192, 0.15, pattern) for pattern in ("heads", "end")),
     Shape(32, 8, 128, 131072, 0.05),
 ]
-SHORT = [Shape(*m, n, 0.15) for m in ((14, 2, 64), (16, 2, 128), (32, 8, 128)) for n in (2048, 8192, 32768)]
-SHORT.append(Shape(32, 8, 128, 8192, 1.0))
+FULL = list(dict.fromkeys([*SHORT, *_LONG]))
 DRY = [Shape(4, 2, 64, 512, 0.15), Shape(6, 2, 96, 300, 0.3, "heads")]
