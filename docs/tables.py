@@ -650,6 +650,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "probe": ("probe.json", probe),
     "ablations": ("ablations.json", ablations),
     "contexts": ("context.json", contexts),
+    "contexts-short": ("context_short.json", contexts),
     "check": ("check.json", check),
     "check-targets": ("check.json", check_targets),
     "memory": ("memory.json", memory),
