@@ -55,6 +55,11 @@ template <int N> DEV void settle(float (&c)[N][4]) {
 template <int N> DEV void settle(u32 (&a)[N][4]) {
     UNROLL for (int i = 0; i < N; i++) UNROLL for (int e = 0; e < 4; e++) asm volatile("" : "+r"(a[i][e])::"memory");
 }
+// Have x, which is not negative, computed before what follows. The compiler may move a wait for products up, above arithmetic that was meant to
+// overlap with them, but not above an instruction that might sleep and reads what the arithmetic gave. It never sleeps.
+DEV void compute_first(float x) {
+    asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never nanosleep.u32 0;\n}" ::"f"(x) : "memory");
+}
 
 #if BF16
 #define KV_TYPES "f32.bf16.bf16"

@@ -187,6 +187,7 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
         settle(s[0]);
         release(x, EMPTY_K, n);
         weigh(p, w, s, fades, first_key(t, first + n));
+        if (D <= 128 || !SOFTCAP) compute_first(w.sum[0][0] + w.sum[0][1]);  // wider heads lack the registers
         product_wait<0>();
         settle(w.out[0]);
         release(x, EMPTY_V, n - 1);

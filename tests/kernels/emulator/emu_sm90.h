@@ -401,6 +401,7 @@ template <int N> DEV void settle(float (&c)[N][4]) {
             if (emu::is_poison(f)) emu::fail("the result of a product is used before the wait for it");
 }
 template <int N> DEV void settle(u32 (&)[N][4]) {}
+DEV void compute_first(float) {}
 
 template <int N> DEV void product_shared(float (&c)[N][4], u64 a, u64 b, bool adds) {
     emu::meet_warp<int>(40 + N, emu::Product{&c[0][0], nullptr, a, b, adds, false}, [](auto in, auto) { emu::multiply<N * 8>(in); });
