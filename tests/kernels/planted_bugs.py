@@ -2,8 +2,8 @@
 
 BOTH = {
     "hi is exclusive": ("dim64", "key <= x.hi)", "key < x.hi)"),
-    "lo is exclusive": ("window", "(key >= x.lo &&", "(key > x.lo &&"),
-    "the prefix is one longer": ("window-sinks", "return key < prefix ||", "return key <= prefix ||"),
+    "lo is exclusive": ("window", "(key >= x.lo)", "(key > x.lo)"),
+    "the prefix is one longer": ("window-sinks", "return (key < prefix)", "return (key <= prefix)"),
     "a tile that a limit cuts is taken as whole": ("long", "key >= w.max_lo && last <= w.min_hi", "key >= w.max_lo && key <= w.min_hi"),
     "a tile that a window cuts is taken as whole": ("dense-window", "(key >= w.max_lo && last", "(last >= w.max_lo && last"),
 }  # fmt: skip
@@ -54,7 +54,7 @@ HOPPER = {
     "the phase changes with every tile": ("long", "return n >> 1 & 1;", "return n & 1;"),
     "phases start at the other parity": ("long", "return n >> 1 & 1;", "return (n >> 1 & 1) ^ 1;"),
     "a free stage is waited for by the wrong phase": ("long", "return full_parity(n) ^ 1;", "return full_parity(n);"),
-    "keys overwrite a stage that is in use": ("long", "            barrier_wait(barrier_of(x, EMPTY_K, n), free_parity(n));\n", ""),
+    "keys overwrite a stage that is in use": ("long", "            barrier_wait(barrier_of(x, EMPTY_K, next), free_parity(next));\n", ""),
     "values overwrite a stage that is in use": ("long", "        barrier_wait(barrier_of(x, EMPTY_V, n), free_parity(n));\n", ""),
     # The first ones: later on, the values' barriers would hold the copies back.
     "keys are given back while they are multiplied": ("long", "    product_wait<0>();\n    settle(s[0]);\n    release(x, EMPTY_K, 0);\n",
@@ -110,7 +110,7 @@ HOPPER = {
     "columns are multiplied twice": ("dim64", "const u32 step = k % 4 * 32;", "const u32 step = k % 2 * 32;"),
     "every panel is the first": ("dim128", "map, bar, i * 64, row", "map, bar, 0, row"),
     "scores add to those of the tile before": ("long", "+ step, 16), k > 0);", "+ step, 16), true);"),
-    "heads get their neighbour's keys": ("dim64", "p.k_map, full_k, key, kv_head, batch", "p.k_map, full_k, key, 0, batch"),
+    "heads get their neighbour's keys": ("dim64", "first_key(t, first + next), kv_head, batch", "first_key(t, first + next), 0, batch"),
     "every batch entry gets the first one's values": ("batch", "p.v_map, full_v, key, kv_head, batch", "p.v_map, full_v, key, kv_head, 0"),
     "values come from the other stage": ("long", "x.v + (n - 1 & 1) * KV_TILE", "x.v + (n & 1) * KV_TILE"),
     "outputs do not follow the top": ("long", "        UNROLL for (int h = 0; h < 2; h++) fade_out(w, 0, h, fades[0][h]);\n", ""),

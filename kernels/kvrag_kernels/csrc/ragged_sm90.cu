@@ -67,23 +67,27 @@ DEV void copy_panels(u32 to, const TensorMap& map, u32 bar, int row, int head, i
     UNROLL for (int i = 0; i < PANELS; i++) copy_box(to + i * BN * PANEL_ROW, map, bar, i * 64, row, head, batch);
 }
 
+// Keys of a tile before the values of the tile before it: in the order of use, and those values wait longer for their stage.
 DEV void bring(const TmaAttention& p, const Places& x, const KeyTiles& t, int first, int count, int kv_head, int batch) {
     const bool leads = thread_id() == THREADS;
     const u16* v = p.a.v + batch * p.a.v_batch + kv_head * p.a.v_head;
-    for (int n = 0; n < count; n++) {
-        const int key = first_key(t, first + n);
-        const u32 stage = (n & 1) * KV_TILE, full_k = barrier_of(x, FULL_K, n), full_v = barrier_of(x, FULL_V, n);
-        if (leads) {
-            barrier_wait(barrier_of(x, EMPTY_K, n), free_parity(n));
+    for (int next = 0; next <= count; next++) {
+        if (leads && next < count) {
+            const u32 full_k = barrier_of(x, FULL_K, next);
+            barrier_wait(barrier_of(x, EMPTY_K, next), free_parity(next));
             barrier_arrive_expecting(full_k, KV_TILE);
-            copy_panels(x.k + stage, p.k_map, full_k, key, kv_head, batch);
+            copy_panels(x.k + (next & 1) * KV_TILE, p.k_map, full_k, first_key(t, first + next), kv_head, batch);
         }
+        const int n = next - 1;
+        if (n < 0) continue;
+        const int key = first_key(t, first + n);
+        const u32 stage = x.v + (n & 1) * KV_TILE, full_v = barrier_of(x, FULL_V, n);
         barrier_wait(barrier_of(x, EMPTY_V, n), free_parity(n));
         const bool is_whole = key + BN <= t.bound || t.bound == p.a.keys;  // TMA gives zeros beyond the last key
-        if (!is_whole) copy_values(p.a, x.v + stage, v, key, t.bound);
+        if (!is_whole) copy_values(p.a, stage, v, key, t.bound);
         if (is_whole && leads) {
             barrier_arrive_expecting(full_v, KV_TILE);
-            copy_panels(x.v + stage, p.v_map, full_v, key, kv_head, batch);
+            copy_panels(stage, p.v_map, full_v, key, kv_head, batch);
         } else {
             barrier_arrive(full_v);
         }
