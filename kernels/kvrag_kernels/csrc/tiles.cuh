@@ -35,7 +35,7 @@ struct Attention {
 
 // The plan: 8 header ints (number of items, keys tiles per item, …), 8 ints per row tile, 4 ints per work item.
 enum { HEADER = 8, TILE_INTS = 8, ITEM_INTS = 4 };
-enum { TILE_PREFIX, TILE_FIRST, TILE_COUNT, TILE_BOUND, TILE_SLOT, TILE_SPLITS };
+enum { TILE_PREFIX, TILE_FIRST, TILE_COUNT, TILE_BOUND, TILE_SLOT, TILE_SPLITS, TILE_ITEM, TILE_RANK };
 enum { ITEM_TILE, ITEM_FIRST, ITEM_COUNT, ITEM_SLOT };
 
 DEV int* tile_of(const Attention& p, int tile) { return p.plan + HEADER + tile * TILE_INTS; }
