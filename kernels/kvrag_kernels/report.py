@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvrag_kernels import cubin_cache, nvrtc, runtime
-from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, HOPPER, supports
-from kvrag_kernels.runtime import arch_of, mode
+from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, supports
+from kvrag_kernels.runtime import arch_of, mode, takes_hopper
 
 
 def info() -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _path(capability: tuple[int, int], compiler: nvrtc.Nvrtc | None, missing: st
     if compiler is None:
         return f"torch, because {missing}"
     kernels = [("ragged_mma", arch)]
-    if capability == HOPPER and mode() != "mma":
+    if takes_hopper(capability):
         kernels.insert(0, ("ragged_sm90", f"{arch}a"))
     reasons = []
     for kernel, wanted in kernels:

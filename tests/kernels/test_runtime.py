@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def test_partial_results_stay_small():
     for geometry in [make(dim) for dim in HEAD_DIMS for make in (geometry_of, hopper_geometry)]:
         for kv_heads in (1, 2, 8, 32):
             shape = plan_shape(geometry, 1, 5000, 32, kv_heads, processors=132)
-            assert shape.max_slots * kv_heads * geometry.rows * geometry.dim * 4 <= 72 * 2**20
+            assert shape.max_slots * kv_heads * geometry.rows * geometry.dim * 4 <= 52 * 2**20
 
 
 def test_what_has_a_kernel():
@@ -138,21 +139,60 @@ def cuda(monkeypatch):
 @pytest.mark.usefixtures("cuda")
 def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch):
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     best, other = runtime.attention_variants(q, q, 0.0)
     assert [(v.source, v.arch) for v in (best, other)] == [("ragged_sm90.cu", "sm_90a"), ("ragged_mma.cu", "sm_90")]
     assert {"-DD=128", "-DBF16=1", "-DSOFTCAP=0"} <= set(best.options)
     assert all("-DSOFTCAP=1" in v.options for v in runtime.attention_variants(q, q, 30.0))
     assert runtime.attention_variants(q, FakeCuda(torch.empty(1, 4, 3, 64)), 0.0) == []
     assert runtime.attention_variants(FakeCuda(torch.empty(1, 4, 3, 128)), q, 0.0) == []
-    (probe,) = runtime.probe_variants(q, 0.0)
+    (probe,) = runtime.probe_variants(q, q, 0.0)
     assert (probe.source, probe.arch) == ("probe.cu", "sm_90")
     monkeypatch.setenv("KVRAG_KERNEL", "mma")
     assert runtime.attention_variants(q, q, 0.0) == [other]
     monkeypatch.setenv("KVRAG_KERNEL", "torch")
-    assert runtime.attention_variants(q, q, 0.0) == runtime.probe_variants(q, 0.0) == []
+    assert runtime.attention_variants(q, q, 0.0) == runtime.probe_variants(q, q, 0.0) == []
     monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert [v.source for v in runtime.attention_variants(q, q, 0.0)] == ["ragged_mma.cu"]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_the_hopper_kernel_is_the_default_once_a_gpu_has_proven_it(monkeypatch, tmp_path):
+    q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+    assert runtime.proven() <= {"sm90"}
+    for written, first in (("{}", "ragged_mma.cu"), ('{"sm90": {"gpu": "H100"}}', "ragged_sm90.cu")):
+        monkeypatch.setattr(runtime, "PROVEN", tmp_path / "proven.json")
+        runtime.PROVEN.write_text(written)
+        runtime.proven.cache_clear()
+        assert runtime.attention_variants(q, q, 0.0)[0].source == first
+    monkeypatch.setenv("KVRAG_KERNEL", "mma")
+    assert runtime.attention_variants(q, q, 0.0)[0].source == "ragged_mma.cu"
+    runtime.proven.cache_clear()
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_call_like_one_before_is_one_look_up(monkeypatch):
+    """Layer after layer: what computes is worked out for the first one, and anew after a failure or in another mode."""
+    asked: list[str] = []
+    monkeypatch.setattr(runtime.Modules, "_load", lambda _, variant, device: variant.source)
+    monkeypatch.setattr(runtime, "takes_hopper", lambda _: asked.append("asked") or runtime.mode() == "sm90")
+    q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+
+    def computes() -> str:
+        best = runtime.modules.best(runtime.attention_variants, q, q, 0.0)
+        return "torch" if best is None else str(best[1])
+
+    assert [computes() for _ in range(3)] == ["ragged_mma.cu"] * 3
+    assert len(asked) == 1
+    assert runtime.has_kernel(q, q)
+    assert len(asked) == 1
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
+    assert [computes() for _ in range(3)] == ["ragged_sm90.cu"] * 3
+    assert len(asked) == 2
+    with pytest.warns(RuntimeWarning, match="no room"):
+        runtime.modules.give_up(runtime.attention_variants(q, q, 0.0)[0], 0, driver.DriverError("no room"))
+    assert computes() == "ragged_mma.cu"
 
 
 def test_plans_of_different_tiles_are_never_taken_for_each_other():
@@ -213,6 +253,7 @@ class Refuses:
 def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torch(monkeypatch):
     inputs: dict[str, Any] = inputs_of(BASE, torch.bfloat16)
     call = launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, BASE.scale)
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)
     monkeypatch.setattr(runtime, "attention_variants", lambda *_: variants)
     monkeypatch.setattr(runtime.Modules, "_load", lambda *_: Refuses())
@@ -227,12 +268,29 @@ def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torc
 
 
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("code", [700, 715, 716, 717, 718, 719])
+def test_a_fault_of_an_earlier_kernel_is_not_taken_for_a_launch_that_fails(code, monkeypatch):
+    """The driver tells it at whatever call comes next; torch could not compute either."""
+    call = launch.Call(*(inputs_of(BASE, torch.bfloat16)[n] for n in ("q", "k", "v", "hi")), None, 0, BASE.scale)
+    variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)
+    monkeypatch.setattr(runtime, "attention_variants", lambda *_: variants)
+    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuGetErrorString=lambda *_: 0))
+    module = SimpleNamespace(processors=4, launch=lambda *_: driver._check(code, "launching ragged_plan"))
+    monkeypatch.setattr(runtime.Modules, "_load", lambda *_: module)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings(record=False))
+    with pytest.raises(driver.DeviceFault, match=f"CUresult {code}.* start the process anew"):
+        runtime.attend(call, None)
+    assert runtime.modules.failures == []
+
+
+@pytest.mark.usefixtures("cuda")
 def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch):
     monkeypatch.setattr(nvrtc, "find", lambda: None)
     monkeypatch.setattr(runtime.Variant, "cubin", lambda *_: b"cubin")
     monkeypatch.setattr(runtime, "CudaModule", lambda *_: "module")
     monkeypatch.setattr(runtime.selftest, "check", raising(driver.DriverError, "a small case came out wrong by 1"))
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     best, other = runtime.attention_variants(q, q, 0.0)
     with pytest.warns(RuntimeWarning, match=r"ragged_mma.cu computes instead: a small case came out wrong"):
         assert runtime.modules.get(best, 0) is None
