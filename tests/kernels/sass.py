@@ -1,6 +1,6 @@
 """The kernels' machine code: disassembled, and counted per head dim and architecture in ``sass.json``.
 
-    python tests/kernels/sass.py    # count anew, after a change that is meant
+python tests/kernels/sass.py    # count anew, after a change that is meant
 """
 
 import json
@@ -31,7 +31,9 @@ def disassemble(cubin: bytes, kernel: str) -> list[str]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([str(program()), "-c", file.name], capture_output=True, text=True, check=True).stdout
-    body = re.search(rf"^\s*\.section\s+\.text\.{kernel},.*?\n(.*?)(?=^\s*\.section\s|\Z)", text, re.DOTALL | re.MULTILINE)
+    body = re.search(
+        rf"^\s*\.section\s+\.text\.{kernel},.*?\n(.*?)(?=^\s*\.section\s|\Z)", text, re.DOTALL | re.MULTILINE
+    )
     assert body, f"{kernel} is not in the cubin"
     found = re.findall(r"^(?:\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;.*|(\.L_x_\d+:))$", body[1], re.MULTILINE)
     return [instruction or label for instruction, label in found]

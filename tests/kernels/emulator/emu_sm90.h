@@ -308,6 +308,15 @@ DEV void barrier_wait(u32 bar, u32 parity) {
     const emu::Barrier& b = emu::barrier(bar);
     if (!b.published.empty()) emu::join(emu::m().now->clock, b.published);
 }
+DEV bool barrier_polled(u32 bar, u32 parity, int polls) {
+    for (int i = 0; i < polls && (emu::barrier(bar).phase & 1) == parity; i++) {
+        emu::m().steps++;
+        emu::yield();
+    }
+    const bool is_over = (emu::barrier(bar).phase & 1) != parity;
+    if (is_over) barrier_wait(bar, parity);
+    return is_over;
+}
 inline size_t emu_meet(int id, int threads, bool passes) {
     auto& named = emu::h().named;
     const int self = emu::m().now->index;
