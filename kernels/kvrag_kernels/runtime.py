@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from kvrag_kernels import cubin_cache, launch, nvrtc, selftest, sources, stitch_launch
+from kvrag_kernels import launch, nvrtc, selftest, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
 from kvrag_kernels.geometry import DTYPES, HEAD_DIMS, HOPPER, OLDEST, Geometry, geometry_of, hopper_geometry, supports
 from kvrag_kernels.stitch import Stitching
@@ -66,9 +66,9 @@ class Variant:
 
     def cubin(self, compiler: nvrtc.Nvrtc) -> bytes:
         """Return the compiled variant, from the cache where it was compiled before."""
-        text, arch = sources.flat(self.source), compiler.nearest(self.arch)
-        key = cubin_cache.key_of(text, (*nvrtc.FLAGS, *self.options), compiler.version, arch)
-        return cubin_cache.get(key, lambda: compiler.compile(text, self.options, arch).cubin)
+        text, arch = nvrtc.flat(self.source), compiler.nearest(self.arch)
+        key = nvrtc.key_of(text, (*nvrtc.FLAGS, *self.options), compiler.version, arch)
+        return nvrtc.cached(key, lambda: compiler.compile(text, self.options, arch).cubin)
 
 
 def arch_of(capability: tuple[int, int]) -> str:

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
-from kvrag_kernels import launch, nvrtc, sources, torch_path
+from kvrag_kernels import launch, nvrtc, torch_path
 from kvrag_kernels.driver import CudaModule
 from kvrag_kernels.geometry import HEAD_DIMS, HOPPER, HOPPER_REGISTERS, Geometry, hopper_geometry
 
@@ -111,7 +111,7 @@ def on_device(geometry: Geometry, shifts: Sequence[int], options: Sequence[str] 
     """Examine the kernel on the device; what it, or its compiler, refuses is a result too."""
     defines = (*geometry.defines(torch.bfloat16), f"-DBOUNDED_WAITS={POLLS}", *options)
     try:
-        made = nvrtc.find().compile(sources.flat("ragged_sm90.cu"), defines, "sm_90a")
+        made = nvrtc.find().compile(nvrtc.flat("ragged_sm90.cu"), defines, "sm_90a")
         module = CudaModule(made.cubin, torch.cuda.current_device())
         if (count := module.registers("ragged_sm90")) != HOPPER_REGISTERS:
             return {"error": f"{count} registers a thread: the warpgroups would wait for ever"}

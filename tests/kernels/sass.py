@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvrag_kernels import nvrtc, runtime, sources
+from kvrag_kernels import nvrtc, runtime
 
 COUNTS = Path(__file__).with_name("sass.json")
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100")
@@ -57,16 +57,20 @@ def main_loop(code: list[str]) -> list[str]:
 
 
 def variants(arch: str) -> Iterator[runtime.Variant]:
-    """Yield what is counted for an architecture: bfloat16, without a soft cap."""
+    """Yield what is counted for an architecture: attention in bfloat16, without a soft cap."""
     for variant in runtime.variants(arch.removesuffix("a")):
-        if variant.arch == arch and {"-DBF16=1", "-DSOFTCAP=0"} <= set(variant.options):
+        if (
+            variant.arch == arch
+            and variant.source.startswith("ragged_")
+            and {"-DBF16=1", "-DSOFTCAP=0"} <= set(variant.options)
+        ):
             yield variant
 
 
 def count(variant: runtime.Variant, compiler: nvrtc.Nvrtc) -> dict[str, int]:
     """Return a variant's registers, spilled bytes, and instructions in its main loop and in all."""
     kernel = variant.source.removesuffix(".cu")
-    made = compiler.compile(sources.flat(variant.source), variant.options, variant.arch)
+    made = compiler.compile(nvrtc.flat(variant.source), variant.options, variant.arch)
     code = disassemble(made.cubin, kernel)
     usage = made.usage[kernel]
     total = sum(not line.endswith(":") for line in code)

@@ -18,7 +18,7 @@ import torch
 from stitch_cases import CASES as STITCH_CASES
 from stitch_cases import stitching_of
 
-from kvrag_kernels import ahead, nvrtc, runtime, sources, stitch_launch
+from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch
 from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, HOPPER_REGISTERS
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def turn(variants: Iterable[T], major: int, *, of: int = 2, start: int = 0) -> l
 
 def assert_fits(compiler: nvrtc.Nvrtc, source: str, options: tuple[str, ...], arch: str) -> None:
     """Compile, and see what ptxas says of each kernel in it."""
-    made = compiler.compile(sources.flat(source), options, arch)
+    made = compiler.compile(nvrtc.flat(source), options, arch)
     assert made.cubin[:4] == b"\x7fELF"
     assert made.usage, "ptxas reported nothing"
     assert "(C75" not in made.log, "ptxas puts waits between products, or leaves setmaxnreg out"
@@ -93,7 +93,7 @@ def disassembler():
 def test_a_tile_softens_while_the_tile_before_it_is_added_to_the_outputs(dim, major):
     """All exponentials stand between the wait for the scores and the wait for the outputs: ptxas would put the second wait first."""
     (variant,) = (v for v in sass.variants("sm_90a") if f"-DD={dim}" in v.options)
-    made = compiler_for(major, "sm_90a").compile(sources.flat(variant.source), variant.options, variant.arch)
+    made = compiler_for(major, "sm_90a").compile(nvrtc.flat(variant.source), variant.options, variant.arch)
     code = sass.disassemble(made.cubin, "ragged_sm90")
     waits = [i for i, line in enumerate(code) if "WARPGROUP.DEPBAR" in line]
     (scores,) = (i for i in waits if "gsb0, 0x1" in code[i])

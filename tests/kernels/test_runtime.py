@@ -12,7 +12,7 @@ from kernel_cases import BASE, CASES, inputs_of
 from kit import at_once, raising
 
 import kvrag_kernels
-from kvrag_kernels import cubin_cache, driver, launch, nvrtc, reference, runtime, sources
+from kvrag_kernels import driver, launch, nvrtc, reference, runtime
 from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, geometry_of, hopper_geometry, plan_shape, supports
 
 
@@ -30,23 +30,23 @@ def test_the_cache_compiles_once(own_cache):
         made.append(1)
         return b"cubin"
 
-    assert [cubin_cache.get("key", make) for _ in range(3)] == [b"cubin"] * 3
+    assert [nvrtc.cached("key", make) for _ in range(3)] == [b"cubin"] * 3
     assert len(made) == 1
     assert [p.name for p in own_cache.iterdir()] == ["key.cubin"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", bytes(100)])
 def test_a_damaged_cubin_is_made_anew(own_cache, damage):
-    cubin_cache.get("key", lambda: b"cubin")
+    nvrtc.cached("key", lambda: b"cubin")
     (own_cache / "key.cubin").write_bytes(damage)
-    assert cubin_cache.get("key", lambda: b"again") == b"again"
-    assert cubin_cache.get("key", lambda: b"never") == b"again"
+    assert nvrtc.cached("key", lambda: b"again") == b"again"
+    assert nvrtc.cached("key", lambda: b"never") == b"again"
 
 
 def test_a_cache_that_cannot_be_written_costs_a_compilation(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KVRAG_CACHE", str(tmp_path / "file"))
-    assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
+    assert nvrtc.cached("key", lambda: b"cubin") == b"cubin"
 
 
 def test_a_user_without_a_home_compiles_each_time(monkeypatch):
@@ -55,8 +55,8 @@ def test_a_user_without_a_home_compiles_each_time(monkeypatch):
     for name in ("KVRAG_CACHE", "KVRAG_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", raising(RuntimeError, "Could not determine home directory."))
-    assert cubin_cache.folder() is None
-    assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
+    assert nvrtc.cache_folder() is None
+    assert nvrtc.cached("key", lambda: b"cubin") == b"cubin"
     assert "KVRAG_CACHE" in kvrag_kernels.info()["cache"]
 
 
@@ -69,19 +69,19 @@ def test_everything_that_changes_a_cubin_changes_its_key():
         [*base[:3], "sm_80"],
     ]
     changed.append([base[0] + "-DD=64", (), *base[2:]])
-    assert len({cubin_cache.key_of(*c) for c in [base, *changed]}) == 6
+    assert len({nvrtc.key_of(*c) for c in [base, *changed]}) == 6
 
 
 def test_sources_need_no_include_path():
-    for file in sources.CSRC.glob("*.cu"):
-        text = sources.flat(file.name)
+    for file in nvrtc.CSRC.glob("*.cu"):
+        text = nvrtc.flat(file.name)
         included = [line for line in text.splitlines() if line.startswith("#include")]
         assert included == ['#include "emu.h"', '#include "emu_sm90.h"'][: 1 + ("sm90" in file.name)]
         assert text.count("struct __align__(16) Quad") == 1
 
 
 def test_asm_lives_where_the_emulator_stands_in():
-    has_asm = [p.name for p in sorted(sources.CSRC.iterdir()) if "asm volatile(" in p.read_text()]
+    has_asm = [p.name for p in sorted(nvrtc.CSRC.iterdir()) if "asm volatile(" in p.read_text()]
     assert has_asm == ["ptx.cuh", "ptx_sm90.cuh"]
 
 

@@ -2,7 +2,6 @@
 // warpgroups multiply by wgmma, 64 packed rows each; a tile's scores are multiplied while the tile before it is added to the outputs.
 //
 // Tiles in shared memory are panels of 64 columns: rows of 128 bytes in the hardware's 128-byte swizzle, eight rows to an atom of 1 KiB.
-#include "combine.cuh"
 #include "plan.cuh"
 #include "ptx_sm90.cuh"
 #include "rows.cuh"
