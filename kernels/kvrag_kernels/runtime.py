@@ -100,10 +100,11 @@ class Modules:
     def best(self, kind: Callable[..., list[Variant]], q: torch.Tensor, v: torch.Tensor, softcap: float) -> Best | None:
         """Return the first variant of a kind that works for a call; after the first such call, by one look-up."""
         key = (kind, q.shape[3], v.shape[3], q.dtype, softcap > 0, q.device, os.environ.get("KVRAG_KERNEL"))
-        if key not in self._best:
+        known = self._best  # a failure in another thread puts a new one in its place
+        if key not in known:
             loaded = ((variant, self.get(variant, q.device.index)) for variant in kind(q, v, softcap))
-            self._best[key] = next(((variant, module) for variant, module in loaded if module is not None), None)
-        return self._best[key]
+            known[key] = next(((variant, module) for variant, module in loaded if module is not None), None)
+        return known[key]
 
     def get(self, variant: Variant, device: int) -> CudaModule | None:
         """Return the variant on a device, or ``None`` where it failed.

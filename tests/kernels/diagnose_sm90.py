@@ -82,7 +82,9 @@ def examine(
     wrong = {"scores": torch.zeros(geometry.rows, num_keys), "outputs": torch.zeros(geometry.rows, geometry.dim)}
     examples: list[dict[str, Any]] = []
     for shift in shifts:
-        seen = (rows + shift + shift % TILES * num_keys) % (TILES * num_keys)
+        seen = (rows + shift) % num_keys + (
+            rows + shift
+        ) % TILES * num_keys  # of all tiles, so that stages are used again
         wanted = torch.stack([rows, seen % num_keys, seen // num_keys, rows % geometry.dim]).float()
         results = []
         for code in CODES:

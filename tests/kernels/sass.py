@@ -84,8 +84,7 @@ def name_of(variant: runtime.Variant) -> str:
 
 
 if __name__ == "__main__":
-    both = list(nvrtc.installed())
-    rows = {}
+    both, rows = {c.version: c for c in nvrtc.installed()}.values(), {}
     for one in (v for arch in ARCHS for v in variants(arch)):
         counts = [count(one, compiler) for compiler in both]
         rows[name_of(one)] = {key: max(c[key] for c in counts) for key in counts[0]}
