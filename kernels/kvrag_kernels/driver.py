@@ -29,8 +29,16 @@ _MAP_COLUMNS = 64
 """Columns of a box: 128 bytes of 16-bit elements, the swizzle's width."""
 
 
+_FAULTS = frozenset({700, 702, 710, *range(714, 720)})
+"""``CUresult`` of a kernel that faulted before, whoever launched it: the driver gives them for every later call too."""
+
+
 class DriverError(RuntimeError):
     """The driver is missing, or refused to load or launch a kernel."""
+
+
+class DeviceFault(RuntimeError):
+    """A kernel before has faulted and ended the process's CUDA context: nothing can compute on the device any more."""
 
 
 @cache
@@ -47,7 +55,13 @@ def _check(code: int, doing: str) -> None:
     if code:
         text = ctypes.c_char_p()
         _library().cuGetErrorString(code, ctypes.byref(text))
-        raise DriverError(f"{doing} failed: {(text.value or b'unknown error').decode()} (CUresult {code})")
+        what = f"{doing} failed: {(text.value or b'unknown error').decode()} (CUresult {code})"
+        if code in _FAULTS:
+            raise DeviceFault(
+                f"{what}; a kernel before it faulted and ended the CUDA context: start the process anew, and look for that kernel with "
+                "CUDA_LAUNCH_BLOCKING=1"
+            )
+        raise DriverError(what)
 
 
 class CudaModule:

@@ -23,8 +23,8 @@ HOPPER_REGISTERS = 168
 With fewer, they would wait for ever.
 """
 
-ITEMS_PER_PROCESSOR = 2
-"""Work items aimed at per multiprocessor: near-equal items in two waves waste little, and partial results stay under 72 MiB."""
+ITEMS_PER_PROCESSOR = 1.5
+"""Work items aimed at per multiprocessor: the longest first, they fill the chip best, and partial results stay under 52 MiB."""
 
 PLAN_THREADS, COMBINE_THREADS = 256, 128
 
@@ -150,4 +150,4 @@ class PlanShape:
 def plan_shape(geometry: Geometry, batch: int, rows: int, heads: int, kv_heads: int, processors: int) -> PlanShape:
     """Return the room for a plan on a device with so many multiprocessors."""
     tiles = -(-rows * (heads // kv_heads) // geometry.rows)
-    return PlanShape(batch, tiles, max(1, ITEMS_PER_PROCESSOR * processors // kv_heads), geometry.keys)
+    return PlanShape(batch, tiles, max(1, int(ITEMS_PER_PROCESSOR * processors) // kv_heads), geometry.keys)

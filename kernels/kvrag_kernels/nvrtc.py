@@ -1,17 +1,23 @@
-"""Compile kernels with NVRTC, the compiler library that torch's CUDA wheels bring along: no toolkit, no headers, no nvcc."""
+"""Compile kernels with NVRTC, the compiler library that torch's CUDA wheels bring along, and keep the cubins: no toolkit, no headers."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
+
+CSRC = Path(__file__).parent / "csrc"
+_INCLUDE = re.compile(r'^#include "(?!emu\.h)([a-z_0-9]+\.cuh)"$', re.MULTILINE)
 
 FLAGS = ("--std=c++17", "--ptxas-options=-v")
 """Options of every compilation, beside the architecture and those of the variant."""
@@ -183,3 +189,70 @@ def find() -> Nvrtc:
     raise CompileError(
         f"no NVRTC {wanted} was found ({'; '.join(passed) or 'none at all'}); pip install nvidia-cuda-nvrtc"
     )
+
+
+@cache
+def flat(name: str) -> str:
+    """Return a file of ``csrc`` as one text, each of our includes put in once, so that a compiler needs no include path."""
+    seen: set[str] = set()
+
+    def put_in(match: re.Match[str]) -> str:
+        if match[1] in seen:
+            return ""
+        seen.add(match[1])
+        return expand((CSRC / match[1]).read_text())
+
+    def expand(text: str) -> str:
+        return _INCLUDE.sub(put_in, text.replace("#pragma once\n", ""))
+
+    return expand((CSRC / name).read_text())
+
+
+def cache_folder() -> Path | None:
+    """Return ``$KVRAG_CACHE/kernels``, ``$KVRAG_CACHE_DIR/kernels`` or ``~/.cache/kvrag/kernels``.
+
+    ``None`` for a user without a home, as in some containers.
+    """
+    if root := os.environ.get("KVRAG_CACHE") or os.environ.get("KVRAG_CACHE_DIR"):
+        return Path(root, "kernels")
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root, "kvrag", "kernels")
+    try:
+        return Path.home() / ".cache" / "kvrag" / "kernels"
+    except RuntimeError:
+        return None
+
+
+def key_of(source: str, options: Sequence[str], version: tuple[int, int], arch: str) -> str:
+    """Return the SHA-256 of source, options, compiler version and architecture; no two of them can run into each other."""
+    digest = hashlib.sha256()
+    for part in (source, *options, f"{version[0]}.{version[1]}", arch):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def cached(key: str, make: Callable[[], bytes]) -> bytes:
+    """Return the cubin of a key, made once; a folder that is not there, or can't be read or written, costs a compilation, never an error.
+
+    A cubin is written to a temporary file and moved into place, with its own digest in front: a torn or damaged file is made anew.
+    """
+    root = cache_folder()
+    if root is None:
+        return make()
+    path = root / f"{key}.cubin"
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+        if data[:32] == hashlib.sha256(data[32:]).digest():
+            return data[32:]
+    cubin = make()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(cubin).digest() + cubin)
+            Path(name).replace(path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    return cubin

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvrag_kernels import cubin_cache, nvrtc, runtime
-from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, HOPPER, supports
-from kvrag_kernels.runtime import arch_of, mode
+from kvrag_kernels import nvrtc, runtime
+from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, supports
+from kvrag_kernels.runtime import arch_of, mode, takes_hopper
 
 
 def info() -> dict[str, Any]:
@@ -37,7 +37,7 @@ def info() -> dict[str, Any]:
         "devices": devices,
         "attention_elsewhere": "torch",
         "nvrtc": f"{compiler.version[0]}.{compiler.version[1]} ({compiler.path})" if compiler else missing,
-        "cache": str(cubin_cache.folder() or "none: this user has no home; set KVRAG_CACHE"),
+        "cache": str(nvrtc.cache_folder() or "none: this user has no home; set KVRAG_CACHE"),
         "failures": list(runtime.modules.failures),
     }
 
@@ -53,7 +53,7 @@ def _path(capability: tuple[int, int], compiler: nvrtc.Nvrtc | None, missing: st
     if compiler is None:
         return f"torch, because {missing}"
     kernels = [("ragged_mma", arch)]
-    if capability == HOPPER and mode() != "mma":
+    if takes_hopper(capability):
         kernels.insert(0, ("ragged_sm90", f"{arch}a"))
     reasons = []
     for kernel, wanted in kernels:

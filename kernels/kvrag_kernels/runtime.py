@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from kvrag_kernels import cubin_cache, launch, nvrtc, selftest, sources, stitch_launch
+from kvrag_kernels import launch, nvrtc, selftest, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
 from kvrag_kernels.geometry import DTYPES, HEAD_DIMS, HOPPER, OLDEST, Geometry, geometry_of, hopper_geometry, supports
 from kvrag_kernels.stitch_launch import Stitching
@@ -20,7 +22,10 @@ from kvrag_kernels.stitch_launch import Stitching
 T = TypeVar("T")
 
 MODES = ("auto", "torch", "mma", "sm90")
-"""Values of ``KVRAG_KERNEL``: ``mma`` leaves the Hopper kernel out; ``sm90`` asks for it and means ``auto``, for no other device has it."""
+"""Values of ``KVRAG_KERNEL``: ``sm90`` asks for the Hopper kernel where a device has it, ``mma`` leaves it out."""
+
+PROVEN = Path(__file__).with_name("proven.json")
+"""The kernels that have passed ``make gpu-check`` on a GPU, by name, and where; a run that is green writes it."""
 
 _PROBE, _STITCH = "probe.cu", "stitch.cu"
 
@@ -39,6 +44,17 @@ def mode() -> str:
     return value
 
 
+@functools.cache
+def proven() -> frozenset[str]:
+    """Return the kernels that a GPU has proven."""
+    return frozenset(json.loads(PROVEN.read_text()))
+
+
+def takes_hopper(capability: tuple[int, int]) -> bool:
+    """Whether a device computes with the Hopper kernel: one that could hang is no default before a GPU has proven it."""
+    return capability == HOPPER and (mode() == "sm90" or (mode() == "auto" and "sm90" in proven()))
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One compilation: a source file with its options for an architecture, and the tiles of an attention kernel."""
@@ -50,9 +66,9 @@ class Variant:
 
     def cubin(self, compiler: nvrtc.Nvrtc) -> bytes:
         """Return the compiled variant, from the cache where it was compiled before."""
-        text, arch = sources.flat(self.source), compiler.nearest(self.arch)
-        key = cubin_cache.key_of(text, (*nvrtc.FLAGS, *self.options), compiler.version, arch)
-        return cubin_cache.get(key, lambda: compiler.compile(text, self.options, arch).cubin)
+        text, arch = nvrtc.flat(self.source), compiler.nearest(self.arch)
+        key = nvrtc.key_of(text, (*nvrtc.FLAGS, *self.options), compiler.version, arch)
+        return nvrtc.cached(key, lambda: compiler.compile(text, self.options, arch).cubin)
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -65,6 +81,9 @@ def capability_of(arch: str) -> tuple[int, int]:
     return int(arch[3:-1]), int(arch[-1])
 
 
+Best = tuple[Variant, CudaModule]
+
+
 class Modules:
     """The variants of this process: compiled once per device and kind, at first use.
 
@@ -75,7 +94,17 @@ class Modules:
         self._lock = threading.Lock()
         self._compiler: nvrtc.Nvrtc | None = None
         self._loaded: dict[tuple[Variant, int], CudaModule | None] = {}
+        self._best: dict[tuple[object, ...], Best | None] = {}
         self.failures: list[str] = []
+
+    def best(self, kind: Callable[..., list[Variant]], q: torch.Tensor, v: torch.Tensor, softcap: float) -> Best | None:
+        """Return the first variant of a kind that works for a call; after the first such call, by one look-up."""
+        key = (kind, q.shape[3], v.shape[3], q.dtype, softcap > 0, q.device, os.environ.get("KVRAG_KERNEL"))
+        known = self._best  # a failure in another thread puts a new one in its place
+        if key not in known:
+            loaded = ((variant, self.get(variant, q.device.index)) for variant in kind(q, v, softcap))
+            known[key] = next(((variant, module) for variant, module in loaded if module is not None), None)
+        return known[key]
 
     def get(self, variant: Variant, device: int) -> CudaModule | None:
         """Return the variant on a device, or ``None`` where it failed.
@@ -111,6 +140,7 @@ class Modules:
         """Use what comes next in place of a variant whose launch failed."""
         with self._lock:
             self._loaded[variant, device] = None
+            self._best = {}
         self._warn(f"a launch of {variant.source} for {variant.arch} failed, {_instead(variant)}: {error}")
 
     def _warn(self, message: str) -> None:
@@ -132,14 +162,14 @@ def attention_variants(q: torch.Tensor, v: torch.Tensor, softcap: float) -> list
         return []
     capability = torch.cuda.get_device_capability(q.device)
     geometries = [geometry_of(q.shape[3], capability, has_softcap=softcap > 0)]
-    if capability == HOPPER and mode() != "mma":
+    if takes_hopper(capability):
         geometries.insert(0, hopper_geometry(q.shape[3]))
     return [_variant(f"{g.kernel}.cu", g, q.dtype, softcap > 0, capability) for g in geometries]
 
 
-def probe_variants(q: torch.Tensor, softcap: float) -> list[Variant]:
+def probe_variants(q: torch.Tensor, v: torch.Tensor, softcap: float) -> list[Variant]:
     """Return the variant of the probe for a call; none where torch has to compute."""
-    if not _may_use_kernels(q, q):
+    if not _may_use_kernels(q, v):
         return []
     capability = torch.cuda.get_device_capability(q.device)
     geometry = geometry_of(q.shape[3], capability, has_softcap=softcap > 0)
@@ -161,7 +191,7 @@ def _variant(
 
 def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether a kernel of ours computes attention of these shapes, dtype and device, and has not failed here before."""
-    return any(modules.get(variant, q.device.index) is not None for variant in attention_variants(q, v, 0.0))
+    return q.is_cuda and modules.best(attention_variants, q, v, 0.0) is not None
 
 
 def tier(dim: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -172,37 +202,33 @@ def tier(dim: int, dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda":
         return "torch"
     probe = torch.empty((1, 1, 1, dim), dtype=dtype, device=device)
-    for variant in attention_variants(probe, probe, 0.0):
-        if modules.get(variant, probe.device.index) is not None:
-            return variant.source.removeprefix("ragged_").removesuffix(".cu")
-    return "torch"
+    best = modules.best(attention_variants, probe, probe, 0.0)
+    return "torch" if best is None else best[0].source.removeprefix("ragged_").removesuffix(".cu")
 
 
 def attend(call: launch.Call, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Run the attention kernels on a call, or return ``None`` where torch has to compute."""
-    found = attention_variants(call.q, call.v, call.softcap)
-    return _first(call, found, lambda module, tiles: launch.attend(module, tiles, launch.prepare(call), plan))
+    return _run(
+        attention_variants, call, lambda module, tiles: launch.attend(module, tiles, launch.prepare(call), plan)
+    )
 
 
 def make_plan(call: launch.Call) -> torch.Tensor | None:
     """Make the plan of a request, or return ``None`` where torch computes and needs none."""
-    found = attention_variants(call.q, call.v, call.softcap)
-    return _first(call, found, lambda module, tiles: launch.make_plan(module, tiles, launch.prepare(call)))
+    return _run(attention_variants, call, lambda module, tiles: launch.make_plan(module, tiles, launch.prepare(call)))
 
 
 def probe(call: launch.Call, lse: torch.Tensor) -> torch.Tensor | None:
     """Run the probe's kernel, or return ``None`` where torch has to compute."""
     rows = lse.float().contiguous()
-    found = probe_variants(call.q, call.softcap)
-    return _first(call, found, lambda module, tiles: launch.probe(module, tiles, launch.prepare(call), rows))
+    return _run(probe_variants, call, lambda module, tiles: launch.probe(module, tiles, launch.prepare(call), rows))
 
 
-def _first(call: launch.Call, variants: list[Variant], run: Callable[[CudaModule, Geometry], T]) -> T | None:
+def _run(kind: Callable[..., list[Variant]], call: launch.Call, run: Callable[[CudaModule, Geometry], T]) -> T | None:
     """Return what the first variant that works returns; one that fails is given up."""
-    for variant in variants:
-        module = modules.get(variant, call.q.device.index)
-        if module is None or variant.geometry is None:
-            continue
+    while (best := modules.best(kind, call.q, call.v, call.softcap)) is not None:
+        variant, module = best
+        assert variant.geometry is not None
         try:
             with torch.cuda.device(call.q.device):
                 return run(module, variant.geometry)

@@ -1,6 +1,8 @@
 """``kvrag kernels`` on a machine without a GPU, and what it says of devices and compilers that are played."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +96,7 @@ def path() -> str:
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
-        ((9, 0), "ragged_sm90 (bfloat16, float16)"),
+        ((9, 0), "ragged_mma (bfloat16, float16)"),
         ((8, 6), "ragged_mma (bfloat16, float16)"),
         ((12, 1), "ragged_mma (bfloat16, float16)"),
         ((7, 5), "ragged_mma (float16)"),
@@ -123,11 +125,17 @@ def test_a_compiler_without_hoppers_own_instructions_leaves_the_other_kernel(pla
         return known(self, arch)
 
     monkeypatch.setattr(nvrtc.Nvrtc, "nearest", refuse)
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     assert path() == "ragged_mma (bfloat16, float16), because no sm_90a here"
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("mma", "ragged_mma (bfloat16, float16)"), ("torch", "torch, because KVRAG_KERNEL is torch")]
+    ("mode", "expected"),
+    [
+        ("mma", "ragged_mma (bfloat16, float16)"),
+        ("sm90", "ragged_sm90 (bfloat16, float16)"),
+        ("torch", "torch, because KVRAG_KERNEL is torch"),
+    ],
 )
 def test_the_mode_counts(mode, expected, play, monkeypatch):
     play((9, 0), 80, 90)
@@ -135,11 +143,14 @@ def test_the_mode_counts(mode, expected, play, monkeypatch):
     assert path() == expected
 
 
-def test_what_is_named_is_what_the_runtime_tries_first(play):
+@pytest.mark.parametrize("mode", ["auto", "mma", "sm90"])
+def test_what_is_named_is_what_the_runtime_tries_first(mode, play, monkeypatch):
     for capability in ((9, 0), (8, 0), (10, 0)):
         play(capability, 80, 90, 100)
-        first = {v.source for v in runtime.variants(runtime.arch_of(capability)) if v.source.startswith("ragged_")}
-        assert path().split()[0] == max(first).removesuffix(".cu")
+        monkeypatch.setenv("KVRAG_KERNEL", mode)
+        q: Any = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 1, 64))
+        first, *_ = runtime.attention_variants(q, q, 0.0)
+        assert path().split()[0] == first.source.removesuffix(".cu")
 
 
 def test_elsewhere_torch_computes(monkeypatch):

@@ -4,20 +4,22 @@ Some 1,000 compilations, less than half a second each: seven core minutes (``mak
 the attention's variants are compiled for every second architecture each.
 """
 
+import json
 import os
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
+import sass
 import torch
 from stitch_cases import CASES as STITCH_CASES
 from stitch_cases import stitching_of
 
-from kvrag_kernels import ahead, nvrtc, runtime, sources, stitch_launch
-from kvrag_kernels.geometry import ARCHS, HOPPER_REGISTERS
+from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch
+from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, HOPPER_REGISTERS
 
 T = TypeVar("T")
 BUDGET = {
@@ -43,12 +45,16 @@ def compilers() -> dict[int, nvrtc.Nvrtc]:
     return {c.version[0]: c for c in nvrtc.installed()}
 
 
+def stop_without(what: str, package: str) -> NoReturn:
+    """Skip, but where tests must not be left out."""
+    stop = pytest.fail if os.environ.get("CI") and sys.platform == "linux" else pytest.skip
+    stop(f"{what} is not installed: pip install {package}")
+
+
 def compiler_for(major: int, arch: str) -> nvrtc.Nvrtc:
     compiler = compilers().get(major)
     if compiler is None:
-        package = "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc"
-        stop = pytest.fail if os.environ.get("CI") and sys.platform == "linux" else pytest.skip
-        stop(f"NVRTC {major} is not installed: pip install {package}")
+        stop_without(f"NVRTC {major}", "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc")
     if int(arch[3:].removesuffix("a")) not in compiler.archs():
         pytest.skip(f"NVRTC {compiler.version} does not compile for {arch}")
     return compiler
@@ -61,7 +67,7 @@ def turn(variants: Iterable[T], major: int, *, of: int = 2, start: int = 0) -> l
 
 def assert_fits(compiler: nvrtc.Nvrtc, source: str, options: tuple[str, ...], arch: str) -> None:
     """Compile, and see what ptxas says of each kernel in it."""
-    made = compiler.compile(sources.flat(source), options, arch)
+    made = compiler.compile(nvrtc.flat(source), options, arch)
     assert made.cubin[:4] == b"\x7fELF"
     assert made.usage, "ptxas reported nothing"
     assert "(C75" not in made.log, "ptxas puts waits between products, or leaves setmaxnreg out"
@@ -73,6 +79,46 @@ def assert_fits(compiler: nvrtc.Nvrtc, source: str, options: tuple[str, ...], ar
             assert usage.registers == HOPPER_REGISTERS, (
                 f"{what}: warpgroups take more registers than the block was given"
             )
+
+
+@pytest.fixture
+def disassembler():
+    if sass.program() is None:
+        stop_without("nvdisasm", "nvidia-cuda-nvdisasm")
+
+
+@pytest.mark.usefixtures("disassembler")
+@pytest.mark.parametrize("major", [12, 13])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_a_tile_softens_while_the_tile_before_it_is_added_to_the_outputs(dim, major):
+    """All exponentials stand between the wait for the scores and the wait for the outputs: ptxas would put the second wait first."""
+    (variant,) = (v for v in sass.variants("sm_90a") if f"-DD={dim}" in v.options)
+    made = compiler_for(major, "sm_90a").compile(nvrtc.flat(variant.source), variant.options, variant.arch)
+    code = sass.disassemble(made.cubin, "ragged_sm90")
+    waits = [i for i, line in enumerate(code) if "WARPGROUP.DEPBAR" in line]
+    (scores,) = (i for i in waits if "gsb0, 0x1" in code[i])
+    outputs = next(i for i in waits if i > scores)
+    assert "gsb0, 0x0" in code[outputs]
+    assert variant.geometry is not None
+    of_thread = variant.geometry.keys // 2 + 2  # its part of 16 rows, and a factor of each of its two rows
+    assert sum("MUFU.EX2" in line for line in code[scores:outputs]) == of_thread
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("disassembler")
+@pytest.mark.parametrize("major", [12, 13])
+@pytest.mark.parametrize("arch", sass.ARCHS)
+def test_no_kernel_grows(arch, major):
+    """A growth that is meant is written down by ``sass.py``."""
+    compiler = compiler_for(major, arch)
+    before = json.loads(sass.COUNTS.read_text())
+    names = {sass.name_of(v) for a in sass.ARCHS for v in sass.variants(a)}
+    assert before.keys() == names
+    for variant in sass.variants(arch):
+        name, now = sass.name_of(variant), sass.count(variant, compiler)
+        for key, most in before[name].items():
+            slack = 1.0 if key == "spills" else 1.03  # compilers of other minor versions
+            assert now[key] <= most * slack, f"{name}: {key} {now[key]}, was {most}"
 
 
 @pytest.mark.slow

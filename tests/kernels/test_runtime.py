@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kernel_cases import BASE, CASES, inputs_of
 from kit import at_once, raising
 
 import kvrag_kernels
-from kvrag_kernels import cubin_cache, driver, launch, nvrtc, reference, runtime, sources
+from kvrag_kernels import driver, launch, nvrtc, reference, runtime
 from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, geometry_of, hopper_geometry, plan_shape, supports
 
 
@@ -29,23 +30,23 @@ def test_the_cache_compiles_once(own_cache):
         made.append(1)
         return b"cubin"
 
-    assert [cubin_cache.get("key", make) for _ in range(3)] == [b"cubin"] * 3
+    assert [nvrtc.cached("key", make) for _ in range(3)] == [b"cubin"] * 3
     assert len(made) == 1
     assert [p.name for p in own_cache.iterdir()] == ["key.cubin"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", bytes(100)])
 def test_a_damaged_cubin_is_made_anew(own_cache, damage):
-    cubin_cache.get("key", lambda: b"cubin")
+    nvrtc.cached("key", lambda: b"cubin")
     (own_cache / "key.cubin").write_bytes(damage)
-    assert cubin_cache.get("key", lambda: b"again") == b"again"
-    assert cubin_cache.get("key", lambda: b"never") == b"again"
+    assert nvrtc.cached("key", lambda: b"again") == b"again"
+    assert nvrtc.cached("key", lambda: b"never") == b"again"
 
 
 def test_a_cache_that_cannot_be_written_costs_a_compilation(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KVRAG_CACHE", str(tmp_path / "file"))
-    assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
+    assert nvrtc.cached("key", lambda: b"cubin") == b"cubin"
 
 
 def test_a_user_without_a_home_compiles_each_time(monkeypatch):
@@ -54,8 +55,8 @@ def test_a_user_without_a_home_compiles_each_time(monkeypatch):
     for name in ("KVRAG_CACHE", "KVRAG_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", raising(RuntimeError, "Could not determine home directory."))
-    assert cubin_cache.folder() is None
-    assert cubin_cache.get("key", lambda: b"cubin") == b"cubin"
+    assert nvrtc.cache_folder() is None
+    assert nvrtc.cached("key", lambda: b"cubin") == b"cubin"
     assert "KVRAG_CACHE" in kvrag_kernels.info()["cache"]
 
 
@@ -68,19 +69,19 @@ def test_everything_that_changes_a_cubin_changes_its_key():
         [*base[:3], "sm_80"],
     ]
     changed.append([base[0] + "-DD=64", (), *base[2:]])
-    assert len({cubin_cache.key_of(*c) for c in [base, *changed]}) == 6
+    assert len({nvrtc.key_of(*c) for c in [base, *changed]}) == 6
 
 
 def test_sources_need_no_include_path():
-    for file in sources.CSRC.glob("*.cu"):
-        text = sources.flat(file.name)
+    for file in nvrtc.CSRC.glob("*.cu"):
+        text = nvrtc.flat(file.name)
         included = [line for line in text.splitlines() if line.startswith("#include")]
         assert included == ['#include "emu.h"', '#include "emu_sm90.h"'][: 1 + ("sm90" in file.name)]
         assert text.count("struct __align__(16) Quad") == 1
 
 
 def test_asm_lives_where_the_emulator_stands_in():
-    has_asm = [p.name for p in sorted(sources.CSRC.iterdir()) if "asm volatile(" in p.read_text()]
+    has_asm = [p.name for p in sorted(nvrtc.CSRC.iterdir()) if "asm volatile(" in p.read_text()]
     assert has_asm == ["ptx.cuh", "ptx_sm90.cuh"]
 
 
@@ -97,7 +98,7 @@ def test_partial_results_stay_small():
     for geometry in [make(dim) for dim in HEAD_DIMS for make in (geometry_of, hopper_geometry)]:
         for kv_heads in (1, 2, 8, 32):
             shape = plan_shape(geometry, 1, 5000, 32, kv_heads, processors=132)
-            assert shape.max_slots * kv_heads * geometry.rows * geometry.dim * 4 <= 72 * 2**20
+            assert shape.max_slots * kv_heads * geometry.rows * geometry.dim * 4 <= 52 * 2**20
 
 
 def test_what_has_a_kernel():
@@ -138,21 +139,60 @@ def cuda(monkeypatch):
 @pytest.mark.usefixtures("cuda")
 def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch):
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     best, other = runtime.attention_variants(q, q, 0.0)
     assert [(v.source, v.arch) for v in (best, other)] == [("ragged_sm90.cu", "sm_90a"), ("ragged_mma.cu", "sm_90")]
     assert {"-DD=128", "-DBF16=1", "-DSOFTCAP=0"} <= set(best.options)
     assert all("-DSOFTCAP=1" in v.options for v in runtime.attention_variants(q, q, 30.0))
     assert runtime.attention_variants(q, FakeCuda(torch.empty(1, 4, 3, 64)), 0.0) == []
     assert runtime.attention_variants(FakeCuda(torch.empty(1, 4, 3, 128)), q, 0.0) == []
-    (probe,) = runtime.probe_variants(q, 0.0)
+    (probe,) = runtime.probe_variants(q, q, 0.0)
     assert (probe.source, probe.arch) == ("probe.cu", "sm_90")
     monkeypatch.setenv("KVRAG_KERNEL", "mma")
     assert runtime.attention_variants(q, q, 0.0) == [other]
     monkeypatch.setenv("KVRAG_KERNEL", "torch")
-    assert runtime.attention_variants(q, q, 0.0) == runtime.probe_variants(q, 0.0) == []
+    assert runtime.attention_variants(q, q, 0.0) == runtime.probe_variants(q, q, 0.0) == []
     monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert [v.source for v in runtime.attention_variants(q, q, 0.0)] == ["ragged_mma.cu"]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_the_hopper_kernel_is_the_default_once_a_gpu_has_proven_it(monkeypatch, tmp_path):
+    q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+    assert runtime.proven() <= {"sm90"}
+    for written, first in (("{}", "ragged_mma.cu"), ('{"sm90": {"gpu": "H100"}}', "ragged_sm90.cu")):
+        monkeypatch.setattr(runtime, "PROVEN", tmp_path / "proven.json")
+        runtime.PROVEN.write_text(written)
+        runtime.proven.cache_clear()
+        assert runtime.attention_variants(q, q, 0.0)[0].source == first
+    monkeypatch.setenv("KVRAG_KERNEL", "mma")
+    assert runtime.attention_variants(q, q, 0.0)[0].source == "ragged_mma.cu"
+    runtime.proven.cache_clear()
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_call_like_one_before_is_one_look_up(monkeypatch):
+    """Layer after layer: what computes is worked out for the first one, and anew after a failure or in another mode."""
+    asked: list[str] = []
+    monkeypatch.setattr(runtime.Modules, "_load", lambda _, variant, device: variant.source)
+    monkeypatch.setattr(runtime, "takes_hopper", lambda _: asked.append("asked") or runtime.mode() == "sm90")
+    q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+
+    def computes() -> str:
+        best = runtime.modules.best(runtime.attention_variants, q, q, 0.0)
+        return "torch" if best is None else str(best[1])
+
+    assert [computes() for _ in range(3)] == ["ragged_mma.cu"] * 3
+    assert len(asked) == 1
+    assert runtime.has_kernel(q, q)
+    assert len(asked) == 1
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
+    assert [computes() for _ in range(3)] == ["ragged_sm90.cu"] * 3
+    assert len(asked) == 2
+    with pytest.warns(RuntimeWarning, match="no room"):
+        runtime.modules.give_up(runtime.attention_variants(q, q, 0.0)[0], 0, driver.DriverError("no room"))
+    assert computes() == "ragged_mma.cu"
 
 
 def test_plans_of_different_tiles_are_never_taken_for_each_other():
@@ -213,6 +253,7 @@ class Refuses:
 def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torch(monkeypatch):
     inputs: dict[str, Any] = inputs_of(BASE, torch.bfloat16)
     call = launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, BASE.scale)
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)
     monkeypatch.setattr(runtime, "attention_variants", lambda *_: variants)
     monkeypatch.setattr(runtime.Modules, "_load", lambda *_: Refuses())
@@ -227,12 +268,29 @@ def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torc
 
 
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("code", [700, 715, 716, 717, 718, 719])
+def test_a_fault_of_an_earlier_kernel_is_not_taken_for_a_launch_that_fails(code, monkeypatch):
+    """The driver tells it at whatever call comes next; torch could not compute either."""
+    call = launch.Call(*(inputs_of(BASE, torch.bfloat16)[n] for n in ("q", "k", "v", "hi")), None, 0, BASE.scale)
+    variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)
+    monkeypatch.setattr(runtime, "attention_variants", lambda *_: variants)
+    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuGetErrorString=lambda *_: 0))
+    module = SimpleNamespace(processors=4, launch=lambda *_: driver._check(code, "launching ragged_plan"))
+    monkeypatch.setattr(runtime.Modules, "_load", lambda *_: module)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings(record=False))
+    with pytest.raises(driver.DeviceFault, match=f"CUresult {code}.* start the process anew"):
+        runtime.attend(call, None)
+    assert runtime.modules.failures == []
+
+
+@pytest.mark.usefixtures("cuda")
 def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch):
     monkeypatch.setattr(nvrtc, "find", lambda: None)
     monkeypatch.setattr(runtime.Variant, "cubin", lambda *_: b"cubin")
     monkeypatch.setattr(runtime, "CudaModule", lambda *_: "module")
     monkeypatch.setattr(runtime.selftest, "check", raising(driver.DriverError, "a small case came out wrong by 1"))
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
+    monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     best, other = runtime.attention_variants(q, q, 0.0)
     with pytest.warns(RuntimeWarning, match=r"ragged_mma.cu computes instead: a small case came out wrong"):
         assert runtime.modules.get(best, 0) is None

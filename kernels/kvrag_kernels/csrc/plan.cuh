@@ -1,5 +1,6 @@
 // The plan of a request, made on the device once for all layers: which key tiles each row tile needs, and their split into work items of
-// near-equal length, so that few heads or few rows fill the chip too. One block.
+// near-equal length, so that few heads or few rows fill the chip too. The longest items come first: the short ones fill the gaps at the end.
+// One block.
 #pragma once
 #include "tiles.cuh"
 
@@ -60,35 +61,59 @@ DEV int describe(const Attention& p, int tile) {
     return count;
 }
 
+// Which of PLAN_THREADS lengths the items of a tile have, the longest first.
+DEV int rank_of(const Attention& p, int count, int splits, int per_item) {
+    const int longest = min_of(per_item, ceil_div(p.keys, BN));
+    return (longest - ceil_div(count, splits)) * PLAN_THREADS / (longest + 1);
+}
+DEV int parts_of(int splits) { return splits > 1 ? splits : 0; }
+
 KERNEL(ragged_plan, Attention, PLAN_THREADS, 1) {
-    const u32 scratch = shared_base();
+    const u32 scratch = shared_base(), last = scratch + (PLAN_THREADS - 1) * 4;
     const int all = p.batch * p.tiles, lane = thread_id() & 31;
     int mine = 0;
     for (int tile = thread_id() / 32; tile < all; tile += PLAN_THREADS / 32) mine += describe(p, tile) * (lane == 0);
     scan(scratch, mine);
     block_sync();
-    const int total = get32(scratch + (PLAN_THREADS - 1) * 4), per_item = max_of(MIN_ITEM, ceil_div(total, p.target));
-    int items = 0, slots = 0;
-    for (int done = 0; done < all; done += PLAN_THREADS) {
-        const int tile = all - 1 - done - thread_id();  // last rows first: they see the most keys
-        int* t = tile_of(p, max_of(tile, 0));
-        const int count = tile >= 0 ? load_again(t + TILE_COUNT) : 0;
-        const int splits = tile >= 0 ? max_of(1, ceil_div(count, per_item)) : 0, parts = splits > 1 ? splits : 0;
-        const int item = items + scan(scratch, splits) - splits;
-        items = static_cast<int>(get32(scratch + (PLAN_THREADS - 1) * 4)) + items;
-        const int slot = slots + scan(scratch, parts) - parts;
-        slots = static_cast<int>(get32(scratch + (PLAN_THREADS - 1) * 4)) + slots;
-        if (tile >= 0) {
-            store(t + TILE_SLOT, slot);
-            store(t + TILE_SPLITS, splits);
-        }
+    const int total = get32(last), per_item = max_of(MIN_ITEM, ceil_div(total, p.target));
+    for (int tile = thread_id(); tile < all; tile += PLAN_THREADS) {
+        int* t = tile_of(p, tile);
+        const int count = load_again(t + TILE_COUNT), splits = max_of(1, ceil_div(count, per_item));
+        store(t + TILE_SPLITS, splits);
+        store(t + TILE_RANK, rank_of(p, count, splits, per_item));
+    }
+    block_sync();
+    int item = 0, slot = 0;  // a thread per rank: its items and partial results, then where the next of them go
+    for (int tile = 0; tile < all; tile++) {
+        if (load_again(tile_of(p, tile) + TILE_RANK) != thread_id()) continue;
+        const int splits = load_again(tile_of(p, tile) + TILE_SPLITS);
+        item += splits;
+        slot += parts_of(splits);
+    }
+    item = scan(scratch, item) - item;
+    const int items = get32(last);
+    slot = scan(scratch, slot) - slot;
+    const int slots = get32(last);
+    for (int tile = 0; tile < all; tile++) {
+        int* t = tile_of(p, tile);
+        if (load_again(t + TILE_RANK) != thread_id()) continue;
+        const int splits = load_again(t + TILE_SPLITS);
+        store(t + TILE_ITEM, item);
+        store(t + TILE_SLOT, slot);
+        item += splits;
+        slot += parts_of(splits);
+    }
+    block_sync();
+    for (int tile = thread_id(); tile < all; tile += PLAN_THREADS) {
+        const int* t = tile_of(p, tile);
+        const int count = load_again(t + TILE_COUNT), splits = load_again(t + TILE_SPLITS);
         for (int i = 0; i < splits; i++) {
-            int* x = item_of(p, item + i);
+            int* x = item_of(p, load_again(t + TILE_ITEM) + i);
             const int first = static_cast<int>(static_cast<i64>(count) * i / splits);
             store(x + ITEM_TILE, tile);
             store(x + ITEM_FIRST, first);
             store(x + ITEM_COUNT, static_cast<int>(static_cast<i64>(count) * (i + 1) / splits) - first);
-            store(x + ITEM_SLOT, splits > 1 ? slot + i : -1);
+            store(x + ITEM_SLOT, splits > 1 ? load_again(t + TILE_SLOT) + i : -1);
         }
     }
     if (thread_id() == 0) {

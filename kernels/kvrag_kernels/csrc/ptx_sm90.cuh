@@ -22,6 +22,16 @@ DEV void barrier_wait(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
+// The same for so many polls at most; whether the phase is over.
+DEV bool barrier_polled(u32 bar, u32 parity, int polls) {
+    int over = 0;
+    for (int i = 0; i < polls && !over; i++)
+        asm volatile("{\n.reg .pred over;\nmbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.b32 %0, 1, 0, over;\n}"
+                     : "=r"(over)
+                     : "r"(bar), "r"(parity)
+                     : "memory");
+    return over;
+}
 // Named barriers: `threads` threads meet, of which some arrive and go on.
 DEV void group_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEV void group_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -55,7 +65,17 @@ template <int N> DEV void settle(float (&c)[N][4]) {
 template <int N> DEV void settle(u32 (&a)[N][4]) {
     UNROLL for (int i = 0; i < N; i++) UNROLL for (int e = 0; e < 4; e++) asm volatile("" : "+r"(a[i][e])::"memory");
 }
+// Have x, which is not negative, computed before what follows. The compiler may move a wait for products up, above arithmetic that was meant to
+// overlap with them, but not above an instruction that might sleep and reads what the arithmetic gave. It never sleeps.
+DEV void compute_first(float x) {
+    asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never nanosleep.u32 0;\n}" ::"f"(x) : "memory");
+}
 
+#ifndef V_TRANSPOSED
+#define V_TRANSPOSED 1  // values lie row by row, columns contiguous
+#endif
+#define KV_TEXT_OF(x) #x
+#define KV_TEXT(x) KV_TEXT_OF(x)
 #if BF16
 #define KV_TYPES "f32.bf16.bf16"
 #else
@@ -91,7 +111,7 @@ KV_SHARED(128, KV_R64, KV_C16(0), "64", "65", "66")
 #define KV_REGISTERS(N, REGS, OUT, A0, A1, A2, A3, B)                                                                               \
     DEV void product_registers(float (&c)[N / 8][4], const u32 (&a)[4], u64 b) {                                                    \
         asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16." KV_TYPES " {" REGS "}, {%" A0 ",%" A1 ",%" A2 ",%" A3 "}, %" B \
-                     ", 1, 1, 1, 1;"                                                                                                \
+                     ", 1, 1, 1, " KV_TEXT(V_TRANSPOSED) ";"                                                                          \
                      : OUT                                                                                                          \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                           \
                      : "memory");                                                                                                   \

@@ -1,7 +1,6 @@
 // Attention with an exact limit per row: row i sees key j iff j < prefix or lo[i] <= j <= hi[i]. Flash attention forward with mma.sync and
 // cp.async; sm_80 and newer, and float16 on sm_75. One work item of the plan and one key head per block: a tile of BM packed rows
 // against a run of BN-key tiles. Keys and values of the next tile are on their way while this one is multiplied.
-#include "combine.cuh"
 #include "plan.cuh"
 #include "rows.cuh"
 #include "tiles.cuh"

@@ -2,7 +2,6 @@
 // warpgroups multiply by wgmma, 64 packed rows each; a tile's scores are multiplied while the tile before it is added to the outputs.
 //
 // Tiles in shared memory are panels of 64 columns: rows of 128 bytes in the hardware's 128-byte swizzle, eight rows to an atom of 1 KiB.
-#include "combine.cuh"
 #include "plan.cuh"
 #include "ptx_sm90.cuh"
 #include "rows.cuh"
@@ -36,15 +35,46 @@ DEV u32 barrier_of(const Places& x, int kind, int n) { return x.barriers + (kind
 DEV u32 full_parity(int n) { return n >> 1 & 1; }
 DEV u32 free_parity(int n) { return full_parity(n) ^ 1; }
 
+// Wait until tile n is there, or until its stage is free for it. With BOUNDED_WAITS, so many polls at most: a hang becomes a line in the
+// place of the mass (tests/kernels/diagnose_sm90.py), for each warp the first time that it gave up: block + 1, thread, kind of barrier, tile.
+DEV void wait_for(const Attention& p, const Places& x, int kind, int n) {
+    const u32 bar = barrier_of(x, kind, n), parity = kind < EMPTY_K ? full_parity(n) : free_parity(n);
+#ifdef BOUNDED_WAITS
+    int* line = reinterpret_cast<int*>(p.mass) + thread_id() / 32 * 4;
+    if (load_again(line) || barrier_polled(bar, parity, BOUNDED_WAITS)) return;
+    const int found[4] = {block_x() + 1, thread_id(), kind, n};
+    UNROLL for (int i = 0; i < 4; i++) store(line + i, found[i]);
+#else
+    barrier_wait(bar, parity);
+#endif
+}
+
 template <int ROWS> DEV u32 panel_at(int row, int chunk) {
     return (chunk / 8 * ROWS + row) * PANEL_ROW + ((chunk % 8) ^ (row & 7)) * 16;
 }
 
-// Descriptor of an operand in shared memory: start, stride from panel to panel (where columns are contiguous), stride from atom to atom.
-DEV u64 operand(u32 start, u32 panel_stride) {
+// Strides of the operands in bytes: leading, from panel to panel where columns are contiguous, and from atom to atom. Options, so that a first
+// run on a device can try others.
+#ifndef K_LEADING
+#define K_LEADING 16
+#endif
+#ifndef K_STRIDE
+#define K_STRIDE ATOM
+#endif
+#ifndef V_LEADING
+#define V_LEADING (BN * PANEL_ROW)
+#endif
+#ifndef V_STRIDE
+#define V_STRIDE ATOM
+#endif
+
+// Descriptor of an operand in shared memory.
+DEV u64 operand(u32 start, u32 leading, u32 stride) {
     const u64 swizzle_128 = 1ull << 62;
-    return swizzle_128 | static_cast<u64>(ATOM >> 4) << 32 | static_cast<u64>(panel_stride >> 4 & 0x3fff) << 16 | (start >> 4 & 0x3fff);
+    return swizzle_128 | static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(leading >> 4 & 0x3fff) << 16 | (start >> 4 & 0x3fff);
 }
+DEV u64 keys_operand(u32 start) { return operand(start, K_LEADING, K_STRIDE); }  // queries too
+DEV u64 values_operand(u32 start) { return operand(start, V_LEADING, V_STRIDE); }
 
 // --- The warpgroup that copies.
 
@@ -67,23 +97,27 @@ DEV void copy_panels(u32 to, const TensorMap& map, u32 bar, int row, int head, i
     UNROLL for (int i = 0; i < PANELS; i++) copy_box(to + i * BN * PANEL_ROW, map, bar, i * 64, row, head, batch);
 }
 
+// Keys of a tile before the values of the tile before it: in the order of use, and those values wait longer for their stage.
 DEV void bring(const TmaAttention& p, const Places& x, const KeyTiles& t, int first, int count, int kv_head, int batch) {
     const bool leads = thread_id() == THREADS;
     const u16* v = p.a.v + batch * p.a.v_batch + kv_head * p.a.v_head;
-    for (int n = 0; n < count; n++) {
-        const int key = first_key(t, first + n);
-        const u32 stage = (n & 1) * KV_TILE, full_k = barrier_of(x, FULL_K, n), full_v = barrier_of(x, FULL_V, n);
-        if (leads) {
-            barrier_wait(barrier_of(x, EMPTY_K, n), free_parity(n));
+    for (int next = 0; next <= count; next++) {
+        if (leads && next < count) {
+            const u32 full_k = barrier_of(x, FULL_K, next);
+            wait_for(p.a, x, EMPTY_K, next);
             barrier_arrive_expecting(full_k, KV_TILE);
-            copy_panels(x.k + stage, p.k_map, full_k, key, kv_head, batch);
+            copy_panels(x.k + (next & 1) * KV_TILE, p.k_map, full_k, first_key(t, first + next), kv_head, batch);
         }
-        barrier_wait(barrier_of(x, EMPTY_V, n), free_parity(n));
+        const int n = next - 1;
+        if (n < 0) continue;
+        const int key = first_key(t, first + n);
+        const u32 stage = x.v + (n & 1) * KV_TILE, full_v = barrier_of(x, FULL_V, n);
+        wait_for(p.a, x, EMPTY_V, n);
         const bool is_whole = key + BN <= t.bound || t.bound == p.a.keys;  // TMA gives zeros beyond the last key
-        if (!is_whole) copy_values(p.a, x.v + stage, v, key, t.bound);
+        if (!is_whole) copy_values(p.a, stage, v, key, t.bound);
         if (is_whole && leads) {
             barrier_arrive_expecting(full_v, KV_TILE);
-            copy_panels(x.v + stage, p.v_map, full_v, key, kv_head, batch);
+            copy_panels(stage, p.v_map, full_v, key, kv_head, batch);
         } else {
             barrier_arrive(full_v);
         }
@@ -111,7 +145,7 @@ DEV void start_scores(float (&s)[BN / 8][4], const Places& x, u32 k_tile) {
     const u32 q = x.q + thread_id() / 128 * 64 * PANEL_ROW;
     UNROLL for (int k = 0; k < D / 16; k++) {
         const u32 step = k % 4 * 32;  // 16 columns of a panel
-        product_shared(s, operand(q + k / 4 * BM * PANEL_ROW + step, 16), operand(k_tile + k / 4 * BN * PANEL_ROW + step, 16), k > 0);
+        product_shared(s, keys_operand(q + k / 4 * BM * PANEL_ROW + step), keys_operand(k_tile + k / 4 * BN * PANEL_ROW + step), k > 0);
     }
     product_commit();
 }
@@ -121,10 +155,10 @@ DEV void start_outputs(float (&out)[D / 8][4], const u32 (&a)[BN / 16][4], u32 v
     UNROLL for (int k = 0; k < BN / 16; k++) {
         const u32 v = v_tile + k * 2 * ATOM;
 #if D == 96
-        product_registers(reinterpret_cast<float(&)[8][4]>(out[0]), a[k], operand(v, BN * PANEL_ROW));
-        product_registers(reinterpret_cast<float(&)[4][4]>(out[8]), a[k], operand(v + BN * PANEL_ROW, BN * PANEL_ROW));
+        product_registers(reinterpret_cast<float(&)[8][4]>(out[0]), a[k], values_operand(v));
+        product_registers(reinterpret_cast<float(&)[4][4]>(out[8]), a[k], values_operand(v + BN * PANEL_ROW));
 #else
-        product_registers(out, a[k], operand(v, BN * PANEL_ROW));
+        product_registers(out, a[k], values_operand(v));
 #endif
     }
     product_commit();
@@ -162,7 +196,7 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
     u32 a[BN / 16][4];
     const bool is_first = thread_id() < 128;
     if (!is_first && count > 1) give_turn();
-    barrier_wait(barrier_of(x, FULL_K, 0), full_parity(0));
+    wait_for(p, x, FULL_K, 0);
     product_begin();
     start_scores(s[0], x, x.k);
     product_wait<0>();
@@ -172,12 +206,12 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
     pack_weights(a, s);
 #pragma unroll 1
     for (int n = 1; n < count; n++) {
-        barrier_wait(barrier_of(x, FULL_K, n), full_parity(n));
+        wait_for(p, x, FULL_K, n);
         take_turn();
         settle(s[0]);
         product_begin();
         start_scores(s[0], x, x.k + (n & 1) * KV_TILE);
-        barrier_wait(barrier_of(x, FULL_V, n - 1), full_parity(n - 1));
+        wait_for(p, x, FULL_V, n - 1);
         settle(w.out[0]);
         settle(a);
         product_begin();
@@ -187,13 +221,14 @@ DEV void multiply(const Attention& p, const Places& x, Rows& w, const KeyTiles& 
         settle(s[0]);
         release(x, EMPTY_K, n);
         weigh(p, w, s, fades, first_key(t, first + n));
+        if (D <= 128 || !SOFTCAP) compute_first(w.sum[0][0] + w.sum[0][1]);  // wider heads lack the registers
         product_wait<0>();
         settle(w.out[0]);
         release(x, EMPTY_V, n - 1);
         UNROLL for (int h = 0; h < 2; h++) fade_out(w, 0, h, fades[0][h]);
         pack_weights(a, s);
     }
-    barrier_wait(barrier_of(x, FULL_V, count - 1), full_parity(count - 1));
+    wait_for(p, x, FULL_V, count - 1);
     settle(w.out[0]);
     settle(a);
     product_begin();

@@ -35,7 +35,7 @@ struct Attention {
 
 // The plan: 8 header ints (number of items, keys tiles per item, …), 8 ints per row tile, 4 ints per work item.
 enum { HEADER = 8, TILE_INTS = 8, ITEM_INTS = 4 };
-enum { TILE_PREFIX, TILE_FIRST, TILE_COUNT, TILE_BOUND, TILE_SLOT, TILE_SPLITS };
+enum { TILE_PREFIX, TILE_FIRST, TILE_COUNT, TILE_BOUND, TILE_SLOT, TILE_SPLITS, TILE_ITEM, TILE_RANK };
 enum { ITEM_TILE, ITEM_FIRST, ITEM_COUNT, ITEM_SLOT };
 
 DEV int* tile_of(const Attention& p, int tile) { return p.plan + HEADER + tile * TILE_INTS; }
@@ -94,7 +94,8 @@ DEV Limit limit_of(const Attention& p, int batch, const Packed& r) {
     const int hi = load(p.hi + batch * p.hi_batch + r.query);
     return {p.lo ? load(p.lo + batch * p.lo_batch + r.query) : 0, min_of(hi, p.keys - 1)};
 }
-DEV bool sees(const Limit& x, int prefix, int key) { return key < prefix || (key >= x.lo && key <= x.hi); }
+// Without short circuits, which become branches: as many as a tile has scores.
+DEV bool sees(const Limit& x, int prefix, int key) { return (key < prefix) | ((key >= x.lo) & (key <= x.hi)); }
 
 // A score times this is an exponent of 2.
 DEV float exponent_scale(const Attention& p) { return SOFTCAP ? LOG2E : p.scale * LOG2E; }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kvrag_kernels import launch, sources
+from kvrag_kernels import launch, nvrtc
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -68,7 +68,7 @@ class EmulatedModule:
         arch: int = 900,
         replace: Iterable[tuple[str, str]] = (),
     ) -> None:
-        text = sources.flat(name)
+        text = nvrtc.flat(name)
         for old, new in replace:
             if text.count(old) != 1:
                 raise RuntimeError(f"{old!r} occurs {text.count(old)} times")

@@ -308,6 +308,15 @@ DEV void barrier_wait(u32 bar, u32 parity) {
     const emu::Barrier& b = emu::barrier(bar);
     if (!b.published.empty()) emu::join(emu::m().now->clock, b.published);
 }
+DEV bool barrier_polled(u32 bar, u32 parity, int polls) {
+    for (int i = 0; i < polls && (emu::barrier(bar).phase & 1) == parity; i++) {
+        emu::m().steps++;
+        emu::yield();
+    }
+    const bool is_over = (emu::barrier(bar).phase & 1) != parity;
+    if (is_over) barrier_wait(bar, parity);
+    return is_over;
+}
 inline size_t emu_meet(int id, int threads, bool passes) {
     auto& named = emu::h().named;
     const int self = emu::m().now->index;
@@ -401,6 +410,7 @@ template <int N> DEV void settle(float (&c)[N][4]) {
             if (emu::is_poison(f)) emu::fail("the result of a product is used before the wait for it");
 }
 template <int N> DEV void settle(u32 (&)[N][4]) {}
+DEV void compute_first(float) {}
 
 template <int N> DEV void product_shared(float (&c)[N][4], u64 a, u64 b, bool adds) {
     emu::meet_warp<int>(40 + N, emu::Product{&c[0][0], nullptr, a, b, adds, false}, [](auto in, auto) { emu::multiply<N * 8>(in); });
