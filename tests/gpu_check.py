@@ -117,7 +117,7 @@ def _kernels(is_dry: bool, out: Path) -> list[Step]:
         *tested("mma"),
         Step("stitch", _on_gpu("mma", "-k", "parts_come_to"), 35),
         Step("probe", _on_gpu("mma", "-k", "each_key_gets"), 35),
-        Step("sm90, diagnosis", diagnosis, 30, is_optional=True, proves="sm90"),
+        Step("sm90, diagnosis", diagnosis, 30, proves="sm90"),
         *tested("sm90"),
         _bench("kernel benchmark, mma", "mma", 65, is_dry, out, "--parts", *WITHOUT_FLEX),
         _bench("kernel benchmark, sm90", "sm90", 40, is_dry, out, "--add", "--parts", "attention"),
@@ -174,13 +174,8 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def is_picked(params: dict[str, Any], kernel: str, dim: int | None) -> bool:
-    """Whether a test with these parameters is of a kernel and head dim; those that name neither run with each kernel, by ``KVRAG_KERNEL``.
-
-    ``auto`` counts as Hopper's, where tests have no mode of that name.
-    """
-    mode = params.get("mode", kernel)
-    is_of_kernel = kernel == ("sm90" if mode == "auto" else mode)
-    return is_of_kernel and dim in (None, getattr(params.get("case"), "dim", 128))
+    """Whether a test with these parameters is of a kernel and head dim; those that name neither run with each, by ``KVRAG_KERNEL``."""
+    return params.get("mode", kernel) == kernel and dim in (None, getattr(params.get("case"), "dim", 128))
 
 
 def capability() -> tuple[int, int] | None:

@@ -57,13 +57,14 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 LIMITS = {
-    "lines of kvrag": 16_000,  # 15,000 at the cut; calibration, prices, the audit and the accelerator's path came since
+    "lines of kvrag": 16_300,  # 15,000 at the cut; calibration, prices, the audit and the accelerator's path came since
     "files of kvrag": 95,
     "lines of kvrag/store": 2_600,
-    "lines of tests, per 100 lines of code": 160,
+    "lines of tests, per 100 lines of code": 140,
     "median lines of a function": 10,
 }
-"""What the whole may come to. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``."""
+"""What the whole may come to. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and
+for the tests also ``kernels/``, which they prove too."""
 FILE_LINES = 300
 FUNCTION_LINES = 40
 ROOM_FILES = 12
@@ -81,8 +82,8 @@ LONGER_FUNCTIONS: dict[str, int] = {
 }
 """Functions that may be longer than :data:`FUNCTION_LINES`: most of these lines are the signature and docstring of what users call, or
 every stage."""
-LARGER_ROOMS: dict[str, int] = {}
-"""Rooms that may hold more files than :data:`ROOM_FILES`; none does."""
+LARGER_ROOMS: dict[str, int] = {"model": 13}
+"""Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {"totals": {"lines of kvrag/store": 3132}, "undrawn rooms": {"testing"}}
 """Violations so far: they may only become fewer. The table goes when it is empty."""
@@ -233,11 +234,12 @@ def totals() -> dict[str, int]:
     own = [path for path in files() if path.is_relative_to(ROOT / "kvrag")]
     code = sum(map(lines, own))
     tests = sum(lines(path) for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts)
+    kernels = sum(lines(path) for path in (ROOT / "kernels").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
     found = {
         "lines of kvrag": code,
         "files of kvrag": len(own),
         "lines of kvrag/store": sum(lines(path) for path in own if room_of(path) == "store"),
-        "lines of tests, per 100 lines of code": round(100 * tests / code),
+        "lines of tests, per 100 lines of code": round(100 * tests / (code + kernels)),
         "median lines of a function": round(statistics.median(functions().values())),
     }
     return {what: figure for what, figure in found.items() if figure > LIMITS[what]}

@@ -134,13 +134,8 @@ def prefill(
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
-    try:
+    with buffer.filling():
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
-    except BaseException:
-        if buffer.arrivals:  # nothing may be freed that a stream still uses
-            buffer.arrivals[-1].synchronize()
-        raise
-    buffer.arrivals, buffer.sources = (), None  # the logits came last
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
     # Where every row was computed, whatever was loaded, nothing rounded is left.

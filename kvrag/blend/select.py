@@ -123,7 +123,7 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before the rows to repair are known."""
-    is_choosing = num_selected(layout, config) > num_rows_of(_heads(layout, config))
+    is_choosing = num_rows_of(_heads(layout, config)) < num_selected(layout, config) < num_rows_of(layout.stale)
     return NEEDS.get(config.strategy, frozenset()) if is_choosing else frozenset()
 
 

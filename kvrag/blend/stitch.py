@@ -29,7 +29,7 @@ def stitch(
 ) -> None:
     """Copy the KV of every reused segment into the buffer; codes are unpacked, and position-free keys rotated to their rows.
 
-    On a device it goes on beside what follows: some layers are copied and placed while others compute, and ``buffer`` holds what to wait for.
+    On a device it goes on beside what follows: layers are copied and placed while others compute, and ``buffer`` holds what to wait for.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
 
 @cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def ranges(buffer: KVBuffer) -> list[range]:

@@ -27,7 +27,7 @@ Record = Callable[[Step], Step]
 
 def by_graph(step: Step) -> Step:
     """Record a step as a CUDA graph, after a run on another stream: what libraries allocate at first use must not be part of it."""
-    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(current)
     with torch.cuda.stream(beside):
         step()
