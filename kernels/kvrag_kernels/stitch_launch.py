@@ -172,9 +172,9 @@ def table_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
     for out_k, out_v, table in zip(call.out_keys, call.out_values, call.tables, strict=True):
         for out, its_table in ((out_k, table), (out_v, -1)):
             numbers += [out.data_ptr(), out.stride(0), out.stride(1), its_table]
-    table = empty(len(numbers), dtype=torch.int64, device="cpu")  # whatever the default device is
-    table.numpy()[:] = numbers
-    return table
+    made = empty(len(numbers), dtype=torch.int64, device="cpu")  # whatever the default device is
+    made.numpy()[:] = numbers
+    return made
 
 
 def _side(part: Stored) -> list[int]:
