@@ -106,21 +106,21 @@ DEV bool turn4(float (&a)[8], float (&b)[8], int first_a, int first_b, int step,
 
 // The first 16 · TURNED channels rotate.
 template <int GROUP, int TURNED> DEV void stitch_side(const Stitch& p, const Part& part, const Side& side, const Place& place, int layer, int head, int tile) {
-    const i64 start = part.start, rows = part.rows, row_bytes = side.row, scale_row = side.scale_row, zero_row = side.zero_row, out_row = place.row;
+    const i64 row_bytes = side.row, out_row = place.row;
+    const int start = static_cast<int>(part.start), rows = static_cast<int>(part.rows), tokens = static_cast<int>(side.tokens);
     const unsigned char* data = side.data + layer * side.layer + head * side.head;
-    const u16* scales = side.scales + layer * side.scale_layer + head * side.scale_head;
-    const u16* zeros = side.zeros ? side.zeros + layer * side.zero_layer + head * side.zero_head : nullptr;
     u16* out = place.out + head * place.head + start * out_row;
-    const i64 table = place.table, angles = table * p.table_stride + start * (ROTARY / 2);
-    const int tokens = static_cast<int>(side.tokens);
+    const i64 table = place.table, angles = table * p.table_stride + static_cast<i64>(start) * (ROTARY / 2);
     for (int i = thread_id(); i < TILE_ROWS * UNITS; i += STITCH_THREADS) {
         const int row = tile * TILE_ROWS + i / UNITS, unit = i % UNITS, shared = row >> tokens;
-        if (row >= rows || (p.skip && load(p.skip + start + row))) continue;
+        if (row >= rows || (p.skip && load(p.skip + (start + row)))) continue;
         const bool rotated = unit < TURNED;
         const int first = rotated ? unit : unit + TURNED, second = first + (rotated ? TURNED : UNITS - TURNED);
         const unsigned char* from = data + row * row_bytes;
         const Quad raw0 = fetch(from, first), raw1 = fetch(from, second);
-        const u16 *scale = scales + shared * scale_row, *zero = zeros ? zeros + shared * zero_row : nullptr;
+        // Found anew for each row: kept from row to row, they would be more registers than there are.
+        const u16* scale = side.scales + layer * side.scale_layer + head * side.scale_head + shared * side.scale_row;
+        const u16* zero = side.zeros ? side.zeros + layer * side.zero_layer + head * side.zero_head + shared * side.zero_row : nullptr;
         Piece a = read<GROUP>(raw0, scale, zero, first), b = read<GROUP>(raw1, scale, zero, second);
         bool a_still = true, b_still = true;
         if (rotated && table >= 0) {
