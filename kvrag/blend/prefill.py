@@ -16,7 +16,7 @@ from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
-from kvrag.blend.stitch import stitch
+from kvrag.blend.stitch import filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
@@ -134,13 +134,11 @@ def prefill(
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
-    with buffer.filling():
+    with filling(buffer):
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
-    # Where every row was computed, whatever was loaded, nothing rounded is left.
-    kv_dtype: KVDtype = dtypes.pop() if dtypes and num_rows_of(layout.reused) > len(selected) else "auto"
-    is_exact = kv_dtype == "auto" and len(selected) == num_rows_of(layout.stale)
+    kv_dtype, exactness = _outcome(layout, dtypes, len(selected))
     return Prefilled(
         extend=model.extension(buffer, layout.num_tokens),
         buffer=buffer,
@@ -148,13 +146,21 @@ def prefill(
         token_ids=plan.token_ids,
         num_repaired=len(selected),
         num_live=layout.num_live,
-        exactness="full" if not layout.reused else "exact" if is_exact else "repaired",
+        exactness=exactness,
         fallback_reason=reason,
         loaded_bytes=loaded_bytes,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
     )
+
+
+def _outcome(layout: Layout, dtypes: set[KVDtype], num_repaired: int) -> tuple[KVDtype, Exactness]:
+    """Return what the prompt's KV was rounded to, and its label; where every row was computed, nothing rounded is left."""
+    if not layout.reused:
+        return "auto", "full"
+    kv_dtype: KVDtype = dtypes.pop() if dtypes and num_rows_of(layout.reused) > num_repaired else "auto"
+    return kv_dtype, "exact" if kv_dtype == "auto" and num_repaired == num_rows_of(layout.stale) else "repaired"
 
 
 def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock) -> Prefilled:

@@ -60,6 +60,19 @@ def stitch(
 
 
 @contextmanager
+def filling(buffer: KVBuffer) -> Iterator[None]:
+    """Forget in the end what was to be waited for; if something fails before, wait: nothing may be freed that a stream still uses."""
+    try:
+        yield
+    except BaseException:
+        if buffer.arrivals:
+            buffer.arrivals[-1].synchronize()
+        raise
+    finally:
+        buffer.arrivals, buffer.sources = (), None
+
+
+@contextmanager
 def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     """Use the device's stream for copies, behind what was asked of the current one: the buffer's memory may have been in use."""
     if device.type != "cuda":

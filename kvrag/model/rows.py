@@ -7,8 +7,7 @@ for torch, int32 limits for the kernels, shared by all layers with the same reac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -73,18 +72,6 @@ class KVBuffer:
         """Let the device's current stream wait until the stored KV of a layer is there; the host goes on."""
         if self.arrivals:
             torch.cuda.current_stream(self.layers[layer][0].device).wait_event(self.arrivals[layer])
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Forget in the end what was to be waited for; where something fails before, wait: nothing may be freed that a stream still uses."""
-        try:
-            yield
-        except BaseException:
-            if self.arrivals:
-                self.arrivals[-1].synchronize()
-            raise
-        finally:
-            self.arrivals, self.sources = (), None
 
     @property
     def capacity(self) -> int:
