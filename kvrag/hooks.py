@@ -9,11 +9,12 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
-from kvrag.errors import ConfigError, InputError, KVRagError
+from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.precompute.documents import in_collection
 from kvrag.prompt.template import Prefix
 from kvrag.threads import POOL
@@ -52,7 +53,7 @@ def precompute_kv(
     content
         For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM sees.
     on_error
-        ``"raise"`` errors, or ``"warn"`` and continue: without KV, prompts are prefilled in full.
+        ``"raise"`` errors, also when all is done but a chunk could not be stored; or ``"warn"``: without KV, prompts are prefilled in full.
     prefix, namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.engine.KVRagEngine.precompute`, and the same errors.
     """
@@ -60,14 +61,19 @@ def precompute_kv(
         if value not in choices:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
     options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
+    report = PrecomputeReport(0, 0, [], 0, 0.0)
     try:
         named = _named(items, ids, content)
-        return _precompute(engine_of(llm), named, namespace, collection, **options)
+        report = _precompute(engine_of(llm), named, namespace, collection, **options)
+        if report.failed:
+            what = "chunk(s) could not be stored, and will be computed at query time; the first one"
+            raise StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
     except KVRagError as error:
         if on_error == "raise":
             raise
-        warnings.warn(f"no KV was precomputed: {error}", UserWarning, stacklevel=2)
-        return PrecomputeReport(0, 0, [("", str(error))], 0, 0.0)
+        warnings.warn(f"not all KV was precomputed: {error}", UserWarning, stacklevel=2)
+        return report if report.failed else replace(report, failed=[("", str(error))])
+    return report
 
 
 def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
@@ -169,7 +175,8 @@ def _precompute(
 ) -> PrecomputeReport:
     """Precompute, and delete documents that are now empty."""
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
-    report = engine.precompute_items(kept, namespace=namespace, collection=collection, **options)
+    names, texts = [name for name, _ in kept], [text for _, text in kept]
+    report = engine.precompute(texts, ids=names, namespace=namespace, collection=collection, **options)
     emptied = {str(name) for name, text in named if name is not None and not text.strip()}
     stored = set(engine.document_ids(namespace=namespace) if emptied else ())
     if gone := stored & set(in_collection(emptied, collection)):

@@ -291,7 +291,7 @@ def test_collections_are_kept_apart(llm):
 def test_a_text_of_a_collection_that_changed_leaves_no_old_kv_whatever_fails(llm, monkeypatch):
     store, texts = KVRagVectorStore(collection="manuals"), chunks(2)
     store.add([node(texts[0], id_="a")])
-    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(StoreError, "the disk is full"))
+    monkeypatch.setattr(KVRagEngine, "precompute", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add([node(texts[1], id_="a")])
     assert (kept(llm, texts), llm.engine.document_ids()) == ([False, False], [])
@@ -319,7 +319,7 @@ def test_an_engine_will_do_as_llm(engine):
 def test_faults_of_kv_are_warnings_unless_asked_for(llm, monkeypatch):
     fail = raising(StoreError, "the disk is full")
 
-    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    monkeypatch.setattr(KVRagEngine, "precompute", fail)
     monkeypatch.setattr(KVRagEngine, "delete", fail)
     store = KVRagVectorStore()
     with pytest.warns(UserWarning, match=r"was not precomputed .* the disk is full"):
@@ -411,8 +411,8 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm):
 
 
 def test_an_ingestion_survives_a_fault_of_kv(llm, monkeypatch):
-    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(RuntimeError, "no such kernel"))
-    with pytest.warns(UserWarning, match=r"2 node\(s\) was not precomputed .* no such kernel"):
+    monkeypatch.setattr(KVRagEngine, "precompute", raising(RuntimeError, "no such kernel"))
+    with pytest.warns(UserWarning, match=r"was not precomputed .* no such kernel"):
         nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=documents(2))
     assert len(nodes) == 2
     with pytest.raises(RuntimeError, match="no such kernel"):

@@ -57,7 +57,7 @@ def precompute_nodes(
         if on_error == "raise":
             raise
         warnings.warn(
-            f"the KV of {len(nodes)} node(s) was not precomputed and will be computed at query time: {error}",
+            f"KV of nodes was not precomputed and will be computed at query time: {error}",
             UserWarning,
             stacklevel=3,
         )
