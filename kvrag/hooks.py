@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from kvrag.config import Retention
@@ -227,12 +228,27 @@ def documents_in(holder: Any) -> list[Any]:
 
 
 def _langchain_documents(holder: Any) -> list[Any] | None:
-    """Read LangChain's ``InMemoryVectorStore`` (``store``) and the community FAISS class (``docstore``)."""
+    """Read LangChain's ``InMemoryVectorStore`` (``store``), Chroma (``get``), Qdrant, and the community FAISS class (``docstore``)."""
     rows = getattr(holder, "store", None)
     if isinstance(rows, dict) and hasattr(holder, "similarity_search"):
         return list(holder.get_by_ids(list(rows)))
+    if hasattr(holder, "content_payload_key"):
+        return _qdrant_documents(holder)
+    if hasattr(holder, "similarity_search") and hasattr(holder, "get"):
+        found = holder.get(include=["documents"])
+        pairs = zip(found["ids"], found["documents"], strict=True)
+        return [SimpleNamespace(id=name, page_content=text) for name, text in pairs]
     stored = getattr(getattr(holder, "docstore", None), "_dict", None)
     return None if stored is None else list(stored.values())
+
+
+def _qdrant_documents(holder: Any) -> list[Any]:
+    points, offset, key = list[Any](), None, holder.content_payload_key
+    while True:
+        page, offset = holder.client.scroll(holder.collection_name, limit=1000, offset=offset, with_payload=True)
+        points += page
+        if offset is None:
+            return [SimpleNamespace(id=str(point.id), page_content=point.payload.get(key, "")) for point in points]
 
 
 def _llama_index_nodes(holder: Any) -> list[Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvrag.config import KV_DTYPES
 from kvrag.errors import InputError
@@ -213,8 +214,8 @@ class _Draft:
         elif head is not None and not (any([piece.kind == "chunk" for piece in rest]) or self._is_stored(head)):
             head, rest = Piece("".join([p.text for p in (head, *rest)])), []
         self._head, self._head_ids = head or Piece(""), self._ids_of(head)
-        encode = {"live": encoder.live_ids, "chunk": encoder.chunk_ids}
-        self._rest = [(p, p.ids or tuple(encode[p.kind](p.text))) for p in rest]
+        encode: dict[str, Any] = {"live": encoder.live_ids, "chunk": encoder.chunk_ids}
+        self._rest: list[tuple[Piece, TokenIds]] = [(p, p.ids or tuple(encode[p.kind](p.text))) for p in rest]
         self._prefix = ids_digest(self._head_ids)
         self._found: dict[TokenIds, ChunkIdentity] = {}
         self._head_identity = lookup.identity(self._head_ids, ids_digest(()))
@@ -234,11 +235,8 @@ class _Draft:
 
     def _look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
         """Find KV of runs of ids, behind this prefix or else elsewhere, and return those identities that are known."""
-        own = {
-            ids: self._lookup.identity(ids, self._prefix, self._lookup.context)
-            for ids in runs
-            if ids not in self._found
-        }
+        behind, new = (self._prefix, self._lookup.context), [ids for ids in runs if ids not in self._found]
+        own = {ids: self._lookup.identity(ids, *behind) for ids in new}
         known = self._lookup.known([*own.values(), *others])
         self._found |= {ids: identity for ids, identity in own.items() if identity in known}
         self._found |= self._lookup.elsewhere([ids for ids in own if ids not in self._found])

@@ -57,9 +57,7 @@ def precompute_nodes(
         if on_error == "raise":
             raise
         warnings.warn(
-            f"KV of nodes was not precomputed and will be computed at query time: {error}",
-            UserWarning,
-            stacklevel=3,
+            f"KV of nodes was not precomputed and will be computed at query time: {error}", UserWarning, stacklevel=3
         )
         return PrecomputeReport(0, 0, [(node.node_id, str(error)) for node in nodes], 0, 0.0)
     logger.info("KV of %d node(s): %d stored, %d skipped", len(nodes), report.stored, report.skipped)
