@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
-from kvrag.errors import ConfigError, InputError
+from kvrag.errors import ConfigError, InputError, ModelError
 from kvrag.generate.sequence import Answering, EngineStats, Request, check_options
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
@@ -115,7 +115,7 @@ class KVRagEngine:
         self._digest_of(namespace)
         self._gate = Gate(self.store_config.read_dtype)
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
-        self._stats, self._lock = EngineStats(), fork_lock()
+        self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
         self._loaded: LoadedModel | None = None
         self.profile: tuple[str, Profile | None] = "", None  # the model's fingerprint, and what is kept for it
         self._query_side: Answering | None = None
@@ -210,6 +210,8 @@ class KVRagEngine:
     def loaded(self) -> LoadedModel:
         """The model and its tokenizer; loads them."""
         with self._lock:
+            if self._is_closed:
+                raise ModelError("this engine is closed; make another one with KVRagEngine.from_pretrained() or get()")
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
                 has_tier = on_accelerator(self.store, self._loaded.lm.device, self.store_config, convert=convert)
@@ -245,13 +247,13 @@ class KVRagEngine:
         return () if isinstance(lm, PlainLM) else context_ids(self.context, self.loaded.encoder, lm.reuse_window)
 
     def close(self) -> None:
-        """Close the store and release the model; the engine can't be used afterwards."""
+        """Close the store and release the model; prompts and precompute raise :class:`ModelError` afterwards."""
         with self._shared_lock:
             self._recent.pop(self, None)
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
         self._resources.close()
-        self._loaded = self._query_side = None
+        self._is_closed, self._loaded, self._query_side = True, None, None
 
     def precompute(
         self,

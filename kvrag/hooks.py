@@ -17,6 +17,7 @@ from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.precompute.documents import in_collection
+from kvrag.prompt.spans import text_entry
 from kvrag.prompt.template import Prefix
 from kvrag.threads import POOL
 from kvrag.types import PrecomputeReport, SyncReport
@@ -99,7 +100,7 @@ def sync_kv(
     llm: Any,
     ids: Sequence[str] | None = None,
     namespace: str | None = None,
-    content: Content = "text",
+    content: Content | None = None,
     collection: str | None = None,
     **options: Any,
 ) -> SyncReport:
@@ -109,10 +110,14 @@ def sync_kv(
     ----------
     live_items
         All documents that should have KV in this namespace, or in this collection of it; each needs an id.
-    llm, ids, namespace, content, collection, **options
+    content
+        As for :func:`precompute_kv`; default: what the documents were stored with.
+    llm, ids, namespace, collection, **options
         As for :func:`precompute_kv`, without ``on_error``.
     """
-    engine, named = engine_of(llm), _named(live_items, ids, content)
+    engine, named = engine_of(llm), _named(live_items, ids, content or "text")
+    if content is None and _is_stored(engine, shown := _named(live_items, ids, "llm"), namespace, collection):
+        named = shown
     if any(name is None for name, _ in named):
         raise InputError("sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]")
     report = _precompute(engine, named, namespace, collection, **options)
@@ -156,6 +161,17 @@ def engine_of(llm: Any) -> KVRagEngine:
             f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM (other models can't use KV)"
         )
     return engine
+
+
+def _is_stored(
+    engine: KVRagEngine, named: list[tuple[str | None, str]], namespace: str | None, collection: str | None
+) -> bool:
+    """Return whether one of these texts is what its document has stored."""
+    catalog, space = engine.store.catalog, engine.store.names.namespace(namespace or engine.namespace)
+    pairs = [(name, entry) for name, text in named if name is not None and (entry := text_entry(text))]
+    names = in_collection([name for name, _ in pairs], collection)
+    found = zip(names, pairs, strict=True)
+    return any(entry.digest in catalog.document_texts(space, name) for name, (_, entry) in found)
 
 
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:

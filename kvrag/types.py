@@ -232,7 +232,7 @@ class Accounting:
     computed_tokens
         Rows without stored KV: prefix, glue, missing chunks, the question.
     exactness
-        ``"exact"``: reuse that equals a full prefill; ``"repaired"``: approximate reuse; ``"full"``: no reuse.
+        ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse; ``"full"``: none.
     timings_ms
         Milliseconds per stage.
     loaded_bytes

@@ -11,7 +11,7 @@ from kit import Forwards, raising
 from texts import make_chunks
 
 from kvrag import precompute_kv
-from kvrag.errors import StoreError
+from kvrag.errors import ModelError, StoreError
 from kvrag.prompt.explain import MANY
 
 CHUNKS = make_chunks(4)
@@ -138,3 +138,13 @@ def test_advice_on_the_prefix_can_be_pasted_and_holds_no_documents_text(engine_o
         said = str(engine.explain(f"{prompt}\n\n{CHUNKS[1]}\n\nWho?"))
         assert advice in said
         assert f"prefix={CHUNKS[0][:20]!r}"[:-1] not in said
+
+
+def test_an_engine_that_was_closed_says_so_and_loads_nothing_again(engine):
+    engine.precompute(CHUNKS[:1])
+    engine.close()
+    for use in (lambda: engine.generate("Who?"), lambda: engine.precompute(CHUNKS), lambda: engine.explain("Who?")):
+        with pytest.raises(ModelError, match="this engine is closed"):
+            use()
+    with pytest.raises(ModelError, match="this engine is closed"):
+        list(engine.stream("Who?"))
