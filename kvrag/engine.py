@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
-from kvrag.errors import ConfigError, InputError
+from kvrag.errors import ConfigError, InputError, ModelError
 from kvrag.generate.sequence import Answering, EngineStats, Request, check_options
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
-from kvrag.precompute.documents import check_kv_dir, check_namespace, chosen_documents, chosen_keys, members
+from kvrag.precompute import documents
 from kvrag.precompute.encode import check_context, context_ids
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
-from kvrag.precompute.run import Precompute, check_items, replaced_ids
+from kvrag.precompute.run import Precompute
 from kvrag.prompt.template import Prefix, Prompt, PromptEncoder, prefix_text
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.threads import fork_lock
@@ -101,7 +101,8 @@ class KVRagEngine:
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        self.source, self.namespace, self.kv_dir = source, check_namespace(namespace), check_kv_dir(kv_dir)
+        self.source, self.namespace = source, documents.check_namespace(namespace)
+        self.kv_dir = documents.check_kv_dir(kv_dir)
         self._repair = as_config(RepairConfig, repair, option="repair")
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
@@ -114,7 +115,7 @@ class KVRagEngine:
         self._digest_of(namespace)
         self._gate = Gate(self.store_config.read_dtype)
         self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
-        self._stats, self._lock = EngineStats(), fork_lock()
+        self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
         self._loaded: LoadedModel | None = None
         self.profile: tuple[str, Profile | None] = "", None  # the model's fingerprint, and what is kept for it
         self._query_side: Answering | None = None
@@ -193,9 +194,9 @@ class KVRagEngine:
         source = ModelSource(model, **given, hf_kwargs=hf_kwargs)
         repair = as_config(RepairConfig, options.get("repair"), option="repair")
         config = as_config(StoreConfig, options.get("store_config"), option="store_config")
-        where = (check_kv_dir(options.get("kv_dir")), repr(options.get("prefix")), options.get("namespace", "default"))
-        behind = check_context(options.get("context"))
-        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, behind, repair, config)
+        where = documents.check_kv_dir(options.get("kv_dir")), options.get("namespace", "default")
+        behind = repr(options.get("prefix")), check_context(options.get("context"))
+        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, *behind, repair, config)
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls.from_pretrained(model, **options)
             cls._shared[key] = engine
@@ -209,6 +210,8 @@ class KVRagEngine:
     def loaded(self) -> LoadedModel:
         """The model and its tokenizer; loads them."""
         with self._lock:
+            if self._is_closed:
+                raise ModelError("this engine is closed; make another one with KVRagEngine.from_pretrained() or get()")
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
                 has_tier = on_accelerator(self.store, self._loaded.lm.device, self.store_config, convert=convert)
@@ -244,13 +247,13 @@ class KVRagEngine:
         return () if isinstance(lm, PlainLM) else context_ids(self.context, self.loaded.encoder, lm.reuse_window)
 
     def close(self) -> None:
-        """Close the store and release the model; the engine can't be used afterwards."""
+        """Close the store and release the model; prompts and precompute raise :class:`ModelError` afterwards."""
         with self._shared_lock:
             self._recent.pop(self, None)
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
         self._resources.close()
-        self._loaded = self._query_side = None
+        self._is_closed, self._loaded, self._query_side = True, None, None
 
     def precompute(
         self,
@@ -284,7 +287,7 @@ class KVRagEngine:
         UnsupportedModelError, ConfigError
             If this model's KV can't be reused, or does not tolerate the store's rounding (``StoreConfig.kv_dtype``).
         """
-        items = check_items(texts, ids, collection, batch_size)
+        items = documents.check_items(texts, ids, collection, batch_size)
         retention = as_config(Retention, retention, option="retention")
         space, loaded = self._namespace(namespace), self.loaded
         if isinstance(loaded.lm, PlainLM):
@@ -293,15 +296,10 @@ class KVRagEngine:
             self._gate.admit(loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        if gone := replaced_ids(self.store, items, space):
+        if gone := documents.replaced_ids(self.store, items, space):
             self.delete(gone, namespace=namespace)
         run = Precompute(loaded, self.store, self.store_config, space, text, self.context_ids, retention)
         return run.run(items, batch_size=batch_size, show_progress=show_progress)
-
-    def precompute_items(self, items: Iterable[tuple[str | None, str]], **options: Any) -> PrecomputeReport:
-        """As :meth:`precompute`, for ``(id or None, text)`` pairs."""
-        pairs = list(items)
-        return self.precompute([text for _, text in pairs], ids=[doc_id for doc_id, _ in pairs], **options)
 
     def prefetch(
         self, texts: Sequence[str] = (), *, keys: Sequence[ChunkKey] = (), namespace: str | None = None
@@ -317,7 +315,7 @@ class KVRagEngine:
             wanted += self._answering.plan(self._request(prompt, mode="full", namespace=namespace)).identities
         if keys:
             space, model = self._namespace(namespace), self.loaded.fingerprint
-            wanted += chosen_keys(self.store.catalog, space, (), keys, model=model)
+            wanted += documents.chosen_keys(self.store.catalog, space, (), keys, model=model)
         return self.store.prefetch(wanted)
 
     def flush_write_back(self, timeout_s: float | None = None) -> bool:
@@ -329,7 +327,7 @@ class KVRagEngine:
     ) -> int:
         """Delete documents, by default a whole collection, and erase KV that no other document refers to; return how many chunks."""
         space = self._namespace(namespace)
-        chosen = chosen_documents(self.store.catalog, space, ids, collection)
+        chosen = documents.chosen_documents(self.store.catalog, space, ids, collection)
         with self._erasures.erasing(space):
             return sum(self.store.forget(space, doc_id) for doc_id in chosen)
 
@@ -351,8 +349,8 @@ class KVRagEngine:
         if checked is None:
             raise ConfigError("retention is None; pass a kvrag.Retention")
         space, catalog = self._namespace(namespace), self.store.catalog
-        documents = chosen_documents(catalog, space, ids, collection)
-        return self.store.retain(chosen_keys(catalog, space, documents, keys), checked)
+        chosen = documents.chosen_documents(catalog, space, ids, collection)
+        return self.store.retain(documents.chosen_keys(catalog, space, chosen, keys), checked)
 
     def clear(self, *, namespace: str | None = None) -> int:
         """Erase all documents and KV, of one namespace or by default of **every** one; return the number of chunks erased.
@@ -366,7 +364,7 @@ class KVRagEngine:
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents (of a collection) that were precomputed and not deleted, including evicted ones."""
         found = self.store.catalog.documents(self._namespace(namespace))
-        return found if collection is None else members(found, collection)
+        return found if collection is None else documents.members(found, collection)
 
     def generate(
         self,
@@ -451,7 +449,7 @@ class KVRagEngine:
 
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""
-        return self._digest_of(self.namespace if namespace is None else check_namespace(namespace))
+        return self._digest_of(self.namespace if namespace is None else documents.check_namespace(namespace))
 
     @property
     def _answering(self) -> Answering:
@@ -460,10 +458,10 @@ class KVRagEngine:
             loaded = self.loaded  # first: the gate depends on the model's device
             if self._query_side is None:
                 self._gate.admit(loaded)
-                config, audit, ids = self.store_config, self._stats.audit, self.context_ids
+                config, ids = self.store_config, self.context_ids
                 if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
-                self._query_side = Answering(loaded, self.store, config, self._write_back, ids, audit)
+                self._query_side = Answering(loaded, self.store, config, self._write_back, ids, self._stats)
                 self._resources.callback(self._query_side.close)
             return self._query_side
 

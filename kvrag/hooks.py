@@ -9,12 +9,15 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
-from kvrag.errors import ConfigError, InputError, KVRagError
+from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.precompute.documents import in_collection
+from kvrag.prompt.spans import text_entry
 from kvrag.prompt.template import Prefix
 from kvrag.threads import POOL
 from kvrag.types import PrecomputeReport, SyncReport
@@ -52,7 +55,7 @@ def precompute_kv(
     content
         For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM sees.
     on_error
-        ``"raise"`` errors, or ``"warn"`` and continue: without KV, prompts are prefilled in full.
+        ``"raise"`` errors, also when all is done but a chunk could not be stored; or ``"warn"``: without KV, prompts are prefilled in full.
     prefix, namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.engine.KVRagEngine.precompute`, and the same errors.
     """
@@ -60,14 +63,19 @@ def precompute_kv(
         if value not in choices:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
     options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
+    report = PrecomputeReport(0, 0, [], 0, 0.0)
     try:
         named = _named(items, ids, content)
-        return _precompute(engine_of(llm), named, namespace, collection, **options)
+        report = _precompute(engine_of(llm), named, namespace, collection, **options)
+        if report.failed:
+            what = "chunk(s) could not be stored, and will be computed at query time; the first one"
+            raise StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
     except KVRagError as error:
         if on_error == "raise":
             raise
-        warnings.warn(f"no KV was precomputed: {error}", UserWarning, stacklevel=2)
-        return PrecomputeReport(0, 0, [("", str(error))], 0, 0.0)
+        warnings.warn(f"not all KV was precomputed: {error}", UserWarning, stacklevel=2)
+        return report if report.failed else replace(report, failed=[("", str(error))])
+    return report
 
 
 def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
@@ -92,7 +100,7 @@ def sync_kv(
     llm: Any,
     ids: Sequence[str] | None = None,
     namespace: str | None = None,
-    content: Content = "text",
+    content: Content | None = None,
     collection: str | None = None,
     **options: Any,
 ) -> SyncReport:
@@ -102,10 +110,14 @@ def sync_kv(
     ----------
     live_items
         All documents that should have KV in this namespace, or in this collection of it; each needs an id.
-    llm, ids, namespace, content, collection, **options
+    content
+        As for :func:`precompute_kv`; default: what the documents were stored with.
+    llm, ids, namespace, collection, **options
         As for :func:`precompute_kv`, without ``on_error``.
     """
-    engine, named = engine_of(llm), _named(live_items, ids, content)
+    engine, named = engine_of(llm), _named(live_items, ids, content or "text")
+    if content is None and _is_stored(engine, shown := _named(live_items, ids, "llm"), namespace, collection):
+        named = shown
     if any(name is None for name, _ in named):
         raise InputError("sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]")
     report = _precompute(engine, named, namespace, collection, **options)
@@ -151,6 +163,17 @@ def engine_of(llm: Any) -> KVRagEngine:
     return engine
 
 
+def _is_stored(
+    engine: KVRagEngine, named: list[tuple[str | None, str]], namespace: str | None, collection: str | None
+) -> bool:
+    """Return whether one of these texts is what its document has stored."""
+    catalog, space = engine.store.catalog, engine.store.names.namespace(namespace or engine.namespace)
+    pairs = [(name, entry) for name, text in named if name is not None and (entry := text_entry(text))]
+    names = in_collection([name for name, _ in pairs], collection)
+    found = zip(names, pairs, strict=True)
+    return any(entry.digest in catalog.document_texts(space, name) for name, (_, entry) in found)
+
+
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:
     """Return ``(id or None, text)`` of items, with the ids given or their own."""
     pairs = _pairs(items, content)
@@ -169,7 +192,8 @@ def _precompute(
 ) -> PrecomputeReport:
     """Precompute, and delete documents that are now empty."""
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
-    report = engine.precompute_items(kept, namespace=namespace, collection=collection, **options)
+    names, texts = [name for name, _ in kept], [text for _, text in kept]
+    report = engine.precompute(texts, ids=names, namespace=namespace, collection=collection, **options)
     emptied = {str(name) for name, text in named if name is not None and not text.strip()}
     stored = set(engine.document_ids(namespace=namespace) if emptied else ())
     if gone := stored & set(in_collection(emptied, collection)):
@@ -220,12 +244,27 @@ def documents_in(holder: Any) -> list[Any]:
 
 
 def _langchain_documents(holder: Any) -> list[Any] | None:
-    """Read LangChain's ``InMemoryVectorStore`` (``store``) and the community FAISS class (``docstore``)."""
+    """Read LangChain's ``InMemoryVectorStore`` (``store``), Chroma (``get``), Qdrant, and the community FAISS class (``docstore``)."""
     rows = getattr(holder, "store", None)
     if isinstance(rows, dict) and hasattr(holder, "similarity_search"):
         return list(holder.get_by_ids(list(rows)))
+    if hasattr(holder, "content_payload_key"):
+        return _qdrant_documents(holder)
+    if hasattr(holder, "similarity_search") and hasattr(holder, "get"):
+        found = holder.get(include=["documents"])
+        pairs = zip(found["ids"], found["documents"], strict=True)
+        return [SimpleNamespace(id=name, page_content=text) for name, text in pairs]
     stored = getattr(getattr(holder, "docstore", None), "_dict", None)
     return None if stored is None else list(stored.values())
+
+
+def _qdrant_documents(holder: Any) -> list[Any]:
+    points, offset, key = list[Any](), None, holder.content_payload_key
+    while True:
+        page, offset = holder.client.scroll(holder.collection_name, limit=1000, offset=offset, with_payload=True)
+        points += page
+        if offset is None:
+            return [SimpleNamespace(id=str(point.id), page_content=point.payload.get(key, "")) for point in points]
 
 
 def _llama_index_nodes(holder: Any) -> list[Any] | None:

@@ -193,13 +193,11 @@ class PrecomputeReport:
     Parameters
     ----------
     stored, skipped
-        Chunks computed and written; chunks that are stored already or too short.
-    failed
-        ``(id, reason)`` of each chunk that has no KV now and is computed at query time.
-    stored_bytes
-        Bytes of KV written.
-    seconds
-        Wall time.
+        Chunks computed and written; chunks that are stored already.
+    failed, short
+        ``(id, reason)`` of each chunk that has no KV and is computed at query time: what could not be stored, and what is too short to be.
+    stored_bytes, seconds
+        Bytes of KV written; wall time.
     """
 
     stored: int
@@ -207,6 +205,7 @@ class PrecomputeReport:
     failed: list[tuple[str, str]]
     stored_bytes: int
     seconds: float
+    short: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +232,7 @@ class Accounting:
     computed_tokens
         Rows without stored KV: prefix, glue, missing chunks, the question.
     exactness
-        ``"exact"``: reuse that equals a full prefill; ``"repaired"``: approximate reuse; ``"full"``: no reuse.
+        ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse; ``"full"``: none.
     timings_ms
         Milliseconds per stage.
     loaded_bytes
@@ -346,7 +345,7 @@ class Explanation:
         return sum(span.hit for span in self.spans if span.kind == "chunk")
 
     def __str__(self) -> str:
-        lines = [f"{self.prompt_tokens} tokens, {self.hits} chunk(s) reused, would run in mode {self.mode!r}"]
+        lines = [f"{self.prompt_tokens} tokens, {self.hits} chunk(s) with KV, would run in mode {self.mode!r}"]
         for span in self.spans:
             head = " ".join(span.text.split())[:48]
             state = ("exact" if span.exact else "hit") if span.hit else "computed"

@@ -172,7 +172,7 @@ def test_an_adapter_that_is_switched_meanwhile_spoils_no_figure(engine, monkeypa
 
 
 def test_closing_ends_it_without_a_word(engine, caplog):
-    audit = engine._answering.audit
+    audit = engine._answering.stats.audit
     with caplog.at_level(logging.WARNING):
         with lock_of(engine.loaded.lm.model):
             audit.offer(engine.loaded, *offered(engine))

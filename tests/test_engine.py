@@ -316,8 +316,8 @@ def test_explain_tells_hits_and_misses(engine):
     assert "not precomputed" in str(chunks[1].reason)
     assert "min_chunk_tokens" in str(chunks[2].reason)
     assert explanation.hits == 1
-    assert "1 chunk(s) reused" in str(explanation)
-    assert "verbatim" in str(engine.explain("nothing known here"))
+    assert "1 chunk(s) with KV" in str(explanation)
+    assert "rewritten" in str(engine.explain("nothing known here"))
 
 
 def test_a_store_made_by_another_model_is_all_misses(tiny_dir, tmp_path):

@@ -226,7 +226,7 @@ def test_a_text_that_only_begins_like_a_chunk_is_live(stored):
     assert stored.prefill(ask(LONG[:150]), mode="stitch", namespace="other").exactness == "full"
     prompt = ask(LONG[:34] + " but then goes on in a way of its own, which no chunk has, for quite some while")
     assert parts(stored, prompt) == []
-    assert distance(stored, prompt, mode="stitch") < 1e-6
+    assert distance(stored, prompt, mode="stitch") < 1e-5, "its prefix is reused"
 
 
 def test_kv_of_another_model_is_not_used(stored, engine_of):

@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
-from kvrag.prompt.explain import explain_plan
+from kvrag.prompt.explain import Watch, explain_plan
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
@@ -67,7 +66,7 @@ class Answering:
     """What the requests of one engine share: the model, the store, and the texts that are known to it.
 
     ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time. ``context_ids`` are the token ids that
-    chunks are encoded behind besides the prefix. ``audit`` compares some answered prompts with their full prefill.
+    chunks are encoded behind besides the prefix. ``stats`` are the engine's.
     """
 
     loaded: LoadedModel
@@ -75,11 +74,10 @@ class Answering:
     store_config: StoreConfig
     write_back: WriteBack | None = None
     context_ids: Sequence[int] = ()
-    audit: Audit = field(default_factory=Audit)
+    stats: EngineStats = field(default_factory=lambda: EngineStats())
     costs: CostModel = field(init=False)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
-    _has_warned: bool = False
     _read_dtype: KVDtype = field(init=False)
     _context: str = field(init=False)
 
@@ -89,7 +87,7 @@ class Answering:
 
     def close(self) -> None:
         """Do nothing more in the background."""
-        self.audit.close()
+        self.stats.audit.close()
         if self.write_back:
             self.write_back.close()
 
@@ -110,7 +108,7 @@ class Answering:
         return spans
 
     def plan(self, request: Request, deadline: Deadline | None = None) -> Plan:
-        """Plan a prompt within a time budget for the store; warn once when it will use chunks that were encoded behind another prefix."""
+        """Plan a prompt within a time budget for the store."""
         config, loaded = self.store_config, self.loaded
         deadline = deadline or Deadline(config.load_timeout_s)
         plan = plan_prompt(
@@ -126,21 +124,14 @@ class Answering:
         )
         if isinstance(loaded.lm, PlainLM):
             return plan.without_reuse(loaded.lm.refusal)
-        if plan.has_mismatch and request.mode in ("auto", "stitch") and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired; "
-                f"precompute with what stands before the first chunk: prefix={plan.pieces[0].piece.text[:400]!r}",
-                UserWarning,
-                stacklevel=2,
-            )
         return plan
 
     def explain(self, request: Request) -> Explanation:
         """Describe what a prompt would find and how it would be prefilled, without loading anything."""
         plan = self.plan(request)
         plan = self._checked(plan, request.mode, len(plan.token_ids) + 1)
-        return explain_plan(plan, *outcome_of(plan, request.mode, request.repair, self.store, self.costs))
+        outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
+        return explain_plan(plan, *outcome, self._spans[request.namespace][0], self.store_config.min_chunk_tokens)
 
     def _checked(self, plan: Plan, mode: Mode, total: int) -> Plan:
         """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any."""
@@ -159,6 +150,8 @@ class Answering:
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
+            if request.mode in ("auto", "stitch") and not self.write_back:  # which stores what is missed
+                self.stats.watch.notice(plan, self._spans[request.namespace][0], self.store_config.min_chunk_tokens)
         total = self._check_length(len(plan.token_ids), max_new_tokens)
         missed = _missed(request, plan, erasures) if self.write_back else None
         plan = self._checked(plan, request.mode, total)
@@ -214,7 +207,7 @@ class Answering:
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
         if request.repair.audit:
-            self.audit.offer(self.loaded, done, request.repair.audit, TURNS)
+            self.stats.audit.offer(self.loaded, done, request.repair.audit, TURNS)
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
@@ -274,7 +267,7 @@ class EngineStats:
     def __init__(self) -> None:
         self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
-        self.audit = Audit()
+        self.audit, self.watch = Audit(), Watch()
 
     def count(self, result: Counted) -> Counted:
         """Add one request, and return it."""
@@ -289,4 +282,5 @@ class EngineStats:
         with self._lock:
             totals = self._totals.copy()
         ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
-        return {**totals, "kv_reuse_ratio": ratio, "audit": self.audit.stats()}
+        own = {"kv_reuse_ratio": ratio, "requests_without_hits": self.watch.num_without_hits}
+        return {**totals, **own, "audit": self.audit.stats()}

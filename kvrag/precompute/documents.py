@@ -1,4 +1,4 @@
-"""Checks of document ids and collections, before anything is computed or erased.
+"""Checks of texts, document ids and collections, before anything is computed or erased.
 
 A document of a collection is stored as ``collection/id``; a collection is no more than this path.
 """
@@ -6,11 +6,15 @@ A document of a collection is stored as ``collection/id``; a collection is no mo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvrag.errors import ConfigError, InputError
-from kvrag.store import Catalog
+from kvrag.prompt.spans import text_entry
+from kvrag.prompt.template import check_chunk_text
+from kvrag.store import Catalog, TieredStore
 from kvrag.types import ChunkKey
+
+Item = tuple[str | None, str]  # a document id, if there is one, and a text
 
 
 def check_namespace(namespace: object) -> str:
@@ -73,3 +77,44 @@ def below_collection(collection: str) -> str:
     if not isinstance(collection, str) or not collection.strip("/"):
         raise InputError(f"collection is {collection!r}; pass the part of the document ids before a slash")
     return collection.rstrip("/") + "/"
+
+
+def check_items(
+    texts: Sequence[str], ids: Sequence[str | None] | None, collection: str | None, batch_size: object
+) -> list[Item]:
+    """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`; return ``(id in its collection, stripped text)`` of each text."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
+        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
+    if len(names) != len(texts):
+        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
+    found, seen = list[Item](), dict[str, str]()
+    for number, (name, text) in enumerate(zip(names, texts, strict=True)):
+        try:
+            body = check_chunk_text(text).strip()
+        except InputError as error:
+            raise InputError(f"chunk {number} (id {name!r}): {error}") from None
+        if name is not None:
+            if not isinstance(name, str):
+                raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
+            if seen.setdefault(name, body) != body:
+                raise InputError(f"the id {name!r} has two different texts; give each text its own id")
+        found.append((name, body))
+    if collection is None:
+        return found
+    stored = in_collection((name for name, _ in found), collection)
+    return [(name, text) for name, (_, text) in zip(stored, found, strict=True)]
+
+
+def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:
+    """Return the ids whose text has changed since it was stored: the KV of the old text must be erased."""
+    replaced = []
+    for name, text in items:
+        held = store.catalog.document_texts(namespace, name) if name is not None else []
+        entry = text_entry(text) if held else None
+        if name is not None and held and held != [entry.digest if entry else None]:
+            replaced.append(name)
+    return replaced

@@ -183,7 +183,9 @@ class WriteBack:
         except Exception as error:  # the answer has been given
             level = logging.DEBUG if self.closed.is_set() else logging.WARNING
             logger.log(level, "missed chunks were not stored: %s", error)
-        counts = Counter(stored=run.stored, skipped=skipped + run.skipped) if run is not None else Counter[str]()
+        counts = Counter[str]()
+        if run is not None:
+            counts.update(stored=run.stored, skipped=skipped + run.skipped + len(run.short))
         counts[rest] += len(missed.chunks) - counts.total()
         return counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,22 +16,19 @@ from tqdm.auto import tqdm
 
 from kvrag.blend.quantise import pack
 from kvrag.config import Retention, StoreConfig
-from kvrag.errors import ConfigError, InputError, StoreError, is_out_of_memory
+from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, context_digest, ids_digest
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
-from kvrag.precompute.documents import in_collection
+from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import Behind, encode_chunks, encode_prefix
-from kvrag.prompt.spans import text_entry
-from kvrag.prompt.template import check_chunk_text
+from kvrag.prompt.spans import ANCHOR_CHARS, text_entry
 from kvrag.store import TieredStore
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
-
-Item = tuple[str | None, str]  # a document id, if there is one, and a text
 
 PREFIX_PRIORITY = 85  # priority of a prefix's KV: it is small, and every prompt begins with it
 
@@ -46,8 +43,8 @@ class NewChunk:
 
     @property
     def label(self) -> str:
-        """Its name in reports."""
-        return next((i for i in self.doc_ids if i is not None), self.entry.digest[:12] if self.entry else "prefix")
+        """Its name in reports: of a document, else of its blob."""
+        return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
 
 
 class Guard:
@@ -59,47 +56,6 @@ class Guard:
     def storing(self, entry: TextEntry | None) -> AbstractContextManager[object]:
         """Return the context to write a chunk in. A ``StoreError`` fails the chunk, anything else ends the run."""
         return nullcontext()
-
-
-def check_items(
-    texts: Sequence[str], ids: Sequence[str | None] | None, collection: str | None, batch_size: object
-) -> list[Item]:
-    """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`; return ``(id in its collection, stripped text)`` of each text."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
-    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
-        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
-    if len(names) != len(texts):
-        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
-    found, seen = list[Item](), dict[str, str]()
-    for number, (name, text) in enumerate(zip(names, texts, strict=True)):
-        try:
-            body = check_chunk_text(text).strip()
-        except InputError as error:
-            raise InputError(f"chunk {number} (id {name!r}): {error}") from None
-        if name is not None:
-            if not isinstance(name, str):
-                raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
-            if seen.setdefault(name, body) != body:
-                raise InputError(f"the id {name!r} has two different texts; give each text its own id")
-        found.append((name, body))
-    if collection is None:
-        return found
-    stored = in_collection((name for name, _ in found), collection)
-    return [(name, text) for name, (_, text) in zip(stored, found, strict=True)]
-
-
-def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:
-    """Return the ids whose text has changed since it was stored: the KV of the old text must be erased."""
-    replaced = []
-    for name, text in items:
-        held = store.catalog.document_texts(namespace, name) if name is not None else []
-        entry = text_entry(text) if held else None
-        if name is not None and held and held != [entry.digest if entry else None]:
-            replaced.append(name)
-    return replaced
 
 
 class Precompute:
@@ -139,11 +95,12 @@ class Precompute:
         self._prefix, self._context = NewChunk((None,), None, identity), tuple(context)
         self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
         self._prefix_kv: KVBuffer | None = None
+        self._is_refused, self._token_bytes = False, 0.0  # by the store; of the KV as it is kept
         self._write: Future[None] | None = None  # one batch is written while the next one is computed
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
-        self.failed: list[tuple[str, str]] = []
+        self.failed, self.short = list[tuple[str, str]](), list[tuple[str, str]]()
 
     def run(self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool = False) -> PrecomputeReport:
         """Store the KV of the prefix and of every text that has none yet; equal texts are computed once.
@@ -158,6 +115,9 @@ class Precompute:
         with tqdm(total=len(chunks), initial=len(chunks) - len(todo), disable=not show_progress, unit="chunk") as bar:
             try:
                 for first in range(0, len(todo), batch_size):
+                    if self._is_refused:
+                        self._give_up(todo[first:])
+                        break
                     batch = todo[first : first + batch_size]
                     self._guard.before_forward()
                     self._store_batch(batch)
@@ -165,7 +125,8 @@ class Precompute:
             finally:
                 self._finish_write()
         self._recount()
-        return PrecomputeReport(self.stored, self.skipped, self.failed, self.stored_bytes, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return PrecomputeReport(self.stored, self.skipped, self.failed, self.stored_bytes, seconds, self.short)
 
     def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
         """Return a chunk for each distinct text, with all its document ids."""
@@ -181,8 +142,8 @@ class Precompute:
         """Whether a chunk must be computed; if it is stored already, its documents are added."""
         length, before = len(chunk.identity.token_ids), len(self._prefix.identity.token_ids) + len(self._context)
         if length < self._config.min_chunk_tokens or chunk.entry is None:
-            logger.info("chunk %s has %d tokens and remains live text", chunk.label, length)
-            self.skipped += 1
+            least = f"{self._config.min_chunk_tokens} (StoreConfig.min_chunk_tokens), or {ANCHOR_CHARS} characters"
+            self.short.append((chunk.label, f"{length} tokens, fewer than {least}"))
             return False
         if length >= self._lm.reuse_window - before:
             self._fail(chunk, f"{length} tokens behind {before} of prefix and context exceed the context window")
@@ -270,6 +231,7 @@ class Precompute:
             try:
                 self._put(chunk, kv, replace(retention, cost_ms=cost_ms))
             except StoreError as error:
+                self._is_refused = True
                 self._fail(chunk, str(error))
             else:
                 self.stored += 1
@@ -278,6 +240,7 @@ class Precompute:
     def _put(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> None:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
+        self._token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
         put = partial(self._store.put, chunk.identity, kv, text=chunk.entry, retention=retention)
         for doc_id in chunk.doc_ids:
             with self._guard.storing(chunk.entry):
@@ -293,6 +256,15 @@ class Precompute:
         for chunk in [chunk for key, chunk in keys.items() if key not in known]:
             self.stored -= 1
             self._fail(chunk, f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}")
+
+    def _give_up(self, rest: list[NewChunk]) -> None:
+        """Report chunks that are not computed, because the store has refused a shorter one, and how much room they want."""
+        size = self._token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
+        reason = (
+            f"not computed: the store refuses chunks, and the {len(rest)} that are left take {size / 2**20:.1f} MiB"
+        )
+        logger.warning("precompute ends early: %s", reason)
+        self.failed += [(chunk.label, reason) for chunk in rest]
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored and is computed at query time."""

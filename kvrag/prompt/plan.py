@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvrag.config import KV_DTYPES
 from kvrag.errors import InputError
@@ -184,8 +185,7 @@ def plan_prompt(
         if any([p.kind == "live" and scanner.head_places(p.text) for p in pieces]):
             pieces = finder.cut_live(pieces)
         draft = _Draft(head, pieces, encoder, lookup, min_chunk_tokens)
-        without = [piece for piece in draft.without_kv if piece.digest]
-        new = {piece.digest for piece in without if scanner.scan(piece.text, without={*hidden, piece.digest})}
+        new = {p.digest for p in draft.without_kv if p.digest and scanner.scan(p.text, without={*hidden, p.digest})}
         if not new:
             break
         hidden |= new  # a text without KV must not hide shorter ones that have it
@@ -199,9 +199,7 @@ def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | N
     """Take a known prefix off the prompt before it is searched: a chunk's text inside the prefix is part of the prefix."""
     text = pieces[0].text if pieces and pieces[0].kind == "live" else ""
     known = max([p for p in prefixes if text.startswith(p)], key=len, default="")
-    if not known:
-        return None, pieces
-    return Piece(known), merge_live([Piece(text[len(known) :]), *pieces[1:]])
+    return (Piece(known), merge_live([Piece(text[len(known) :]), *pieces[1:]])) if known else (None, pieces)
 
 
 class _Draft:
@@ -210,22 +208,25 @@ class _Draft:
     def __init__(
         self, head: Piece | None, rest: list[Piece], encoder: PromptEncoder, lookup: Lookup, min_tokens: int
     ) -> None:
+        self._encoder, self._lookup, self._min_tokens = encoder, lookup, min_tokens
         if head is None and rest and rest[0].kind == "live":
             head, rest = rest[0], rest[1:]
-        elif head is not None and not any([piece.kind == "chunk" for piece in rest]):
+        elif head is not None and not (any([piece.kind == "chunk" for piece in rest]) or self._is_stored(head)):
             head, rest = Piece("".join([p.text for p in (head, *rest)])), []
-        self._encoder, self._lookup, self._min_tokens = encoder, lookup, min_tokens
-        self._head = head or Piece("")
-        self._head_ids = tuple(encoder.live_ids(head.text, at_start=True) if head else encoder.bos_ids)
-        self._rest = [
-            (p, tuple(encoder.live_ids(p.text)) if p.kind == "live" else p.ids or encoder.chunk_ids(p.text))
-            for p in rest
-        ]
+        self._head, self._head_ids = head or Piece(""), self._ids_of(head)
+        encode: dict[str, Any] = {"live": encoder.live_ids, "chunk": encoder.chunk_ids}
+        self._rest: list[tuple[Piece, TokenIds]] = [(p, p.ids or tuple(encode[p.kind](p.text))) for p in rest]
         self._prefix = ids_digest(self._head_ids)
         self._found: dict[TokenIds, ChunkIdentity] = {}
         self._head_identity = lookup.identity(self._head_ids, ids_digest(()))
         runs = [p.part_of or ids for p, ids in self._rest if p.kind == "chunk" and len(ids) >= min_tokens]
         self._has_head = self._head_identity in self._look_up(runs, self._head_identity)
+
+    def _ids_of(self, head: Piece | None) -> TokenIds:
+        return tuple(self._encoder.live_ids(head.text, at_start=True) if head else self._encoder.bos_ids)
+
+    def _is_stored(self, head: Piece) -> bool:
+        return bool(self._lookup.known([self._lookup.identity(self._ids_of(head), ids_digest(()))]))
 
     @property
     def without_kv(self) -> list[Piece]:
@@ -234,11 +235,8 @@ class _Draft:
 
     def _look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
         """Find KV of runs of ids, behind this prefix or else elsewhere, and return those identities that are known."""
-        own = {
-            ids: self._lookup.identity(ids, self._prefix, self._lookup.context)
-            for ids in runs
-            if ids not in self._found
-        }
+        behind, new = (self._prefix, self._lookup.context), [ids for ids in runs if ids not in self._found]
+        own = {ids: self._lookup.identity(ids, *behind) for ids in new}
         known = self._lookup.known([*own.values(), *others])
         self._found |= {ids: identity for ids, identity in own.items() if identity in known}
         self._found |= self._lookup.elsewhere([ids for ids in own if ids not in self._found])

@@ -46,11 +46,13 @@ def test_impossible_options_are_refused_at_once(tiny_dir):
 
 
 def test_unknown_options_of_the_constructor_are_named(tiny_dir):
-    with pytest.warns(UserWarning, match=r"'tempreature'; did you mean 'temperature'\?.*ignored"):
+    with pytest.warns(UserWarning, match=r"no option 'logprobs'.*ignored"):
+        ChatKVRag(model=tiny_dir, logprobs=True)
+    with pytest.raises(ConfigError, match=r"'tempreature'; did you mean 'temperature'\?"):
         ChatKVRag(model=tiny_dir, tempreature=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ChatKVRag(model=tiny_dir, timeout=3, max_retries=2, api_key="x", streaming=True, cache=False, verbose=False)
+        ChatKVRag(model=tiny_dir, timeout=3, streaming=True, cache=False, verbose=False)
 
 
 @pytest.mark.parametrize("name", ["encryption_key", "encription_key", "disk_bytes", "kv_dtype"])

@@ -25,7 +25,7 @@ class Contract:
 
     @property
     def chat_model_params(self) -> dict[str, object]:
-        return {"model": self._tiny_dir}
+        return {"model": self._tiny_dir, "max_retries": None, "api_key": None}  # which are refused
 
     has_tool_calling = has_structured_output = False
 

@@ -183,7 +183,7 @@ async def test_aindex_shares_the_kv_of_one_text_in_two_sources(store, chat, chun
 
 
 def test_a_fault_of_kv_does_not_lose_documents(store, chat, chunks, monkeypatch):
-    monkeypatch.setattr(chat.engine, "precompute_items", raising(StoreError, "the disk is full"))
+    monkeypatch.setattr(chat.engine, "precompute", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add_texts(chunks[:2], ids=["a", "b"])
     assert len(store.get_by_ids(["a", "b"])) == 2

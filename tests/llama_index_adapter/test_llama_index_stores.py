@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import raising
+from kit import Forwards, raising
 from llama_index.core import (
     Document,
     MockEmbedding,
@@ -21,7 +21,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQuery, VectorStoreQueryResult
@@ -291,7 +291,7 @@ def test_collections_are_kept_apart(llm):
 def test_a_text_of_a_collection_that_changed_leaves_no_old_kv_whatever_fails(llm, monkeypatch):
     store, texts = KVRagVectorStore(collection="manuals"), chunks(2)
     store.add([node(texts[0], id_="a")])
-    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(StoreError, "the disk is full"))
+    monkeypatch.setattr(KVRagEngine, "precompute", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
         store.add([node(texts[1], id_="a")])
     assert (kept(llm, texts), llm.engine.document_ids()) == ([False, False], [])
@@ -319,7 +319,7 @@ def test_an_engine_will_do_as_llm(engine):
 def test_faults_of_kv_are_warnings_unless_asked_for(llm, monkeypatch):
     fail = raising(StoreError, "the disk is full")
 
-    monkeypatch.setattr(KVRagEngine, "precompute_items", fail)
+    monkeypatch.setattr(KVRagEngine, "precompute", fail)
     monkeypatch.setattr(KVRagEngine, "delete", fail)
     store = KVRagVectorStore()
     with pytest.warns(UserWarning, match=r"was not precomputed .* the disk is full"):
@@ -392,7 +392,7 @@ def test_a_pipeline_with_upserts_keeps_the_vector_store_in_step(llm, store):
     assert kept(llm, [d.text for d in (*docs, changed)]) == [True, False, False, True]
 
 
-def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm):
+def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm, monkeypatch):
     cache, docs = IngestionCache(), documents(2)
 
     def ingest(**options):
@@ -402,8 +402,11 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm):
 
     ingest()
     llm.engine.delete(llm.engine.document_ids())
-    ingest()  # the cache has seen all of it
-    assert kept(llm, chunks(2)) == [False, False]
+    ingest()  # the cache has seen all of it, and the KV is gone
+    assert kept(llm, chunks(2)) == [True, True]
+    forwards = Forwards(monkeypatch)
+    ingest()
+    assert forwards.count == 0
     ingest(namespace="other")
     assert kept(llm, chunks(2), namespace="other") == [True, True]
     ingest(prefix="Notes: ")
@@ -411,8 +414,8 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm):
 
 
 def test_an_ingestion_survives_a_fault_of_kv(llm, monkeypatch):
-    monkeypatch.setattr(KVRagEngine, "precompute_items", raising(RuntimeError, "no such kernel"))
-    with pytest.warns(UserWarning, match=r"2 node\(s\) was not precomputed .* no such kernel"):
+    monkeypatch.setattr(KVRagEngine, "precompute", raising(RuntimeError, "no such kernel"))
+    with pytest.warns(UserWarning, match=r"was not precomputed .* no such kernel"):
         nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=documents(2))
     assert len(nodes) == 2
     with pytest.raises(RuntimeError, match="no such kernel"):
@@ -455,3 +458,17 @@ def test_one_node_and_a_vector_store_are_items(llm, store):
     assert llm.precompute_kv(listing).stored == 1
     assert llm.sync_kv([node(text, id_="a")]).removed == 1
     assert kept(llm, [text, other]) == [True, False]
+
+
+def test_an_index_that_was_loaded_deletes_kv_too(llm, tmp_path):
+    docs, place = documents(3, has_metadata=True), str(tmp_path / "index")
+    context = StorageContext.from_defaults(vector_store=KVRagVectorStore(content="llm"))
+    VectorStoreIndex.from_documents(docs, storage_context=context).storage_context.persist(place)
+    index = load_index_from_storage(KVRagVectorStore.storage_context(place, content="llm"))
+    index.delete_ref_doc("doc-1", delete_from_docstore=True)
+    shown = [document.get_content(metadata_mode=MetadataMode.LLM) for document in docs]
+    assert kept(llm, shown) == [True, False, True]
+    # Without a word on the content, what was stored with its metadata stays so.
+    report = llm.sync_kv(index)
+    assert (report.precompute.stored, report.removed, kept(llm, shown)) == (0, 0, [True, False, True])
+    assert llm.sync_kv(index, content="text").precompute.stored == 2

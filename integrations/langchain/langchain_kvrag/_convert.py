@@ -30,6 +30,7 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (ToolMessage, "tool"),
     (FunctionMessage, "function"),
 )
+_THOUGHTS = ("reasoning", "thinking", "redacted_thinking")
 
 
 def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -45,6 +46,8 @@ def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 def _chat_message(message: BaseMessage) -> dict[str, Any]:
     out: dict[str, Any] = {"role": _role(message), "content": message.content}
+    if isinstance(message.content, list):  # what a model thought in an earlier turn is not shown to the next one
+        out["content"] = [b for b in message.content if not (isinstance(b, Mapping) and b.get("type") in _THOUGHTS)]
     if message.name:
         out["name"] = message.name
     if isinstance(message, ToolMessage):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Self
 
 from langchain_core.runnables.config import run_in_executor
@@ -13,13 +15,59 @@ from pydantic import AliasChoices, Field, SecretStr, model_validator
 from transformers import PreTrainedModel
 
 import kvrag
-from kvrag import KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, SyncReport
+from kvrag import ConfigError, GenerationResult, KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, SyncReport
 from kvrag.config import check_mode, refuse_misplaced, unknown_option
 from kvrag.fields import EngineFields
+from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.model.source import ModelSource
 from langchain_kvrag._convert import PROVIDER, engine_prefix
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+
+
+def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
+    """Yield a stream's text; raise ``TimeoutError`` if it did not end after so many seconds. Its decoding is stopped then."""
+    late = threading.Event()
+    timer = threading.Timer(seconds or 0.0, _stop, (stream, late))
+    timer.daemon = True
+    if seconds is not None:
+        timer.start()
+    try:
+        yield from stream
+        _check_end(stream, seconds, is_late=late.is_set())
+    finally:
+        timer.cancel()
+
+
+async def atimed(stream: AsyncTokenStream, seconds: float | None) -> AsyncIterator[str]:
+    """As :func:`timed`, in an event loop."""
+    late = threading.Event()
+    timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, _stop, stream, late)
+    try:
+        async for text in stream:
+            yield text
+        _check_end(stream, seconds, is_late=late.is_set())
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _stop(stream: TokenStream | AsyncTokenStream, late: threading.Event) -> None:
+    late.set()
+    stream.cancel()
+
+
+def _check_end(stream: TokenStream | AsyncTokenStream, seconds: float | None, *, is_late: bool) -> None:
+    """Raise ``TimeoutError`` where a stream ended because its time was over, rather than by itself at the last moment."""
+    try:
+        is_late = is_late and stream.result.finish_reason == "cancelled"
+    except RuntimeError:  # it was cancelled before its first token
+        if not is_late:
+            raise
+    if is_late:
+        raise TimeoutError(
+            f"the answer took longer than timeout={seconds:g} s; raise it, retrieve less, or lower max_tokens"
+        )
 
 
 class KVRagModel(EngineFields):
@@ -51,16 +99,21 @@ class KVRagModel(EngineFields):
     """Whether ``invoke`` streams to callbacks."""
 
     timeout: float | None = None
-    """Accepted for interchange with remote models; nothing here waits for a network."""
+    """Seconds that an answer may take before ``TimeoutError``, waiting for its turn included; a running prefill is waited for."""
 
     max_retries: int | None = None
-    """Accepted for interchange with remote models; nothing here is retried."""
+    """Refused: nothing is sent that could be sent again."""
 
     api_key: SecretStr | None = None
-    """Accepted for interchange with remote models; unused."""
+    """Refused: no service is asked."""
 
     def __init__(self, **data: Any) -> None:
         self._warn_of_unknown(data)
+        for name in ("max_retries", "api_key"):
+            if data.get(name):
+                raise ConfigError(
+                    f"{type(self).__name__} takes no {name}: the model runs in this process, and no service is asked; leave it out"
+                )
         if isinstance(data.get("stop"), str):
             data["stop"] = [data["stop"]]
         super().__init__(**data)
@@ -74,14 +127,14 @@ class KVRagModel(EngineFields):
         Raises
         ------
         ConfigError
-            If the store was meant: it would be left plain, or without a budget.
+            If an option of the store, or one of the model's, was meant: KV would be left plain, without a budget, or in memory.
         """
         known = set(cls.model_fields)
         for field in cls.model_fields.values():
             if isinstance(field.validation_alias, AliasChoices):
                 known.update(name for name in field.validation_alias.choices if isinstance(name, str))
         unknown = data.keys() - known
-        refuse_misplaced(unknown, known, of=cls.__name__, misspelt=False)
+        refuse_misplaced(unknown, known, of=cls.__name__)
         for name in unknown:
             fault = unknown_option(name, known, of=cls.__name__)
             warnings.warn(
@@ -109,11 +162,12 @@ class KVRagModel(EngineFields):
         self.check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
         tokenizer = os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
+        is_plain = self.prefix is None and not self._shows_messages  # string prompts have no head of a chat template
         options = {
             **self.engine_options(),
             "tokenizer": None if is_other else tokenizer,
             "revision": None if is_other else self.revision,
-            "prefix": engine_prefix(self.prefix, is_chat=self._shows_messages),
+            "prefix": "" if is_plain else engine_prefix(self.prefix, is_chat=self._shows_messages),
         }
         return KVRagEngine.get(model if is_other else self.model, **options)
 
@@ -127,12 +181,32 @@ class KVRagModel(EngineFields):
 
     def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Merge options of one call over the fields (``None``: as configured); the engine refuses unknown ones by name."""
-        given = {k: v for k, v in options.items() if v is not None and k not in ("model", "stream")}
+        given = {k: v for k, v in options.items() if v is not None and k not in ("model", "stream", "timeout")}
         if "max_tokens" in given:
             given["max_new_tokens"] = given.pop("max_tokens")
         if stop is not None:
             given["stop"] = stop
         return {"mode": self.mode, **self._sampling(), **given}
+
+    def _answer(
+        self, engine: KVRagEngine, prompt: Any, options: Mapping[str, Any], timeout_s: float | None
+    ) -> GenerationResult:
+        """Answer a prompt, without a time limit in the caller's thread, where Ctrl-C ends it."""
+        if timeout_s is None:
+            return engine.generate(prompt, **options)
+        with engine.stream(prompt, **options) as stream:
+            for _ in timed(stream, timeout_s):
+                pass
+            return stream.result
+
+    async def _aanswer(
+        self, engine: KVRagEngine, prompt: Any, options: Mapping[str, Any], timeout_s: float | None
+    ) -> GenerationResult:
+        """As :meth:`_answer`; the event loop is not blocked."""
+        stream = engine.astream(prompt, **options)
+        async for _ in atimed(stream, timeout_s):
+            pass
+        return stream.result
 
     @classmethod
     def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
@@ -154,7 +228,7 @@ class KVRagModel(EngineFields):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """All that changes answers: LangChain's response cache tells models apart by this."""
-        repair = asdict(self.repair or RepairConfig())
+        repair, config = asdict(self.repair or RepairConfig()), self.store_config
         return {
             "model": self.model_name,
             # Two models in memory may bear one name.
@@ -163,7 +237,10 @@ class KVRagModel(EngineFields):
             "dtype": str(self.dtype),
             "model_kwargs": {name: repr(value) for name, value in self.model_kwargs.items()},
             "prefix": None if self.prefix is None else repr(self.prefix),
+            "context": self.context,
             "namespace": self.namespace,
+            "kv_dir": None if self.kv_dir is None else os.path.abspath(self.kv_dir),
+            "store_config": None if config is None else repr(replace(config, on_event=None)),  # its key is not shown
             "mode": self.mode,
             "repair": repair,
             **self._sampling(),

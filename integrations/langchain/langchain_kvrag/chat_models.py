@@ -12,7 +12,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
 from langchain_kvrag._convert import chat_messages, metadata_of, usage_of
-from langchain_kvrag._engine import KVRagModel
+from langchain_kvrag._engine import KVRagModel, atimed, timed
 
 
 class ChatKVRag(KVRagModel, BaseChatModel):
@@ -48,7 +48,8 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         engine = self._engine(kwargs.get("model"))
-        return _chat_result(engine, engine.generate(chat_messages(messages), **self._options(stop, kwargs)))
+        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
+        return _chat_result(engine, self._answer(engine, chat_messages(messages), options, timeout_s))
 
     async def _agenerate(
         self,
@@ -58,7 +59,8 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         engine = await self._aengine(kwargs.get("model"))
-        return _chat_result(engine, await engine.agenerate(chat_messages(messages), **self._options(stop, kwargs)))
+        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
+        return _chat_result(engine, await self._aanswer(engine, chat_messages(messages), options, timeout_s))
 
     # LangChain calls the next two without a run manager, and calls on_llm_new_token itself.
 
@@ -71,7 +73,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         engine = self._engine(kwargs.get("model"))
         with engine.stream(chat_messages(messages), **self._options(stop, kwargs)) as stream:
-            for text in stream:
+            for text in timed(stream, kwargs.get("timeout", self.timeout)):
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
             yield _last_chunk(engine, stream.result)
 
@@ -85,7 +87,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         engine = await self._aengine(kwargs.get("model"))
         stream = engine.astream(chat_messages(messages), **self._options(stop, kwargs))
         try:
-            async for text in stream:
+            async for text in atimed(stream, kwargs.get("timeout", self.timeout)):
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
             yield _last_chunk(engine, stream.result)
         finally:

@@ -14,14 +14,14 @@ from langchain_core.runnables.config import run_in_executor
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
 from langchain_kvrag._convert import chat_messages, metadata_of, usage_of
-from langchain_kvrag._engine import KVRagModel
+from langchain_kvrag._engine import KVRagModel, atimed, timed
 
 
 class KVRagLLM(KVRagModel, BaseLLM):
     """LLM over :class:`kvrag.KVRagEngine`: known chunks in the prompt are not prefilled again.
 
-    Strings go to the model as they are; chat prompts go through its chat template. How an answer was made is in its
-    ``generation_info``. Options as for :class:`~langchain_kvrag.ChatKVRag`.
+    Strings go to the model as they are; chat prompts go through its chat template: pass such a prompt as ``prefix``. How
+    an answer was made is in its ``generation_info``. Options as for :class:`~langchain_kvrag.ChatKVRag`.
 
     Examples
     --------
@@ -108,8 +108,8 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         engine = self._engine(kwargs.get("model"))
-        options = self._options(stop, kwargs)
-        return _llm_result(engine, [engine.generate(prompt, **options) for prompt in prompts])
+        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
+        return _llm_result(engine, [self._answer(engine, prompt, options, timeout_s) for prompt in prompts])
 
     async def _agenerate(
         self,
@@ -119,8 +119,8 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         engine = await self._aengine(kwargs.get("model"))
-        options = self._options(stop, kwargs)
-        return _llm_result(engine, [await engine.agenerate(prompt, **options) for prompt in prompts])
+        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
+        return _llm_result(engine, [await self._aanswer(engine, prompt, options, timeout_s) for prompt in prompts])
 
     def _stream(
         self,
@@ -131,7 +131,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         engine = self._engine(kwargs.get("model"))
         with engine.stream(prompt, **self._options(stop, kwargs)) as stream:
-            for text in stream:
+            for text in timed(stream, kwargs.get("timeout", self.timeout)):
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     run_manager.on_llm_new_token(text, chunk=chunk)
@@ -148,7 +148,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         engine = await self._aengine(kwargs.get("model"))
         stream = engine.astream(prompt, **self._options(stop, kwargs))
         try:
-            async for text in stream:
+            async for text in atimed(stream, kwargs.get("timeout", self.timeout)):
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     await run_manager.on_llm_new_token(text, chunk=chunk)

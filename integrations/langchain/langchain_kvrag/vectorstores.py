@@ -182,7 +182,7 @@ class KVRagVectorStore(VectorStore):
 
     def _forget(self, ids: list[str], *, is_all: bool) -> None:
         """Delete KV. What ``None`` deletes differs between stores, so ask which documents are left."""
-        kept = {document.id for document in self.inner.get_by_ids(ids)} if is_all and ids else set()
+        kept = {str(document.id) for document in self.kv_documents()} if is_all and ids else set()
         gone = [name for name in ids if name not in kept]
         if gone:
             delete_kv(gone, llm=self.llm, namespace=self.namespace, collection=self.collection)

@@ -15,7 +15,7 @@ from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
 from kvrag import ConfigError, KVRagEngine, PrecomputeReport, Retention, precompute_kv
 from kvrag.config import unknown_option
-from kvrag.hooks import Content, OnError
+from kvrag.hooks import Content, OnError, engine_of
 from kvrag.precompute.documents import in_collection
 from llama_index.llms.kvrag.base import KVRagLLM
 
@@ -57,9 +57,7 @@ def precompute_nodes(
         if on_error == "raise":
             raise
         warnings.warn(
-            f"the KV of {len(nodes)} node(s) was not precomputed and will be computed at query time: {error}",
-            UserWarning,
-            stacklevel=3,
+            f"KV of nodes was not precomputed and will be computed at query time: {error}", UserWarning, stacklevel=3
         )
         return PrecomputeReport(0, 0, [(node.node_id, str(error)) for node in nodes], 0, 0.0)
     logger.info("KV of %d node(s): %d stored, %d skipped", len(nodes), report.stored, report.skipped)
@@ -95,8 +93,8 @@ class PrecomputeFields(BaseComponent):
 class PrecomputeKV(PrecomputeFields, TransformComponent):
     """Precomputes the KV of nodes that pass through and returns them unchanged; put it last in ``transformations``.
 
-    It sees additions only. A pipeline with a cache skips it for nodes that went through before, and nothing tells it of
-    deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
+    It sees additions only. A pipeline with a cache skips it for nodes that went through before, until KV is erased. Nothing
+    tells it of deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
 
     Parameters
     ----------
@@ -126,10 +124,13 @@ class PrecomputeKV(PrecomputeFields, TransformComponent):
 
     def _target(self) -> dict[str, str]:
         llm = resolve_kv_llm(self.llm)
+        engine = engine_of(llm)
+        # Whatever erases KV makes another generation: nodes that went through before pass again.
+        found = {"generation": str(engine.store.catalog.state().generation), "kept": str(engine.store_config.kv_dtype)}
         if isinstance(llm, KVRagLLM):
-            names = ("model", "kv_dir", "namespace", "dtype", "prefix", "system_prompt")
-            return {name: str(value) for name, value in llm.model_dump(include=set(names)).items() if name in names}
-        return {"model": llm.source.name, "namespace": llm.namespace, "dtype": str(llm.source.dtype)}
+            names = {"model", "kv_dir", "namespace", "dtype", "prefix", "context", "system_prompt"}
+            return found | {name: str(value) for name, value in llm.model_dump(include=names).items()}
+        return found | {"model": engine.source.name, "namespace": engine.namespace, "dtype": str(engine.source.dtype)}
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute the nodes' KV."""

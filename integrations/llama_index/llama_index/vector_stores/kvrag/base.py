@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from llama_index.core import StorageContext
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, SerializeAsAny
 from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index.core.vector_stores import SimpleVectorStore
@@ -75,6 +76,15 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     def from_persist_dir(cls, persist_dir: str, *, llm: Any = None, **options: Any) -> KVRagVectorStore:
         """Load what a storage context has persisted of the default inner store."""
         return cls(SimpleVectorStore.from_persist_dir(persist_dir), llm=llm, **options)
+
+    @classmethod
+    def storage_context(cls, persist_dir: str, *, llm: Any = None, **options: Any) -> StorageContext:
+        """Load a persisted context with this store in it, for ``load_index_from_storage``.
+
+        ``StorageContext.from_defaults(persist_dir=...)`` makes a plain store of the same file: what is deleted from that leaves its KV.
+        """
+        store = cls.from_persist_dir(persist_dir, llm=llm, **options)
+        return StorageContext.from_defaults(vector_store=store, persist_dir=persist_dir)
 
     @classmethod
     def class_name(cls) -> str:

@@ -1,0 +1,150 @@
+"""What happens at the edges: reuse that is dropped, stores that vanish or fill up, chunks that are too short, engines that are closed."""
+
+import errno
+import html
+import json
+import re
+import shutil
+
+import pytest
+from kit import Forwards, raising
+from texts import make_chunks
+
+from kvrag import precompute_kv
+from kvrag.errors import ModelError, StoreError
+from kvrag.prompt.explain import MANY
+
+CHUNKS = make_chunks(4)
+
+
+def about(*texts):
+    return [{"role": "user", "content": "\n\n".join([*texts, "Who keeps the ledger?"])}]
+
+
+def test_reuse_that_auto_drops_has_a_reason_and_is_counted_as_a_fallback(engine):
+    """Exact without what was dropped, such an answer would look as good as one that reuses everything."""
+    engine.precompute(CHUNKS[:2])
+    prompt = about(*CHUNKS[:2])
+    result, explained = engine.generate(prompt, max_new_tokens=1), engine.explain(prompt)
+    assert (result.exactness, explained.mode) == ("exact", "prefix")
+    assert result.fallback_reason.startswith("reuse would cost as much as")
+    assert result.fallback_reason in explained.notes
+    assert engine.stats()["fallbacks"] == engine.stats()["requests_exact"] == 1
+    assert "2 chunk(s) with KV, would run in mode 'prefix'" in str(explained)
+
+
+def test_a_directory_that_is_made_again_is_a_store_again(engine, tmp_path):
+    engine.precompute(CHUNKS[:1], ids=["a"])
+    shutil.rmtree(tmp_path / "kv")
+    assert engine.generate(about(CHUNKS[0]), max_new_tokens=1).exactness == "full"
+    with pytest.raises(StoreError, match="could not be stored"):
+        precompute_kv(CHUNKS[:1], ids=["a"], llm=engine)
+    (tmp_path / "kv").mkdir()
+    assert precompute_kv(CHUNKS[:1], ids=["a"], llm=engine).stored == 1
+    assert engine.generate(about(CHUNKS[0]), max_new_tokens=1).exactness == "exact"
+
+
+def test_a_chunk_that_was_not_stored_is_an_error_unless_a_warning_will_do(engine):
+    long = " ".join(make_chunks(1, words=1500))
+    with pytest.raises(StoreError, match=r"1 chunk.s. could not be stored.*the first one, b: .*context window"):
+        precompute_kv([CHUNKS[0], long], ids=["a", "b"], llm=engine)
+    assert engine.document_ids() == ["a"], "the others are stored"
+    with pytest.warns(UserWarning, match="not all KV was precomputed: 1 chunk"):
+        report = precompute_kv([CHUNKS[0], long], ids=["a", "b"], llm=engine, on_error="warn")
+    assert (report.skipped, report.failed[0][0]) == (1, "b")
+
+
+def test_chunks_that_are_too_short_are_told_apart_from_stored_ones(engine):
+    report = engine.precompute([CHUNKS[0], "Too short."], ids=["a", "b"])
+    assert (report.stored, report.skipped, report.failed) == (1, 0, [])
+    assert [name for name, _ in report.short] == ["b"]
+    assert "fewer than 32 (StoreConfig.min_chunk_tokens)" in report.short[0][1]
+    assert "shorter than 32 tokens" in str(engine.explain(about("Too short.")))
+
+
+def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, monkeypatch):
+    chunks = make_chunks(20)
+    size = engine.precompute(chunks[:1]).stored_bytes
+    full, forwards = raising(OSError, errno.ENOSPC, "No space left on device"), Forwards(monkeypatch)
+    monkeypatch.setattr(engine.store.blobs, "write", full)
+    report = engine.precompute(chunks, batch_size=1)
+    assert forwards.count <= 3, "the first one, and what was under way when it was refused"
+    assert (report.stored, report.skipped, len(report.failed)) == (0, 1, 19)
+    assert "No space left" in report.failed[0][1]
+    given_up = [reason for _, reason in report.failed if reason.startswith("not computed")]
+    missing = re.fullmatch(r".*the (\d+) that are left take ([\d.]+) MiB", given_up[-1])
+    assert int(missing[1]) == len(given_up) >= 17
+    assert float(missing[2]) == pytest.approx(len(given_up) * size / 2**20, rel=0.2)
+
+
+def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of):
+    engine = engine_of(prefix="Answer from the notes of the harbour archive, in one short sentence.\n\n")
+    engine.precompute(CHUNKS[:1])
+    prompt = f"{engine.prefix_text}Hello, who are you?"
+    result = engine.prefill(prompt)
+    assert (result.exactness, result.cached_tokens) == (
+        "exact",
+        len(engine.loaded.encoder.live_ids(engine.prefix_text, at_start=True)),
+    )
+    assert result.fallback_reason is None
+    assert float((result.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rewritten", "words"),
+    [
+        (lambda text: str([text]), "escaped"),
+        (json.dumps, "escaped"),
+        (lambda text: "\n".join(f"> {line}" for line in text.splitlines()), "quoted or indented"),
+        (lambda text: "\n".join(f"    {line}" for line in text.splitlines()), "quoted or indented"),
+        (lambda text: text.replace("\n", "\r\n"), "line ends"),
+        (html.escape, "HTML"),
+        (lambda text: text.replace(". The", ".  The"), "white space was changed"),
+    ],
+)
+def test_a_rewritten_chunk_is_warned_of_once_with_its_cause(engine, rewritten, words, recwarn):
+    text = f'A "first" line & more.\nThe end of it. The rest. {CHUNKS[0]}'
+    engine.precompute([text, CHUNKS[1]])
+    prompt = about(rewritten(text))
+    with pytest.warns(UserWarning, match=f"no stored chunk is reused.*{words}"):
+        engine.generate(prompt, max_new_tokens=1)
+    engine.generate(prompt, max_new_tokens=1)
+    assert not recwarn.list, "once is enough"
+    assert any(words in note for note in engine.explain(prompt).notes)
+    assert engine.stats()["requests_without_hits"] == 2
+
+
+def test_prompts_that_have_nothing_to_do_with_the_store_are_warned_of_late_and_never_after_a_hit(engine, recwarn):
+    engine.generate(about("Good morning."), max_new_tokens=1)
+    engine.precompute(CHUNKS[:1])
+    for _ in range(MANY - 1):
+        engine.generate(about("Good morning."), max_new_tokens=1)
+    assert engine.stats()["requests_without_hits"] == MANY - 1, "the first one asked an empty store"
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="no known chunk text stands in this prompt"):
+        engine.generate(about("Good morning."), max_new_tokens=1)
+
+
+def test_advice_on_the_prefix_can_be_pasted_and_holds_no_documents_text(engine_of):
+    engine = engine_of(prefix="")
+    engine.precompute(CHUNKS)
+    rules = "Answer from the notes. " * 20
+    cases = (
+        (CHUNKS[0], ""),
+        (f"{rules}\n\n{CHUNKS[0]}", f"prefix={rules + chr(10) * 2!r}"),
+        (f"{rules}\n\nfile_path: /data/a.txt\n\n{CHUNKS[0]}", "'file_path: /data/a.txt' stands before the chunk"),
+    )
+    for prompt, advice in cases:
+        said = str(engine.explain(f"{prompt}\n\n{CHUNKS[1]}\n\nWho?"))
+        assert advice in said
+        assert f"prefix={CHUNKS[0][:20]!r}"[:-1] not in said
+
+
+def test_an_engine_that_was_closed_says_so_and_loads_nothing_again(engine):
+    engine.precompute(CHUNKS[:1])
+    engine.close()
+    for use in (lambda: engine.generate("Who?"), lambda: engine.precompute(CHUNKS), lambda: engine.explain("Who?")):
+        with pytest.raises(ModelError, match="this engine is closed"):
+            use()
+    with pytest.raises(ModelError, match="this engine is closed"):
+        list(engine.stream("Who?"))
