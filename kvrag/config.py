@@ -193,7 +193,7 @@ class RepairConfig:
     ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction = 0.03
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
-    first_k: Count = 0
+    first_k: Count = 1
     """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it."""
     shift: Fraction = 1.0
     """Strength in [0, 1] of the residual shift: what the changes of the repaired rows tell of the other rows', applied to these."""

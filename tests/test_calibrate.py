@@ -142,7 +142,7 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
     engine = KVRagEngine.from_pretrained(tiny_dir)
     engine.precompute(CHUNKS)
     prompt, given = make_prompts(engine, CHUNKS, 2, 4, 1)[0], RepairConfig(recompute_ratio=0.11)
-    assert engine.explain(prompt).repair == "query_gain, ratio 0.03, first_k 0, shift 1 (default)"
+    assert engine.explain(prompt).repair == "query_gain, ratio 0.03, first_k 1, shift 1 (default)"
     profile = engine.calibrate(CHUNKS, **SMALL, **ANY)
     kl = f"{profile.kept.mean_kl:.3f}"
     said = f"none (calibrated on 3 prompts: mean KL {kl}, top-1 {profile.kept.top1:.0%})"
@@ -150,7 +150,7 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
     assert f"repair: {said}" in str(engine.explain(prompt))
     assert engine.verify([prompt]).repair == said
     for named in (engine.explain(prompt, repair=given), engine.verify([prompt], repair=given)):
-        assert named.repair == "query_gain, ratio 0.11, first_k 0, shift 1 (given)"
+        assert named.repair == "query_gain, ratio 0.11, first_k 1, shift 1 (given)"
     own = KVRagEngine.from_pretrained(tiny_dir, repair=given)
     assert own.explain(prompt).repair == named.repair
     assert "misses the target" in str(replace(profile, max_mean_kl=-1.0))
