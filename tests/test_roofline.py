@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
-from roofline import CHUNK, H100, SCHEDULES, SHAPES, TODAY, Device, Work, full_prefill_ms, prediction, stages, ttft_ms
+from roofline import CHUNK, H100, SCHEDULES, SHAPES, Device, Work, full_prefill_ms, prediction, stages, ttft_ms
 
 LLAMA, QWEN = SHAPES
 TOKENS = 32768
@@ -42,10 +42,10 @@ def test_a_repair_costs_its_share_of_the_rows():
 
 
 def test_copies_are_counted_as_the_engine_makes_them():
-    """64 chunks, 32 layers: 4,096 tensors in bfloat16, 10,240 with scales; four ranges of layers a chunk are 256."""
+    """64 chunks, 32 layers: 4,096 tensors in bfloat16, 10,240 with scales; sixteen contiguous pieces a chunk are 1,024."""
     ranges = next(s for s in SCHEDULES if s.ranges)
     assert TOKENS // CHUNK == 64
-    for wire, schedule, copies in (("bf16", TODAY, 4096), ("int8", TODAY, 10240), ("int8", ranges, 256)):
+    for wire, schedule, copies in (("bf16", SCHEDULES[0], 4096), ("int8", SCHEDULES[0], 10240), ("int8", ranges, 1024)):
         assert stages(LLAMA, TOKENS, wire, 0.03, schedule)["copy"].host_ms == pytest.approx(copies * 0.01)
     assert stages(LLAMA, TOKENS, "device", 0.03)["copy"] == Work()
 
@@ -60,7 +60,7 @@ def test_a_pipeline_hides_the_shorter_of_copying_and_computing():
     ms = {"plan": 1.0, "copy": 32.0, "stitch": 0.0, "probe": 4.0, "select": 2.0}
     ms |= {"repair, linear": 9.0, "repair, attention": 3.0, "repair, shift": 8.0, "repair, host": 5.0}
     at_once = next(s for s in SCHEDULES if s.is_pipelined and s.probed == 0.25)
-    assert ttft_ms(ms, TODAY, 32) == 1 + 32 + 4 + 2 + 20
+    assert ttft_ms(ms, SCHEDULES[0], 32) == 1 + 32 + 4 + 2 + 20
     assert ttft_ms(ms, at_once, 32) == 1 + 1 + 8 + 2 + 24, "8 ms of copies hide the probe, 24 ms the repair"
     assert ttft_ms(ms | {"copy": 0.0}, at_once, 32) == 1 + 4 + 2 + 20
 
@@ -74,7 +74,7 @@ def test_each_schedule_is_at_least_as_fast_as_the_one_before():
 
 
 def test_what_the_document_says_of_twenty_times():
-    """Not from the host in bfloat16; nearly with codes, if everything is done; far from it today, as the engine's stages add up."""
+    """Not from the host in bfloat16; nearly with codes, if everything is done; far from it before, as the engine's stages added up."""
 
     def speed(wire, ratio, schedule):
         found = prediction(LLAMA, TOKENS, wire, ratio, H100)

@@ -1,7 +1,8 @@
 """What time to first token could be on a GPU, by arithmetic: bytes, FLOPs and the host's work of each stage beside a full prefill.
 
-Predictions, not measurements: a first run is compared with them (docs/gpu.md). ``today`` is the engine as it is; each schedule after it
-changes one more thing, up to what 20 times the speed of a full prefill would need. ``python roofline.py`` writes
+Predictions, not measurements: a first run is compared with them (docs/gpu.md). Each schedule changes one more thing: the first is the
+engine before it was made ready for a device, :data:`TODAY` is the engine as it is, and the last is what 20 times the speed of a full
+prefill would need. ``python roofline.py`` writes
 ``results/roofline.json``; it needs no torch.
 """
 
@@ -95,16 +96,17 @@ class Schedule:
 COPY_MS = 0.01  # the host's part of one copy
 LAYER_MS = 0.5  # the host's part of one layer of a forward
 STEPS_MS = 64 * 0.1  # choosing rows in 64 steps of a dozen launches
-SCHEDULES = [TODAY := Schedule("today")]
+SCHEDULES = [Schedule("tensor by tensor")]
 for name, change in {
-    "+ copies of 8 layers, rows planned at once": {"ranges": 4, "row_plan_ms": 0.01},
+    "+ copies of 4 MiB, rows planned at once": {"ranges": 16, "row_plan_ms": 0.01},
     "+ residual shift on tensor cores": {"is_shift_fast": True},
-    "+ copies beside computing": {"is_pipelined": True},
+    "+ copies beside computing: today": {"is_pipelined": True},
     "+ probe of the first quarter of the layers": {"probed": 0.25},
     "+ rows known when the prompt comes": {"probed": 0.0},
-    "+ stored chunks not tokenised again": {"plan_us": 0.1},
+    "+ a plan in a ninth of the time": {"plan_us": 0.1},
 }.items():
     SCHEDULES.append(replace(SCHEDULES[-1], name=name, **change))  # type: ignore[arg-type]
+TODAY = SCHEDULES[3]
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,10 @@ def ttft_ms(ms: dict[str, float], schedule: Schedule, layers: int) -> float:
 
 
 def prediction(shape: Shape, tokens: int, wire: str, ratio: float, on: Device) -> dict[str, Any]:
-    """Return a full prefill's time, and of every schedule that of the whole, of the first and the last also each stage's: milliseconds."""
+    """Return a full prefill's time, and of every schedule that of the whole, of today's and the last also each stage's: milliseconds."""
     found = [{n: w.ms(on) for n, w in stages(shape, tokens, wire, ratio, each).items()} for each in SCHEDULES]
     ttft = [round(ttft_ms(ms, each, shape.layers), 1) for ms, each in zip(found, SCHEDULES, strict=True)]
-    first, last = ([round(value, 1) for value in ms.values()] for ms in (found[0], found[-1]))
+    first, last = ([round(value, 1) for value in ms.values()] for ms in (found[SCHEDULES.index(TODAY)], found[-1]))
     row = {"shape": shape.name, "device": on.name, "tokens": tokens, "wire": wire, "ratio": ratio, "ttft_ms": ttft}
     return row | {"full_ms": round(full_prefill_ms(shape, tokens, on), 1), "stages_ms": first, "last_stages_ms": last}
 
