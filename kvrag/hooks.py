@@ -9,7 +9,6 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -48,10 +47,8 @@ def precompute_kv(
     ----------
     items
         Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain vector store, or a LlamaIndex index.
-    llm
-        A :class:`~kvrag.engine.KVRagEngine`, or a framework class that has one.
-    ids
-        Document ids, one per item; default: the items' own.
+    llm, ids
+        A :class:`~kvrag.engine.KVRagEngine` or a framework class that has one; document ids, one per item, default: the items' own.
     content
         For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM sees.
     on_error
@@ -63,19 +60,22 @@ def precompute_kv(
         if value not in choices:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
     options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
-    report = PrecomputeReport(0, 0, [], 0, 0.0)
     try:
-        named = _named(items, ids, content)
-        report = _precompute(engine_of(llm), named, namespace, collection, **options)
-        if report.failed:
-            what = "chunk(s) could not be stored, and will be computed at query time; the first one"
-            raise StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
-    except KVRagError as error:
-        if on_error == "raise":
-            raise
+        report = _precompute(engine_of(llm), _named(items, ids, content), namespace, collection, **options)
+        error = refused(report)
+    except KVRagError as fault:
+        report, error = PrecomputeReport(0, 0, [("", str(fault))], 0, 0.0), fault
+    if error is not None and on_error == "raise":
+        raise error
+    if error is not None:
         warnings.warn(f"not all KV was precomputed: {error}", UserWarning, stacklevel=2)
-        return report if report.failed else replace(report, failed=[("", str(error))])
     return report
+
+
+def refused(report: PrecomputeReport) -> KVRagError | None:
+    """Return the error that says which chunks could not be stored, if there are any."""
+    what = "chunk(s) could not be stored, and will be computed at query time; the first one"
+    return StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}") if report.failed else None
 
 
 def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
@@ -168,10 +168,8 @@ def _is_stored(
 ) -> bool:
     """Return whether one of these texts is what its document has stored."""
     catalog, space = engine.store.catalog, engine.store.names.namespace(namespace or engine.namespace)
-    pairs = [(name, entry) for name, text in named if name is not None and (entry := text_entry(text))]
-    names = in_collection([name for name, _ in pairs], collection)
-    found = zip(names, pairs, strict=True)
-    return any(entry.digest in catalog.document_texts(space, name) for name, (_, entry) in found)
+    found = ((in_collection([name], collection)[0], text_entry(text)) for name, text in named if name is not None)
+    return any(entry is not None and entry.digest in catalog.document_texts(space, name) for name, entry in found)
 
 
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:

@@ -370,10 +370,10 @@ class VerifyReport:
     """Agreement of reuse with full prefill over some prompts.
 
     ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats; ``top1_agreement`` and ``greedy_agreement`` are the shares of prompts
-    with the same first token and the same greedy answer; ``passed`` compares them with the thresholds.
+    with the same first token and the same greedy answer; ``passed`` compares the first two with their thresholds.
 
-    For information, not part of ``passed``: both sides run the ids of the prompt's segments, joined. At ``changed_seams`` of ``seams``
-    places where segments meet, the prompt's whole text has other ids; this concerns ``changed_tokens`` of ``prompt_tokens``.
+    The greedy answers are for information, and so is this: both sides run the ids of the prompt's segments, joined. At ``changed_seams``
+    of ``seams`` places where segments meet, the prompt's whole text has other ids; this concerns ``changed_tokens`` of ``prompt_tokens``.
     """
 
     passed: bool

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from texts import make_chunks
+from typer import BadParameter
 from typer.testing import CliRunner, Result
 
 import kvrag
 from kvrag.cli.app import app
+from kvrag.cli.options import parse_bytes
 from kvrag.config import StoreConfig
 from kvrag.errors import KVRagError
 from kvrag.identity.fingerprint import chunk_key
@@ -440,6 +442,7 @@ def test_help_and_a_preset_import_neither_torch_nor_transformers():
     script = """
 import sys
 from kvrag.cli.app import app
+from kvrag.cli.options import parse_bytes
 for args in (["--help"], ["demo", "--help"], ["estimate", "-m", "qwen2.5-3b"]):
     try:
         app(args)
@@ -450,3 +453,28 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("50MB", 50_000_000), ("2GiB", 2**31), ("1.5 kb", 1500), ("0", 0), ("-1", None), ("lots", None)],
+)
+def test_sizes_have_units(text, size):
+    if size is None:
+        with pytest.raises(BadParameter, match="50MB or 2GiB"):
+            parse_bytes(text)
+    else:
+        assert parse_bytes(text) == size
+
+
+def test_a_size_is_read_on_the_line_and_in_the_environment(run, notes, monkeypatch):
+    assert run("precompute", notes, "--chunk-tokens", 100, "--disk-bytes", "50MB").exit_code == 0
+    monkeypatch.setenv("KVRAG_DISK_BYTES", "1 KB")
+    failed = json.loads(run("precompute", notes, "--chunk-tokens", 99, "--namespace", "b", "--json").stdout)["failed"]
+    assert "don't fit" in failed[0][1]
+    assert run("gc", "--disk-bytes", "1MiB").exit_code == 0
+
+
+def test_a_folder_of_the_users_own_files_is_not_made_a_store(run, notes):
+    refused(run("precompute", notes, "--kv-dir", notes.parent), "holds 'notes.md' and is no KV store", "kv_dir")
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.md"]

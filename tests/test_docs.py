@@ -67,7 +67,7 @@ def test_quickstarts_import_what_exists():
                 module = __import__(node.module, fromlist=["_"])
                 assert all(hasattr(module, alias.name) for alias in node.names)
                 imported += 1
-    assert imported == 3
+    assert imported == 4
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda script: script.stem)

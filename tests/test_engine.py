@@ -263,7 +263,7 @@ def test_kv_whose_catalog_was_lost_is_adopted_without_a_forward(tiny_dir, tmp_pa
 
 def test_short_chunks_stay_live_and_long_ones_are_reported(engine):
     report = engine.precompute(["a short note about the archive", "word " * 5000], ids=["short", "long"])
-    assert (report.stored, report.skipped) == (0, 1)
+    assert (report.stored, report.skipped, report.short[0][0]) == (0, 0, "short")
     assert report.failed[0][0] == "long"
     assert "context window" in report.failed[0][1]
 

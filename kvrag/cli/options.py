@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
@@ -76,6 +77,13 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
     return decorate
 
 
+def parse_bytes(text: str) -> int:
+    """Read a number of bytes, with a unit or without: ``50MB`` is 50·10^6, ``2GiB`` 2·2^30."""
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(text).strip(), re.IGNORECASE)) is None:
+        raise typer.BadParameter(f"{text!r} is no size; write bytes, or a number with a unit, as 50MB or 2GiB")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
 def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
@@ -84,12 +92,15 @@ def _field(config: type, name: str, panel: str, *, flag: str = "", env: bool = F
     """Make an option of a config's field; not given, it leaves the config's default."""
     hint, field = option_fields(config, name)[name]
     kind = next((part for part in get_args(hint) if part is not NoneType), hint) if NoneType in get_args(hint) else hint
+    is_size = name.endswith("_bytes")
     summary = " ".join(field.description.replace("``", "").split()).partition(". ")[0].rstrip(".")
     option = typer.Option(
         flag or f"--{name.replace('_', '-')}",
         envvar=f"KVRAG_{name.upper()}" if env else None,
         help=f"{summary}.",
-        min=0 if kind is int else None,
+        min=0 if kind is int and not is_size else None,
+        parser=parse_bytes if is_size else None,
+        metavar="SIZE" if is_size else None,
         show_default=str(field.default) if field.default is not None else False,
         rich_help_panel=panel,
     )

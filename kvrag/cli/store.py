@@ -20,6 +20,7 @@ from kvrag.cli.options import (
     Namespace,
     is_on_command_line,
     key_options,
+    parse_bytes,
     takes,
 )
 from kvrag.cli.output import facts, fail, grid, show
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Id of a document; may be repeated.")]
 _COLLECTION = typer.Option(help="All documents whose ids begin with NAME/; may be repeated.")
 _ALL = typer.Option("--all", help="Everything of every namespace, or of --namespace if that is given.")
-_DISK_BYTES = typer.Option(min=0, help="Evict what is worth least until this many bytes are left.")
+_DISK_BYTES = typer.Option(parser=parse_bytes, metavar="SIZE", help="Evict what is worth least until this is left.")
 _FOREIGN = typer.Option("--foreign", help="Remove files of other keys too, and plain ones where there is a key.")
 _SAMPLE = typer.Option(metavar="N/T", help="Verify every byte of the n-th of t parts.")
 _TARGET = typer.Argument(help="Directory of the copy: a store by itself, made if absent.")

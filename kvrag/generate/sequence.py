@@ -150,8 +150,9 @@ class Answering:
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
-            if request.mode in ("auto", "stitch") and not self.write_back:  # which stores what is missed
-                self.stats.watch.notice(plan, self._spans[request.namespace][0], self.store_config.min_chunk_tokens)
+            if request.mode in ("auto", "stitch"):
+                about = self._spans[request.namespace][0], self.store_config.min_chunk_tokens
+                self.stats.watch.notice(plan, *about, is_stored_later=self.write_back is not None)
         total = self._check_length(len(plan.token_ids), max_new_tokens)
         missed = _missed(request, plan, erasures) if self.write_back else None
         plan = self._checked(plan, request.mode, total)

@@ -12,16 +12,12 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.types import ExplainedSpan, Explanation, Mode
 
 MANY = 10  # prompts without a hit, and none with one, after which a cause that is not sure is worth a warning
-LONG_PREFIX = 1000  # characters of a prefix that is not printed
-_METADATA = re.compile(
-    r"(?:^[\w .-]{1,40}: \S.*\n)+\s*\Z", re.MULTILINE
-)  # what LlamaIndex shows of a node's before its text
-
-_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\"": '"', r"\'": "'", r"\\": "\\"}
+_METADATA = re.compile(r"(?m)(?:^[\w .-]{1,40}: \S.*\n)+\s*\Z")  # as LlamaIndex shows a node's before its text
 
 
 def _unescaped(text: str) -> str:
-    text = re.sub(r"\\(?:[nrt\"'\\])", lambda found: _ESCAPES[found[0]], text)
+    plain = {"n": "\n", "r": "\r", "t": "\t"}
+    text = re.sub(r"\\([nrt\"'\\])", lambda found: plain.get(found[1], found[1]), text)
     return re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
 
 
@@ -30,7 +26,6 @@ _REWRITTEN: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("with HTML's escapes: turn them off in the template", html.unescape),
     ("quoted or indented, line by line", lambda text: re.sub(r"(?m)^[ \t>|]+", "", text)),
     ("with other line ends (CRLF)", lambda text: text.replace("\r\n", "\n")),
-    ("with other line ends (LF)", lambda text: re.sub(r"\r?\n", "\r\n", text)),
 )
 """What applications do to texts, and what undoes it."""
 
@@ -42,10 +37,8 @@ def likely_cause(plan: Plan, scanner: SpanIndex, min_tokens: int) -> tuple[str, 
         if (plain := undone(text)) != text and scanner.scan(plain):
             return f"known chunks stand in this prompt {how}", True
     if scanner.head_places(text):
-        return (
-            "a known chunk begins in this prompt and goes on otherwise: its white space was changed, or it was edited or cut",
-            True,
-        )
+        why = "its white space was changed, or it was edited or cut"
+        return f"a known chunk begins in this prompt and goes on otherwise: {why}", True
     unsure = f"rewritten, cut at its beginning, or shorter than {min_tokens} tokens"
     return f"no known chunk text stands in this prompt: it is {unsure}, or was precomputed in another namespace", False
 
@@ -57,8 +50,7 @@ def prefix_advice(plan: Plan) -> str:
     if metadata := _METADATA.search(head):
         line = metadata[0].strip()[:80]
         return f"{line!r} stands before the chunk; precompute its text with its metadata (LlamaIndex: content='llm')"
-    whole = repr(head) if len(head) <= LONG_PREFIX else "engine.explain(prompt).spans[0].text"
-    return f"precompute with what stands before the first chunk: prefix={whole}"
+    return f"precompute with what stands before the first chunk: prefix={head!r}"
 
 
 class Watch:
@@ -68,15 +60,15 @@ class Watch:
         self.num_without_hits = 0
         self._has_hit = self._has_warned = False
 
-    def notice(self, plan: Plan, scanner: SpanIndex, min_tokens: int) -> None:
-        """Look at one plan whose request asks for reuse; the rest is as for :func:`likely_cause`."""
+    def notice(self, plan: Plan, scanner: SpanIndex, min_tokens: int, *, is_stored_later: bool) -> None:
+        """Look at one plan whose request asks for reuse, for :func:`likely_cause`; what is stored after the answer is no miss."""
         if plan.has_mismatch and not self._has_warned:
             self._has_warned = True
             what = "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired"
             warnings.warn(f"{what}; {prefix_advice(plan)}", UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
-        if is_hit or plan.fault or plan.refusal or not len(scanner):
+        if is_hit or is_stored_later or plan.fault or plan.refusal or not len(scanner):
             return
         self.num_without_hits += 1
         if self._has_hit or self.num_without_hits > MANY:
@@ -85,9 +77,8 @@ class Watch:
         cause, is_sure = (missed, True) if missed else likely_cause(plan, scanner, min_tokens)
         if is_sure or self.num_without_hits == MANY:
             self._has_hit = True  # once is enough
-            warnings.warn(
-                f"no stored chunk is reused, though there are some: {cause}; see explain()", UserWarning, stacklevel=2
-            )
+            what = f"no stored chunk is reused, though there are some: {cause}"
+            warnings.warn(f"{what}; see explain()", UserWarning, stacklevel=2)
 
 
 def explain_plan(plan: Plan, mode: Mode, reason: str | None, scanner: SpanIndex, min_tokens: int) -> Explanation:

@@ -33,6 +33,8 @@ from kvrag.types import ChunkKV, KVDtype
 log = logging.getLogger(__name__)
 
 FORMAT_FILE = "format.json"
+OWN = (FORMAT_FILE, OBJECTS, TMP, *["lock", "catalog", "index", "references", "quarantine", "llama_index"])
+"""How the names of all that a store puts into its directory begin."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 Convert = Callable[[ChunkKV, KVDtype], ChunkKV]
@@ -129,6 +131,10 @@ def prepare(root: Path, config: StoreConfig) -> bool:
         )
     if config.read_only:
         return True
+    others = [path.name for path in root.glob("*") if not path.name.startswith((".", "lost+found", *OWN))]
+    if version is None and others:
+        what = f"the directory {root} holds {others[0]!r} and is no KV store"
+        raise StoreError(f"{what}; name one that is empty, or does not exist yet, as kv_dir")
     try:
         absent = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -167,9 +173,8 @@ def _write_version(root: Path) -> None:
 
 def _close_to_others(root: Path) -> None:
     """Take the rights of others from the store's folders, and from the root if it holds nothing else."""
-    own = (FORMAT_FILE, OBJECTS, TMP, "lock", "catalog", "index", "references", "quarantine", "llama_index")
     names = os.listdir(root)
-    closed = [root / name for name in names if name.startswith(own)]
+    closed = [root / name for name in names if name.startswith(OWN)]
     for path in closed if len(closed) < len(names) else [*closed, root]:
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:

@@ -1,12 +1,13 @@
 """Every normal way of LlamaIndex to ask must find the chunks again."""
 
 import pytest
-from llama_index.core import PromptTemplate, VectorStoreIndex
+from llama_index.core import PromptTemplate, StorageContext, VectorStoreIndex
 from llama_index.core.postprocessor import LongContextReorder
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import MetadataMode, TextNode
 from llama_index_kit import chunks, documents, hit_texts, record_prompts
 
 from kvrag import precompute_kv
+from llama_index.vector_stores.kvrag import KVRagVectorStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 QUESTION = "Who keeps the ledger?"
@@ -35,6 +36,18 @@ def test_response_modes(llm, index, monkeypatch, mode):
     assert len(wanted) == TOP_K
     assert hit_texts(llm.engine, seen) == wanted
     assert llm.engine.stats()["cached_tokens"] > 0
+
+
+def test_the_readmes_recipe_has_nodes_with_metadata_exact_right_behind_the_prefix(llm, monkeypatch):
+    context = StorageContext.from_defaults(vector_store=KVRagVectorStore(content="llm"))
+    index = VectorStoreIndex.from_documents(documents(6, has_metadata=True), storage_context=context)
+    seen = record_prompts(monkeypatch)
+    nodes = index.as_query_engine(similarity_top_k=TOP_K).query(QUESTION).source_nodes
+    assert hit_texts(llm.engine, seen) == {scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes}
+    assert [span.exact for span in llm.engine.explain(seen[0]).spans if span.kind == "chunk"] == [
+        True,
+        *[False] * (TOP_K - 1),
+    ]
 
 
 @pytest.mark.parametrize("mode", ["context", "condense_question", "condense_plus_context"])

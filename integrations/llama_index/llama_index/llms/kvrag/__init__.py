@@ -3,11 +3,11 @@
 ::
 
     Settings.llm = KVRagLLM(model="Qwen/Qwen2.5-7B-Instruct", kv_dir="./kv")
-    index = VectorStoreIndex.from_documents(documents, transformations=[SentenceSplitter(), PrecomputeKV()])
+    context = StorageContext.from_defaults(vector_store=KVRagVectorStore(content="llm"))
+    index = VectorStoreIndex.from_documents(documents, storage_context=context)
     index.as_query_engine(similarity_top_k=8).query("What changed in 2024?")
 
-To have KV deleted with its documents, use ``llama_index.vector_stores.kvrag.KVRagVectorStore`` instead of
-:class:`PrecomputeKV`.
+``llama_index.vector_stores.kvrag.KVRagVectorStore`` deletes KV with its documents, which :class:`PrecomputeKV` can't.
 """
 
 from kvrag.errors import require
