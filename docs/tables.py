@@ -137,14 +137,26 @@ def contexts(result: dict[str, Any]) -> str:
 def heads(result: dict[str, Any]) -> str:
     """Compare how many rows are repaired at the head of each chunk, on passages, few-shot prompts and code."""
     found, rows = result["found"], []
-    columns = [("passages", kl) for kl in ("kl_own", "kl_first", "kl_gold")] + [("few-shot", "kl_first"), ("code", "kl_first")]
+    columns = [("passages", kl) for kl in ("kl_own", "kl_first", "kl_gold")] + [
+        ("few-shot", "kl_first"),
+        ("code", "kl_first"),
+    ]
     names = sorted({name for each in found.values() for name in each["summary"]})
     for name in names:
         ratio, first_k = name.split("/")
         cells = [found[work]["summary"].get(name, {}).get(kl) for work, kl in columns]
         label = f"{float(ratio):.0%}, {first_k}"
-        rows.append([f"**{label}**" if name == "0.03/1" else label, *("–" if kl is None else f"{kl:.3f}" for kl in cells)])
-    header = ["of the rows, first_k", "passages: own answer", "first token", "gold answer", "few-shot: first token", "code: first token"]
+        rows.append(
+            [f"**{label}**" if name == "0.03/1" else label, *("–" if kl is None else f"{kl:.3f}" for kl in cells)]
+        )
+    header = [
+        "of the rows, first_k",
+        "passages: own answer",
+        "first token",
+        "gold answer",
+        "few-shot: first token",
+        "code: first token",
+    ]
     counts = ", ".join(f"{len(each['prompts'])} of {work}" for work, each in found.items())
     return table(header, rows) + f"\nMean KL; {counts}.\n" + source(result, "heads.json")
 
@@ -643,7 +655,9 @@ def roofline_lengths(result: dict[str, Any]) -> str:
     for (shape, tokens, device, wire, _), r in _predicted(result, ratio=0.03).items():
         if wire == "bf16":
             both = [r, _predicted(result, ratio=0.03)[shape, tokens, device, "int8", 0.03]]
-            times = [f"{x['ttft_ms'][i]:.0f} ms, {x['full_ms'] / x['ttft_ms'][i]:.1f}×" for i in (today, -1) for x in both]
+            times = [
+                f"{x['ttft_ms'][i]:.0f} ms, {x['full_ms'] / x['ttft_ms'][i]:.1f}×" for i in (today, -1) for x in both
+            ]
             rows.append([device, shape, f"{tokens:,}", f"{r['full_ms']:.0f} ms", *times])
     header = ["device", "shape", "tokens", "full prefill", "today, bf16", "today, int8", "all changes, bf16"]
     rows.sort(key=lambda row: [[d["name"] for d in result["devices"]].index(row[0]), row[1]])

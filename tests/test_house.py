@@ -57,7 +57,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 LIMITS = {
-    "lines of kvrag": 16_300,  # 15,000 at the cut; calibration, prices, the audit and the accelerator's path came since
+    "lines of kvrag": 16_400,  # 15,000 at the cut; calibration, prices, the audit and the accelerator's path came since
     "files of kvrag": 95,
     "lines of kvrag/store": 2_600,
     "lines of tests, per 100 lines of code": 140,
