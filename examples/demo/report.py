@@ -16,9 +16,24 @@ from kvrag.estimate import human_bytes
 def print_report(report: DemoReport, console: Console) -> None:
     """Print timings, answers and the store's size."""
     console.print()
+    console.print(*headline(report.rows), sep="\n", highlight=False)
     console.print(timings(report.rows))
     console.print(answers(report.rows))
     console.print(summary(report))
+
+
+def headline(rows: list[Row]) -> list[str]:
+    """Say in a line what came out, and draw both medians to the first token as bars."""
+    full, ours = (_median(times) for times in zip(*((r.full.ttft_ms, r.answer.ttft_ms) for r in rows), strict=True))
+    hinted = [row for row in rows if row.question.hint]
+    met = sum(row.question.is_met_by(row.answer.text) for row in hinted)
+    facts = f", {met} of {len(hinted)} facts right" if hinted else ""
+    longest = max(full, ours)
+    bars = [
+        f"{name:<13}{'█' * max(1, round(50 * ms / longest))} {_ms(ms)}"
+        for name, ms in (("full prefill", full), ("kvrag", ours))
+    ]
+    return [f"[bold]First token {_median(row.speedup for row in rows):.1f}× sooner{facts}.[/bold]", *bars]
 
 
 def timings(rows: list[Row]) -> Table:
@@ -75,12 +90,13 @@ def summary(report: DemoReport) -> RenderableType:
         full = sum(row.question.is_met_by(row.full_text) for row in hinted)
         ours = sum(row.question.is_met_by(row.answer.text) for row in hinted)
         lines.append(f"Expected words in the answer: full prefill {full}, kvrag {ours}, of {len(hinted)}.")
+    warm = f"A second run starts warm: {report.again.skipped} chunks found on disk, {report.again.stored} computed."
     loaded = _median(row.answer.loaded_tokens for row in rows) * report.bytes_per_token
     return Group(
         *lines,
         f"Read from disk per question: {human_bytes(loaded)}; the memory tier is off and the page cache was dropped.",
         f"Store: {report.num_chunks} chunks and their prefix, {human_bytes(report.store_bytes)} on disk.",
-        f"A second run starts warm: {report.again.skipped} chunks found on disk, {report.again.stored} computed.",
+        *([warm] if report.indexed.stored else []),
     )
 
 

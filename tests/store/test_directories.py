@@ -1,6 +1,7 @@
 """Hostile and shared directories: links are not followed, modes are private, and a store for reading only is left as it is."""
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -10,6 +11,7 @@ import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, PATIENT_S, fill, flip, listing, path_of, present, put
 
 from kvrag.errors import StoreError
+from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 from kvrag.types import Hole
 
@@ -75,9 +77,15 @@ def test_a_root_that_others_could_read_is_made_private(shipped, opened, key):
 
 
 def test_a_root_that_holds_other_things_keeps_its_mode_and_what_is_new_in_it_is_private(root, opened):
-    root.mkdir(mode=0o755)
-    root.chmod(0o755)
+    root.mkdir()
     (root / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError, match=r"holds 'notes.txt' and is no KV store"):
+        opened()
+    assert os.listdir(root) == ["notes.txt"], "nothing is begun in a folder of somebody's own"
+    (root / "format.json").write_text(
+        json.dumps({"format": "kvrag", "version": FORMAT_VERSION})
+    )  # a store that is there
+    root.chmod(0o755)
     (root / "notes.txt").chmod(0o644)
     fill(opened(), 1)
     assert (mode(root), mode(root / "notes.txt")) == (0o755, 0o644)
