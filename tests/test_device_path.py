@@ -6,6 +6,7 @@ from fake_cuda import FakeCuda, install, move
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig
+from kvrag.blend.repair import probed_layers
 
 CHUNKS = make_chunks(6, words=60, seed=23)
 PROMPT = ["Read this.\n", *(part for text in CHUNKS for part in (Chunk(text), "\n")), "Who built the tower?"]
@@ -111,3 +112,16 @@ def test_a_decode_step_waits_once(engine, device):
         device.log.clear()
         engine.generate(PROMPT, mode="stitch", max_new_tokens=5)
     assert len(waits(device)) == two + 3
+
+
+def test_a_layer_costs_one_launch_of_attention_a_forward(engine, device):
+    """The probe's layers have one more, which weighs keys. Tiles are planned once for all rows of a forward, and once for the question's in the
+    last layer of the probe; in that of the repair torch attends for one row.
+    """
+    with device:
+        engine.prefill(PROMPT, mode="stitch")
+    layers = engine.loaded.lm.num_layers
+    probed = probed_layers(engine.repair.probe_span, layers)
+    assert len(kinds(device, "launch: probe_mass")) == len(probed)
+    assert len(kinds(device, "launch: ragged_plan")) == 3
+    assert len(kinds(device, "launch: ragged_attention")) == probed.stop + layers - 1
