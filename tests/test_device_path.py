@@ -115,8 +115,10 @@ def test_a_decode_step_waits_once(engine, device):
 
 
 def test_a_layer_costs_one_launch_of_attention_a_forward(engine, device):
-    """The probe's layers have one more, which weighs keys. Tiles are planned once for all rows of a forward, and once for the question's in the
-    last layer of the probe; in that of the repair torch attends for one row.
+    """The probe's layers have one more, which weighs keys.
+
+    Tiles are planned once for all rows of a forward, and once for the question's in the probe's last layer; in that of the repair torch
+    attends for one row.
     """
     with device:
         engine.prefill(PROMPT, mode="stitch")
