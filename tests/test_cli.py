@@ -77,6 +77,27 @@ def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, note
     assert "disk" in run("stats").stdout
 
 
+def test_documents_are_listed_with_their_sizes(run, notes):
+    assert json.loads(run("documents", "--json").stdout or "{}") == {}, "there is no store yet"
+    run("precompute", notes, "--chunk-tokens", 100)
+    found = json.loads(run("documents", "--json").stdout)["documents"]
+    assert sum(each["chunks"] for each in found) == 4
+    assert all(each["tokens"] > 0 and each["num_bytes"] > 0 for each in found)
+    assert [each["document"] for each in found] == sorted({each["document"] for each in found})
+    assert found[0]["document"] in run("documents").stdout
+    assert json.loads(run("documents", "--namespace", "other", "--json").stdout)["documents"] == []
+
+
+def test_explain_takes_the_context_of_a_question_as_ask_does(run, notes):
+    run("precompute", notes, "--chunk-tokens", 100)
+    asked = json.loads(
+        run("ask", "Who keeps it?", "-c", notes, "--mode", "stitch", "--max-new-tokens", 1, "--json").stdout
+    )
+    found = json.loads(run("explain", "Who keeps it?", "-c", notes, "--mode", "stitch", "--json").stdout)
+    assert found["hits"] > 0
+    assert found["prompt_tokens"] == asked["prompt_tokens"]
+
+
 def test_ask_finds_the_chunks_in_its_context(run, notes):
     run("precompute", notes, "--chunk-tokens", 100)
     options = ("--mode", "stitch", "--max-new-tokens", 4)

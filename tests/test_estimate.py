@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrag.cli.estimate import read_bandwidth
+from kvrag.cli.estimate import read_bandwidth, shape_of
 from kvrag.errors import ConfigError, ModelError
 from kvrag.estimate import (
     PRESETS,
@@ -128,3 +128,9 @@ def test_speedup_is_one_at_break_even_and_bounded_by_the_repair():
 )
 def test_sizes_are_written_for_people(write, numbers, expected):
     assert "|".join(map(write, numbers)) == expected
+
+
+def test_a_shape_may_be_given_in_numbers():
+    assert shape_of("32x8x128") == PRESETS["llama-3.1-8b"]
+    with pytest.raises(ModelError):
+        shape_of("32x0x128")

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 _CONTEXT = typer.Option("--context", "-c", help="Files or folders whose text stands before the question.")
 _PROMPT_FILE = typer.Option("--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input.")
-_PROMPT = typer.Argument(help="The prompt: text, or JSON messages; - is standard input.")
+_PROMPT = typer.Argument(
+    help="A file of the prompt, text or JSON messages; - is standard input. With --context, the question."
+)
 _WHAT = typer.Argument(
     metavar="[MODEL | PROMPTS...]", help="A model to prove; or, with --model, text files or .jsonl files of prompts."
 )
@@ -102,14 +104,17 @@ def _accounting(result: GenerationResult) -> dict[str, object]:
 def explain(
     engine: Given,
     repair: Given,
-    prompt_file: Annotated[Path, _PROMPT] = STDIN,
+    prompt: Annotated[str, _PROMPT] = str(STDIN),
+    context: Annotated[list[Path] | None, _CONTEXT] = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show the known chunks of a prompt, which have KV, and why the others don't; nothing is computed."""
-    prompt = read_prompt(prompt_file)
+    texts = list(read_documents(context).values()) if context else []
+    given = None if context else read_prompt(Path(prompt))
     with closing(open_engine(engine, repair=repair)) as opened:
-        found = opened.explain(prompt, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
+        asked = _prompt_of(prompt, texts, opened.tokenizer, engine) if given is None else given
+        found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
     title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
     spans = grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans))
     show({**asdict(found), "hits": found.hits}, spans, *found.notes, f"repair: {found.repair}", as_json=as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from dataclasses import asdict
@@ -96,8 +97,12 @@ def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) 
 def shape_of(model: str) -> ModelShape:
     """Return the shape of a preset, a directory with a ``config.json``, a ``.gguf`` file, or a model of the hub.
 
+    ``32x8x128`` is a shape itself: layers, key heads, head dim.
+
     Raises :class:`ModelError` if none of these is found, or its config does not tell.
     """
+    if numbers := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", model):
+        return ModelShape(*map(int, numbers.groups()))  # type: ignore[arg-type]
     path = Path(model)
     if (path / "config.json").is_file():
         try:

@@ -1,4 +1,4 @@
-"""``kvrag stats | fsck | gc | rm | export | import``: look after a store, without a model."""
+"""``kvrag stats | documents | fsck | gc | rm | export | import``: look after a store, without a model."""
 
 from __future__ import annotations
 
@@ -85,6 +85,24 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     by_tier = grid(f"Tiers of {kv_dir}", "tier|>chunks|>size", sizes)
     by_digest = grid("By digest", "model|namespace|prefix|>chunks|>tokens|>size", rows)
     show({"tiers": tiers, "groups": named}, by_tier, by_digest, as_json=as_json)
+
+
+def documents(kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", as_json: AsJson = False) -> None:
+    """List the documents of a namespace, with the chunks, tokens and bytes of each; chunks of several count for each of them."""
+    found: list[dict[str, Any]] = []
+    with _existing_store(kv_dir) as store:
+        catalog, space = store.catalog, store.names.namespace(namespace)
+        for doc_id in sorted(catalog.documents(space)):
+            records = [record for key in catalog.document_keys(space, doc_id) if (record := catalog.get(key))]
+            sizes = sum(r.num_tokens for r in records), sum(r.num_bytes for r in records)
+            found.append({"document": doc_id, "chunks": len(records), "tokens": sizes[0], "num_bytes": sizes[1]})
+    rows = [(d["document"], d["chunks"], d["tokens"], human_bytes(d["num_bytes"])) for d in found]
+    title = f"{len(found)} document(s) in the namespace {namespace!r} of {kv_dir}"
+    show(
+        {"namespace": namespace, "documents": found},
+        grid(title, "document|>chunks|>tokens|>size", rows),
+        as_json=as_json,
+    )
 
 
 def fsck(
