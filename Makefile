@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers wheel-test support fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability docs clean
+.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers wheel-test support fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
@@ -48,7 +48,7 @@ types: setup ## Check types (strict)
 
 check: lint types test-all ## What CI runs, but for the wheel
 
-bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks but the peers; results go to tests/benchmarks/results
+bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks but the peers; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -67,6 +67,9 @@ bench-probe: setup ## Which layers' attention should choose the rows to repair (
 
 bench-check: setup ## Whether a check after repair, or a target of covered attention, pays (twelve minutes of a core)
 	cd tests/benchmarks && ../../$(BIN)/python bench_check.py --chunks 6 $(ARGS) && ../../$(BIN)/python bench_check.py --chunks 3 --count 12 $(ARGS)
+
+bench-speed: setup ## Decode steps and precomputing beside transformers' own (five minutes)
+	cd tests/benchmarks && ../../$(BIN)/python bench_speed.py $(ARGS)
 
 bench-heads: setup ## What rows at the heads of chunks are worth, on passages, few-shot prompts and code (half an hour on two cores)
 	cd tests/benchmarks && ../../$(BIN)/python bench_heads.py $(ARGS)

@@ -134,6 +134,18 @@ def contexts(result: dict[str, Any]) -> str:
     )
 
 
+def speed(result: dict[str, Any]) -> str:
+    """Set decode steps beside transformers' ``generate``, and precomputing beside plain forwards."""
+    rows, made = [], result["precompute"]
+    for d in result["decode"]:
+        steps = (f"{statistics.median(d[side]):.1f}" for side in ("ours_ms", "generate_ms"))
+        rows.append([f"a decode step behind {d['tokens']:,} tokens, ms", *steps, f"{d['ratio']:.2f}"])
+    plain, ours = (statistics.median(each[side][0] for each in made["rounds"]) for side in (0, 1))
+    rows.append([f"precomputing {made['tokens']:,} tokens, s", f"{ours:.1f}", f"{plain:.1f}", f"{made['ratio']:.2f}"])
+    note = f"\nMedians of {len(made['rounds'])} turns; of CPU time the ratio is {made['ratio_cpu']:.2f} for precomputing.\n"
+    return table(["", "kvrag", "transformers", "ratio"], rows) + note + source(result, "speed.json")
+
+
 def heads(result: dict[str, Any]) -> str:
     """Compare how many rows are repaired at the head of each chunk, on passages, few-shot prompts and code."""
     found, rows = result["found"], []
@@ -681,6 +693,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "contexts": ("context.json", contexts),
     "contexts-short": ("context_short.json", contexts),
     "heads": ("heads.json", heads),
+    "speed": ("speed.json", speed),
     "check": ("check.json", check),
     "check-targets": ("check.json", check_targets),
     "memory": ("memory.json", memory),

@@ -92,7 +92,8 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
         stop, slots = self._rows.stop, self._rows.slots if isinstance(self._rows.slots, slice) else self.hi
-        self._kv.wait_for(layer_idx)
+        if self._kv.arrivals:
+            self._kv.wait_for(layer_idx)
         keys, values = self._kv.layers[layer_idx]
         keys, values = keys[:, :, :stop], values[:, :, :stop]
         if self._before_write is not None:

@@ -285,5 +285,6 @@ def test_a_chunk_that_finds_no_room_pushes_nothing_out_and_is_given_all_the_same
 def test_a_slice_does_not_keep_the_batch_alive(handle):
     store, wide = handle(), torch.zeros(2, 300, 64)
     store.put(CHUNKS[0], ChunkKV((LayerKV(wide[:, :3], wide[:, 3:6]),)), text=None)
-    for tensor in store.get(CHUNKS[0]).layers[0].tensors:
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    kv = store.get(CHUNKS[0])
+    for tensor in kv.layers[0].tensors:
+        assert tensor.untyped_storage().nbytes() == kv.num_bytes
