@@ -7,9 +7,11 @@ import re
 import shutil
 
 import pytest
+import torch
 from kit import Forwards, raising
 from texts import make_chunks
 
+import kvrag.precompute.run
 from kvrag import precompute_kv
 from kvrag.errors import ModelError, StoreError
 from kvrag.prompt.explain import MANY
@@ -75,6 +77,22 @@ def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, mo
     missing = re.fullmatch(r".*the (\d+) that are left take ([\d.]+) MiB", given_up[-1])
     assert int(missing[1]) == len(given_up) >= 17
     assert float(missing[2]) == pytest.approx(len(given_up) * size / 2**20, rel=0.2)
+
+
+def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine, monkeypatch):
+    real = kvrag.precompute.run.encode_chunks
+
+    def spoiled(*given):
+        kvs = real(*given)
+        with torch.inference_mode():
+            kvs[0].layers[0].values.fill_(torch.nan)
+        monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", real)
+        return kvs
+
+    monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", spoiled)
+    report = engine.precompute(make_chunks(6), batch_size=1)
+    assert (report.stored, len(report.failed)) == (5, 1)
+    assert "not finite" in report.failed[0][1]
 
 
 def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of):

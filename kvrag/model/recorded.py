@@ -33,7 +33,7 @@ def by_graph(step: Step) -> Step:
         step()
     current.wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may allocate meanwhile
         logits = step()
 
     def replay() -> torch.Tensor:

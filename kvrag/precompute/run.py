@@ -231,7 +231,8 @@ class Precompute:
             try:
                 self._put(chunk, kv, replace(retention, cost_ms=cost_ms))
             except StoreError as error:
-                self._is_refused = True
+                # For want of room, or by a fault of the disk; a fault of this chunk's own keeps no other from it.
+                self._is_refused = isinstance(error.__cause__, OSError)
                 self._fail(chunk, str(error))
             else:
                 self.stored += 1

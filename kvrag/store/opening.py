@@ -131,8 +131,8 @@ def prepare(root: Path, config: StoreConfig) -> bool:
         )
     if config.read_only:
         return True
-    others = [path.name for path in root.glob("*") if not path.name.startswith((".", "lost+found", *OWN))]
-    if version is None and others:
+    there = root.glob("*") if version is None else ()
+    if others := [path.name for path in there if not path.name.startswith((".", "lost+found", *OWN))]:
         what = f"the directory {root} holds {others[0]!r} and is no KV store"
         raise StoreError(f"{what}; name one that is empty, or does not exist yet, as kv_dir")
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -172,7 +174,7 @@ class Evictor:
         raise StoreError(
             f"{need} bytes don't fit into the KV store: {why}; raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
             "StoreConfig.min_free_bytes, or free space on the disk"
-        )
+        ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _free(self) -> int:
         """Return the bytes that are free, as far as that matters."""
