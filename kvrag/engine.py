@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
-from kvrag.errors import ConfigError, InputError, ModelError
-from kvrag.generate.sequence import Answering, EngineStats, Request, check_options
+from kvrag.errors import ConfigError, ModelError
+from kvrag.generate.sequence import Answering, Request, check_options
+from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
@@ -30,7 +31,10 @@ from kvrag.precompute.encode import check_context, context_ids
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute
-from kvrag.prompt.template import Prefix, Prompt, PromptEncoder, prefix_text
+from kvrag.prompt.learn import learning
+from kvrag.prompt.prefix import Prefix, prefix_text
+from kvrag.prompt.template import Prompt, PromptEncoder
+from kvrag.prompt.tools import FORM, TEXT, answer_form
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.threads import fork_lock
 from kvrag.types import (
@@ -62,6 +66,9 @@ class Options(TypedDict, total=False):
     mode: Mode
     repair: RepairConfig | None
     namespace: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None
 
 
 class KVRagEngine:
@@ -75,6 +82,11 @@ class KVRagEngine:
     ``namespace``: chunks of one namespace are never found from another (default: the engine's). ``mode``: ``"auto"``, ``"full"`` (no
     reuse), ``"prefix"`` (exact reuse of the prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
     engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"`` means ``"manuals/install"``.
+
+    ``tools``: functions that the answer may call, as OpenAI's dicts; the prompt must be chat messages. ``tool_choice``: ``"auto"``,
+    ``"none"``, ``"required"``, or a tool's name. ``response_format``: ``{"type": "json_object"}``, or ``{"type": "json_schema",
+    "json_schema": {"name": ..., "schema": ...}}``. What these two ask for, the answer has (needs the extra ``structured``), but where
+    ``max_new_tokens`` ends it.
 
     Invalid options raise :class:`ConfigError`, invalid prompts, texts and ids :class:`InputError`. Methods that change the store raise
     :class:`StoreError` if it can't be written to.
@@ -110,11 +122,14 @@ class KVRagEngine:
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
-        self._erasures, self.prefix, self.context = erasures_of(self.kv_dir), prefix, check_context(context)
+        self._erasures, self.context = erasures_of(self.kv_dir), check_context(context)
+        self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with, or learnt
+        self._learner, self.prefix = learning(prefix, self._prefix_texts)
+        if self._learner and self.store_config.read_only:
+            raise ConfigError("prefix is 'learn', and a read_only store takes nothing; pass the prefix itself")
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
         self._gate = Gate(self.store_config.read_dtype)
-        self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with
         self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
         self._loaded: LoadedModel | None = None
         self.profile: tuple[str, Profile | None] = "", None  # the model's fingerprint, and what is kept for it
@@ -151,8 +166,8 @@ class KVRagEngine:
         kv_dir
             Directory of the KV store, shared by all engines on it; default: chunks are kept in memory only.
         prefix
-            What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`.
-            Default: the head of the model's chat template.
+            What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`;
+            ``"learn"``: as the first prompts show it (docs/how-it-works.md). Default: the head of the model's chat template.
         context
             What chunks are encoded behind besides the prefix, to be like a prompt's later documents: ``"default"``, a text that ships with
             kvrag, ``"default:250"``, 250 tokens of it, or your own text. ``None``: nothing; a first chunk behind its own prefix is exact.
@@ -294,7 +309,7 @@ class KVRagEngine:
             loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
-        text = self.prefix_text if prefix is None else prefix_text(prefix, loaded.encoder)
+        text = self._prefix_in(space) if prefix is None else prefix_text(prefix, loaded.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
         if gone := documents.replaced_ids(self.store, items, space):
             self.delete(gone, namespace=namespace)
@@ -311,7 +326,7 @@ class KVRagEngine:
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
-            prompt: list[str | Chunk] = [self.prefix_text, *map(Chunk, texts)]
+            prompt: list[str | Chunk] = [self._prefix_in(self._namespace(namespace)), *map(Chunk, texts)]
             wanted += self._answering.plan(self._request(prompt, mode="full", namespace=namespace)).identities
         if keys:
             space, model = self._namespace(namespace), self.loaded.fingerprint
@@ -385,7 +400,7 @@ class KVRagEngine:
         prompt
             Text, chat messages, or segments (``str`` and :class:`~kvrag.types.Chunk`).
         max_new_tokens, temperature, stop, **sampling
-            Fields of :class:`~kvrag.config.SamplingConfig`; temperature 0 is greedy.
+            Fields of :class:`~kvrag.config.SamplingConfig`; temperature 0 is greedy. And ``tools`` and so on.
 
         Raises
         ------
@@ -424,7 +439,8 @@ class KVRagEngine:
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[Options]) -> ScoreResult:
         """Score a continuation, text or token ids: logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats."""
-        request, ids = self._request(prompt, **options), self._continuation_ids(continuation)
+        request = self._request(prompt, **options)
+        ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with self._answering.prefilled(request, max_new_tokens=len(ids)) as (done, clock), clock.stage("score"):
             logits = [done.logits[None]]
             if len(ids) > 1:
@@ -451,6 +467,9 @@ class KVRagEngine:
         """Digest of a namespace, or of the engine's."""
         return self._digest_of(self.namespace if namespace is None else documents.check_namespace(namespace))
 
+    def _prefix_in(self, space: str) -> str:
+        return (*(self._learner.learnt(space) if self._learner else ()), self.prefix_text)[0]
+
     @property
     def _answering(self) -> Answering:
         """The query-time half; loads the model."""
@@ -459,32 +478,27 @@ class KVRagEngine:
             if self._query_side is None:
                 self._gate.admit(loaded)
                 config, ids = self.store_config, self.context_ids
-                if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
+                if (config.on_miss == "store" or self._learner) and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
-                self._query_side = Answering(loaded, self.store, config, self._write_back, ids, self._stats)
+                own = self._write_back, ids, self._stats, self._learner
+                self._query_side = Answering(loaded, self.store, config, *own)
                 self._resources.callback(self._query_side.close)
             return self._query_side
 
     def _request(
-        self, prompt: Prompt, *, mode: Mode = "auto", repair: object = None, namespace: str | None = None
+        self, prompt: Prompt, *, mode: Mode = "auto", repair: object = None, namespace: str | None = None, **form: Any
     ) -> Request:
         checked, space = check_options(mode, repair) or self.repair, self._namespace(namespace)
-        return Request(prompt, mode, checked, space, (self.prefix_text, *self._prefix_texts.get(space, ())))
-
-    def _continuation_ids(self, continuation: object) -> list[int]:
-        ids: list[Any] = list(continuation) if isinstance(continuation, Iterable) else []
-        if isinstance(continuation, str):
-            ids = self.loaded.encoder.live_ids(continuation)
-        vocabulary = range(self.loaded.lm.vocab_size)
-        if not ids or not all(isinstance(i, int) and i in vocabulary for i in ids):
-            raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocabulary.stop}")
-        return ids
+        prefixes = self.prefix_text, *self._prefix_texts.get(space, ())
+        return Request(prompt, mode, checked, space, prefixes, answer_form(**form) if form else TEXT)
 
     def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
         start = time.perf_counter()
         own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
         own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"))
+        if form := {name: own[name] for name in FORM if name in own}:
+            answer_form(**form)
         try:
             config = _sampling(**options)
         except TypeError:  # an option without a hash, such as a list of stop strings

@@ -29,8 +29,8 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     kv_dir: Any = None
     """Directory of the KV store; default: chunks are kept in memory only."""
     prefix: Any = Field(default=None, repr=False)
-    """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, or a
-    :class:`kvrag.TemplatePrefix` that also names the context variable."""
+    """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, a
+    :class:`kvrag.TemplatePrefix` that also names the context variable, or ``learn``: what the first prompts show."""
     context: str | None = Field(default=None, repr=False)
     """What chunks are encoded behind besides the prefix: ``default`` (a text that ships with kvrag; ``default:250``: 250 tokens of
     it), your own text, or ``None``."""

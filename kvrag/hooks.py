@@ -16,8 +16,8 @@ from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.precompute.documents import in_collection
+from kvrag.prompt.prefix import Prefix
 from kvrag.prompt.spans import text_entry
-from kvrag.prompt.template import Prefix
 from kvrag.threads import POOL
 from kvrag.types import PrecomputeReport, SyncReport
 

@@ -31,6 +31,11 @@ CANCEL_POLL_S = 0.1  # between two looks at the cancel event of a thread that wa
 _forkable: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+def renew_after_fork(thing: Any) -> None:
+    """Have ``thing._at_fork_reinit()`` called in a forked child, where the threads that it knows of are gone."""
+    _forkable.add(thing)
+
+
 def fork_lock() -> threading.RLock:
     """Return a re-entrant lock that is free in a forked child, whichever thread of the parent held it."""
     lock = threading.RLock()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NewType
+from typing import TYPE_CHECKING, Any, Literal, NewType
 
 if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
     import torch
@@ -17,6 +17,7 @@ ChunkKey = NewType("ChunkKey", str)
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
+FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
 
@@ -178,12 +179,14 @@ class Missed:
     """The chunks of one prompt that had no KV, for :mod:`kvrag.precompute.on_miss`.
 
     ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the number of erasures there before the prompt.
+    ``is_again``: they may have KV behind other prefixes, and the namespace's other texts are to follow.
     """
 
     chunks: tuple[MissedChunk, ...]
     prefix: str
     namespace: str
     erasures: int
+    is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +290,15 @@ class ScoreResult(Accounting):
     continuation_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that an answer holds. ``id`` tells the calls of a conversation apart; results refer to it."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult(Accounting):
     """A generated answer.
@@ -294,23 +306,27 @@ class GenerationResult(Accounting):
     Parameters
     ----------
     text
-        The answer, stop string removed.
+        The answer, stop string and calls of tools removed. A call that can't be read stays in it.
     token_ids
         Its token ids, including those of a stop string or end-of-sequence token.
     finish_reason
-        ``"stop"`` (end-of-sequence or stop string), ``"length"`` or ``"cancelled"``.
+        ``"stop"`` (end-of-sequence, stop string, or the end of the form that was asked for), ``"tool_calls"`` (the same, with calls),
+        ``"length"`` or ``"cancelled"``.
     ttft_ms
         Wall time from the call to the first token, including planning, loading, stitching and repair.
     total_ms, tokens_per_s
         Wall time of the whole call; decoding speed after the first token.
+    tool_calls
+        The tools that the answer calls.
     """
 
     text: str
     token_ids: list[int]
-    finish_reason: Literal["stop", "length", "cancelled"]
+    finish_reason: FinishReason
     ttft_ms: float
     total_ms: float
     tokens_per_s: float
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,8 +386,7 @@ class VerifyReport:
     """Agreement of reuse with full prefill over some prompts.
 
     ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats; ``top1_agreement`` and ``greedy_agreement`` are the shares of prompts
-    with the same first token and the same greedy answer; ``passed`` compares the first two with their thresholds.
-
+    with the same first token and the same greedy answer; ``passed`` compares the first two with their thresholds, as ``passed_by`` says.
     The greedy answers are for information, and so is this: both sides run the ids of the prompt's segments, joined. At ``changed_seams``
     of ``seams`` places where segments meet, the prompt's whole text has other ids; this concerns ``changed_tokens`` of ``prompt_tokens``.
     """
@@ -386,3 +401,4 @@ class VerifyReport:
     prompt_tokens: int = 0
     changed_tokens: int = 0
     repair: str = ""
+    passed_by: str = ""

@@ -65,9 +65,8 @@ def verify_prompts(
     )
     return VerifyReport(
         is_reused and mean_kl <= max_mean_kl and top1 >= min_top1,
-        *(mean_kl, top1, greedy, rows),
-        *(seams.seams, seams.changed_seams, seams.tokens, seams.changed_tokens),
-        repaired,
+        *(mean_kl, top1, greedy, rows, seams.seams, seams.changed_seams, seams.tokens, seams.changed_tokens, repaired),
+        f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least {min_top1:g}, at the first token; not the greedy answers",
     )
 
 

@@ -33,7 +33,7 @@ SPREAD = {
     "kernels/test_stitch.py::test_planted_bugs_are_caught": 4,
     "kernels/test_stitch_wiring.py::test_the_kernel_stitches_for_the_engine": 5,
     "kernels/test_commands.py::test_build_compiles_what_is_asked": 0,
-    "llama_index_adapter/test_llama_index_chains.py::test_a_full_context_is_packed_and_still_fits": 0,
+    "llama_index_adapter/test_llama_index_parts.py::test_a_full_context_is_packed_and_still_fits": 0,
     "test_equivalence.py::test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair": 4,
     "test_equivalence.py::test_more_repair_is_closer_to_full_prefill": 4,
     "test_gpu_check.py::test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured": 0,

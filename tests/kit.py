@@ -2,8 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from texts import make_chunks
 
 import kvrag.engine
 from kvrag import Chunk, KVRagEngine, RepairConfig, threads
+from kvrag.generate.sequence import Answering
 from kvrag.model import CausalLM
 from kvrag.testing.models import tiny_model
 
@@ -123,3 +126,26 @@ class Forwards:
         """Wait until nothing decodes, and return the number of forwards."""
         settle()
         return self.count
+
+
+def scripted(patch: pytest.MonkeyPatch, engine: KVRagEngine, *answers: str) -> None:
+    """Let the model's own head choose the tokens of these answers, one for each prompt that is planned from now on, and then its end.
+
+    The last answer is given to all further prompts.
+    """
+    encoder, head, texts = engine.loaded.encoder, engine.loaded.lm.model.lm_head, chain(answers, repeat(answers[-1]))
+    ids: Iterator[int] = iter(())
+    plan = Answering.plan
+
+    def next_answer(self: Answering, *args: Any) -> Any:
+        nonlocal ids
+        ids = chain(encoder.live_ids(next(texts)), repeat(encoder.tokenizer.eos_token_id))
+        return plan(self, *args)
+
+    def say(module: Any, args: Any, logits: Any) -> Any:
+        logits = logits.clone()
+        logits[..., -1, next(ids)] += 1e4
+        return logits
+
+    patch.setattr(Answering, "plan", next_answer)
+    patch.setattr(head, "_forward_hooks", OrderedDict({0: say}))

@@ -64,7 +64,8 @@ def refused(result: Result, *words: str) -> None:
 # -- precompute, ask, explain, verify, stats: one life of a store -------------------------------------------------------
 
 
-def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, notes):
+def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, notes, monkeypatch):
+    monkeypatch.setattr("kvrag.cli.output.WIDTH", 400)  # no cell is folded
     first = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--json").stdout)
     assert (first["stored"], first["skipped"], first["failed"]) == (4, 0, [])
     assert first["stored_bytes"] > 0
@@ -74,7 +75,10 @@ def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, note
     stats = json.loads(run("stats", "--json").stdout)
     assert stats["tiers"]["disk"]["chunks"] == sum(group["chunks"] for group in stats["groups"]) == 5  # with the prefix
     assert stats["tiers"]["disk"]["num_bytes"] == first["stored_bytes"]
-    assert "disk" in run("stats").stdout
+    assert {(group["name"], group["documents"]) for group in stats["groups"]} == {("default", 4)}
+    shown = run("stats").stdout
+    for words in ("disk", "default", "none", "tokens", "notes.md#0"):
+        assert words in shown
 
 
 def test_documents_are_listed_with_their_sizes(run, notes):
@@ -178,6 +182,11 @@ def test_verify_of_a_refused_model_says_why(run, tmp_path):
     assert shown.exit_code == 1
     assert "REFUSED: KV of this model is not reused" in " ".join(shown.stdout.split())
     assert not json.loads(run("verify", tmp_path / "gpt2", "--json").stdout)["passed"]
+
+
+def test_a_prefix_is_not_learnt_by_one_command(run, notes):
+    for command in (("ask", "hi"), ("precompute", notes)):
+        refused(run(*command, "--prefix", "learn"), "--prefix is 'learn'", "too few prompts")
 
 
 def test_verify_needs_a_model(run, monkeypatch):

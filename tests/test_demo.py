@@ -2,24 +2,31 @@
 
 import importlib.util
 import re
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from texts import make_chunks
+from transformers import LlamaModel
 from typer.testing import CliRunner
 
+import demo.run
 from demo import parts
-from demo.baseline import full_prefill
+from demo.baseline import FullPrefill, full_prefill
 from demo.embeddings import SentenceEmbeddings
 from demo.main import FRAMEWORKS
-from demo.pipeline import DemoConfig
+from demo.pipeline import DemoConfig, whole_words
+from demo.progress import Progress
 from demo.questions import Question, read_questions, spread
 from demo.report import print_report
-from demo.run import Sizes, run_demo
+from demo.run import Machine, Row, Sizes, run_demo
 from kvrag.blend.cost import IN_ROWS
 from kvrag.cli.app import app
 from kvrag.cli.documents import read_documents, split_documents, split_text
@@ -133,16 +140,66 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
 
 
 def test_the_baseline_is_what_transformers_generates():
-    import torch
-
     model = tiny_model()
     ids = list(range(5, 45))
     expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)[
         0, 40:
     ].tolist()
-    assert full_prefill(model, ids, max_new_tokens=6).token_ids == expected
-    stopped = full_prefill(model, ids, max_new_tokens=6, eos_ids=frozenset(expected[2:3])).token_ids
-    assert stopped == expected[: expected.index(expected[2]) + 1]
+    cut = full_prefill(model, ids, max_new_tokens=6)
+    assert (cut.token_ids, cut.is_cut) == (expected, True)
+    stopped = full_prefill(model, ids, max_new_tokens=6, eos_ids=frozenset(expected[2:3]))
+    assert (stopped.token_ids, stopped.is_cut) == (expected[: expected.index(expected[2]) + 1], False)
+    assert min(cut.ttft_ms, cut.num_busy) > 0
+
+
+# -- what is shown ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        ("It holds about 61,000 books, 9,4", "It holds about 61,000 books …"),
+        ("In 1641. Its maker\nis Cor", "In 1641. …"),
+        ("It is 3.5 metres high and 4.", "It is 3.5 metres high and …"),  # 4.5 perhaps
+        ("Yes! It does. No", "Yes! It does. …"),
+        ("unfinish", " …"),
+    ],
+)
+def test_an_answer_that_was_cut_ends_at_a_whole_word(answer, shown):
+    assert whole_words(answer, is_cut=True) == shown
+    assert whole_words(f" {answer} ", is_cut=False) == " ".join(answer.split())
+
+
+@pytest.mark.parametrize(
+    ("load", "busy", "is_rough"), [(0.4, 1.9, False), (1.0, 1.6, False), (1.1, 1.9, True), (0.4, 1.5, True)]
+)
+def test_times_on_a_busy_machine_are_called_rough(load, busy, is_rough):
+    rows = [Row(Question("?"), None, FullPrefill(9.0, busy, [1], True), "")]  # type: ignore[arg-type]
+    doubt = Machine(load, cores=2, threads=2).doubt(rows)
+    assert (doubt is not None) == is_rough
+    if doubt:
+        assert f"load of {load} on 2 cores" in doubt
+        assert f"{busy} of 2 threads" in doubt
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_long_stages_show_signs_of_life_and_how_far_they_are(tmp_path, is_terminal):
+    console = Console(file=(tmp_path / "out").open("w"), force_terminal=is_terminal, width=100)
+    progress, far = Progress(console, every_s=0.02), iter(range(1, 10**6))
+    with pytest.raises(KeyError), progress.stage("indexing", lambda: f"{next(far)} of 72"):
+        raise KeyError(time.sleep(0.5))
+    assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
+    console.file.close()
+    out = (tmp_path / "out").read_text()
+    assert len(set(re.findall(r"indexing: (\d+) of 72", out))) >= 3
+
+
+@pytest.mark.parametrize(("target", "is_more"), [("demo", False), ("test", True)])
+def test_the_demo_installs_nothing_of_the_developers(target, is_more, tmp_path):
+    made = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
+    steps = subprocess.run(made, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True).stdout
+    assert "'.[demo]'" in steps
+    assert ("'.[dev]'" in steps) == is_more
 
 
 # -- the pipelines ------------------------------------------------------------------------------------------------------
@@ -162,8 +219,29 @@ def word_embeddings(monkeypatch):
     monkeypatch.setattr(SentenceEmbeddings, "embed", embed)
 
 
+def arrangements(monkeypatch):
+    """Note who computes while a question is asked both ways: the thread, and how many of torch's help."""
+    seen, is_asked, ask, forward = set(), threading.Event(), demo.run._ask_both, LlamaModel.forward
+
+    def asking(*args, **options):
+        is_asked.set()
+        try:
+            return ask(*args, **options)
+        finally:
+            is_asked.clear()
+
+    def noting(self, *args, **options):
+        if is_asked.is_set():
+            seen.add((threading.get_ident(), torch.get_num_threads()))
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr("demo.run._ask_both", asking)
+    monkeypatch.setattr(LlamaModel, "forward", noting)
+    return seen
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tmp_path, word_embeddings):
+def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tmp_path, word_embeddings, monkeypatch):
     module, name, package, _ = FRAMEWORKS[framework]
     pytest.importorskip(package)
     pytest.importorskip("faiss")
@@ -173,14 +251,16 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tm
     config = DemoConfig(tiny_dir, "unused", tmp_path / "kv", 3, {"repair": RepairConfig(strategy="all")})
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
     questions = [Question("Who keeps the ledger?", "no such words"), Question("Where is the [harbour]?")]
-    options = {"kv_dir": config.kv_dir, "sizes": Sizes(90, 4, 2), "console": console}
+    options = {"kv_dir": config.kv_dir, "sizes": Sizes(90, 4, 2), "progress": Progress(console)}
+    arranged = arrangements(monkeypatch)
     try:
         first = run_demo(lambda: make(config), documents, questions, **options)
         again = run_demo(lambda: make(config), documents, questions[:1], **options)
     finally:
         make(config).engine.close()
     assert (first.indexed.stored, first.again.stored, first.again.skipped) == (8, 0, 8)
-    assert (again.indexed.stored, again.indexed.skipped) == (0, 8)
+    assert (again.indexed.stored, again.indexed.skipped, again.again) == (0, 8, None)
+    assert len(arranged) == 1, "both sides compute in one thread, with as many of torch's"
     for row in [*first.rows, *again.rows]:
         made = row.answer
         # "auto" finds that repairing every row costs more than reuse saves, and then reuses the exact head alone.
@@ -193,7 +273,8 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tm
     assert "Where is the [harbour]?" in shown
     assert "A second run starts warm: 8 chunks found on disk, 0 computed." in shown
     assert re.search(
-        r"First token \d+\.\d× sooner, 0 of 1 facts right\.\nfull prefill .*█ [\d,]+ ms *\nkvrag .*█ [\d,]+ ms", shown
+        r"First token \d+\.\d× sooner, 0 of 1 facts right \(full prefill: 0\)\.\nfull prefill .*█ [\d,]+ ms *\nkvrag .*█ [\d,]+ ms",
+        shown,
     )
     print_report(again, console)
     assert "second run" not in console.export_text(), "this was one"

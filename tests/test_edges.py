@@ -5,16 +5,17 @@ import html
 import json
 import re
 import shutil
+import textwrap
 
 import pytest
 import torch
-from kit import Forwards, raising
+from kit import Forwards, noted, raising
 from texts import make_chunks
 
 import kvrag.precompute.run
 from kvrag import precompute_kv
 from kvrag.errors import ModelError, StoreError
-from kvrag.prompt.explain import MANY
+from kvrag.prompt.explain import CAUSES, MANY
 
 CHUNKS = make_chunks(4)
 
@@ -79,7 +80,7 @@ def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, mo
     assert float(missing[2]) == pytest.approx(len(given_up) * size / 2**20, rel=0.2)
 
 
-def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine, monkeypatch):
+def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine, monkeypatch, caplog):
     real = kvrag.precompute.run.encode_chunks
 
     def spoiled(*given):
@@ -93,9 +94,10 @@ def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine, monkeypat
     report = engine.precompute(make_chunks(6), batch_size=1)
     assert (report.stored, len(report.failed)) == (5, 1)
     assert "not finite" in report.failed[0][1]
+    assert f"chunk {report.failed[0][0]} (" in caplog.text, "its key, as where a stored one is rejected"
 
 
-def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of):
+def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of, monkeypatch):
     engine = engine_of(prefix="Answer from the notes of the harbour archive, in one short sentence.\n\n")
     engine.precompute(CHUNKS[:1])
     prompt = f"{engine.prefix_text}Hello, who are you?"
@@ -105,30 +107,57 @@ def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of):
         len(engine.loaded.encoder.live_ids(engine.prefix_text, at_start=True)),
     )
     assert result.fallback_reason is None
+    seen = noted(monkeypatch, engine.loaded.encoder, "live_ids")
+    for question in ("Hello", "Good morning", "Who?"):
+        engine.prefill(f"{engine.prefix_text}{question}")
+    assert len(seen) == 3, "the head's ids are known, and each rest is tokenised once"
     assert float((result.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("rewritten", "words"),
-    [
-        (lambda text: str([text]), "escaped"),
-        (json.dumps, "escaped"),
-        (lambda text: "\n".join(f"> {line}" for line in text.splitlines()), "quoted or indented"),
-        (lambda text: "\n".join(f"    {line}" for line in text.splitlines()), "quoted or indented"),
-        (lambda text: text.replace("\n", "\r\n"), "line ends"),
-        (html.escape, "HTML"),
-        (lambda text: text.replace(". The", ".  The"), "white space was changed"),
-    ],
+TEXT = (
+    f'title: The harbour\n\nA **first** "line" & more,\nand _its_ end. The rest. {CHUNKS[0]} And the ending of it all.'
 )
-def test_a_rewritten_chunk_is_warned_of_once_with_its_cause(engine, rewritten, words, recwarn):
-    text = f'A "first" line & more.\nThe end of it. The rest. {CHUNKS[0]}'
-    engine.precompute([text, CHUNKS[1]])
-    prompt = about(rewritten(text))
+REWRITTEN = {
+    "escaped, as by repr()": (lambda text: str([text]), json.dumps),
+    "HTML's escapes": (html.escape,),
+    "backslashes": (lambda text: re.sub(r"([*_.&])", r"\\\1", text),),
+    "quoted or indented": (lambda t: re.sub("(?m)^", "> ", t), lambda t: re.sub("(?m)^(?=.)", "    ", t)),
+    "numbers before": (lambda text: "\n".join(f"{n}: {line}" for n, line in enumerate(text.splitlines(), 1)),),
+    "line ends": (lambda text: text.replace("\n", "\r\n"),),
+    "white space changed": (lambda t: t.replace("A **", "A  **"), lambda t: "\n".join(textwrap.wrap(t))),
+    "upper-cased or lower-cased": (str.upper, str.lower),
+    "other signs": (lambda text: text.replace('"', "\u201d").replace("notes", "no\u00adtes"),),
+    "without the metadata": (lambda text: text.partition("\n\n")[2],),
+    "without their HTML or Markdown": (lambda text: text.replace("**", "").replace("_", ""),),
+    "cut at its beginning": (lambda text: text[50:],),
+    "not their parents": (lambda text: text[90:-60],),
+    "edited or cut": (lambda text: text.replace("line", "word"),),
+}
+"""Words of each cause, and what brings it about."""
+
+
+@pytest.mark.parametrize(("words", "rewritten"), [(w, each) for w, many in REWRITTEN.items() for each in many])
+def test_a_rewritten_chunk_is_explained_by_its_cause_also_beside_others(engine, words, rewritten):
+    engine.precompute([TEXT, CHUNKS[1]])
+    assert [words in note for note in engine.explain(about(rewritten(TEXT))).notes] == [True]
+    beside = engine.explain(about(CHUNKS[1], rewritten(TEXT)))
+    assert any(words in note for note in beside.notes) == any(words in cause for cause, *_ in CAUSES)
+    assert not engine.explain(about(CHUNKS[1])).notes[1:], "nothing is made up"
+
+
+def test_every_cause_has_a_case(engine):
+    assert all(sum(words in cause for words in REWRITTEN) == 1 for cause, *_ in CAUSES)
+    assert "no chunk of 32 tokens or more is stored" in str(engine.explain(about(TEXT)))
+
+
+@pytest.mark.parametrize("words", ["escaped", "HTML", "line ends", "cut at its beginning"])
+def test_a_rewritten_chunk_is_warned_of_once(engine, words, recwarn):
+    engine.precompute([TEXT, CHUNKS[1]])
+    prompt = about(next(many[0] for name, many in REWRITTEN.items() if words in name)(TEXT))
     with pytest.warns(UserWarning, match=f"no stored chunk is reused.*{words}"):
         engine.generate(prompt, max_new_tokens=1)
     engine.generate(prompt, max_new_tokens=1)
     assert not recwarn.list, "once is enough"
-    assert any(words in note for note in engine.explain(prompt).notes)
     assert engine.stats()["requests_without_hits"] == 2
 
 
@@ -147,6 +176,9 @@ def test_advice_on_the_prefix_can_be_pasted_and_holds_no_documents_text(engine_o
     engine = engine_of(prefix="")
     engine.precompute(CHUNKS)
     rules = "Answer from the notes. " * 20
+    engine.precompute(
+        CHUNKS[2:], prefix="Answer from the"
+    )  # a prefix is known, and is not all that stands before the chunk
     cases = (
         (CHUNKS[0], ""),
         (f"{rules}\n\n{CHUNKS[0]}", f"prefix={rules + chr(10) * 2!r}"),

@@ -140,6 +140,7 @@ def test_verify_passes_exact_reuse_and_fails_a_threshold(engine):
     assert report.passed
     assert (report.top1_agreement, report.greedy_agreement, len(report.rows)) == (1.0, 1.0, 2)
     assert report.mean_kl < 1e-6
+    assert "mean_kl of at most 0.1 nats and top1_agreement of at least 0.8" in repr(report)
     assert not engine.verify([ask(3, 1, 0)], repair=RepairConfig(strategy="none"), max_mean_kl=1e-9).passed
     with pytest.raises(InputError, match="at least one prompt"):
         engine.verify([])

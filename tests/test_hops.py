@@ -12,9 +12,10 @@ import pytest
 HERE = Path(__file__).parent
 
 BUDGETS = {
-    "generate, warm": {"modules": 29, "calls": 800, "moves": 250, "threads": 2},
-    "generate, from disk": {"modules": 35, "moves": 425},
-    "precompute, 4 chunks": {"modules": 28, "moves": 725},
+    # Decode steps that requests share, the totals and the prefix have modules of their own; they add few moves.
+    "generate, warm": {"modules": 32, "calls": 850, "moves": 250, "threads": 2},
+    "generate, from disk": {"modules": 39, "moves": 430},
+    "precompute, 4 chunks": {"modules": 29, "moves": 725},
     "delete one document": {"modules": 14},
 }
 KNOWN: dict[str, dict[str, int]] = {}

@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "config", "fields", "threads", "layers", "buffers"},
+    {"types", "errors", "config", "fields", "threads", "together", "layers", "buffers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -35,6 +35,7 @@ RANKS = (
     {"precompute"},
     {"generate"},
     {"engine", "hooks", "verify", "calibrate", "estimate"},
+    {"server"},
     {"cli", "testing", "integrations"},
 )
 """Rooms and modules of the facade. Each imports from its own room and from the ranks before its own; modules of the facade that share a
@@ -45,6 +46,7 @@ FACADE = {
     "config",
     "fields",
     "threads",
+    "together",
     "layers",
     "buffers",
     "engine",
@@ -57,8 +59,9 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 LIMITS = {
-    "lines of kvrag": 16_400,  # 15,000 at the cut; calibration, prices, the audit and the accelerator's path came since
-    "files of kvrag": 95,
+    # 15,000 at the cut; calibration, prices, the audit, the accelerator's path, tools, learnt prefixes and the server came since
+    "lines of kvrag": 18_550,
+    "files of kvrag": 112,
     "lines of kvrag/store": 2_600,
     "lines of tests, per 100 lines of code": 140,
     "median lines of a function": 10,
@@ -70,7 +73,7 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 500, "kvrag/config.py": 360, "kvrag/types.py": 390, "kvrag/testing/store.py": 410}
+LONGER_FILES = {"kvrag/engine.py": 516, "kvrag/config.py": 360, "kvrag/types.py": 404, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 59,

@@ -3,7 +3,8 @@
 import pytest
 
 from kvrag import Chunk, ConfigError, InputError, TemplatePrefix
-from kvrag.prompt.template import PromptEncoder, cut, merge_live, prefix_text
+from kvrag.prompt.prefix import prefix_text
+from kvrag.prompt.template import PromptEncoder, cut, merge_live
 from kvrag.prompt.tokenizer import Piece
 from kvrag.testing.tokenizers import tiny_tokenizer
 from kvrag.types import Span

@@ -18,7 +18,8 @@ def test_the_public_names_are_pinned():
             *("KVRagEngine", "KVRagError", "MissingDependencyError", "ModelError", "OutOfMemoryError"),
             *("PrecomputeReport", "PrefillResult", "RepairConfig", "Retention", "SamplingConfig", "ScoreResult"),
             "StoreConfig",
-            *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "UnsupportedModelError"),
+            *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "ToolCall"),
+            "UnsupportedModelError",
             *("VerifyReport", "__version__", "delete_kv", "precompute_kv", "sync_kv"),
             *("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
         ]

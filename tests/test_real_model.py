@@ -4,12 +4,15 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from kit import settle
+from pydantic import BaseModel
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.calibrate import Trial
+from kvrag.model.load import _load_weights
 from kvrag.verify import kl_divergence
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
@@ -132,6 +135,21 @@ def test_the_audit_counts_what_a_full_prefill_says(engine, prompts):
     assert found["top1"] == (full.argmax() == reused.argmax())
 
 
+def test_loading_a_gguf_file_shows_no_bars_and_puts_the_settings_back(engine, capfd):
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging
+
+    bar, was_shown = gguf.tqdm, logging.is_progress_bar_enabled()
+    try:
+        for show, is_shown in ((logging.disable_progress_bar, False), (logging.enable_progress_bar, True)):
+            show()
+            _load_weights(engine.source)
+            assert "|" not in capfd.readouterr().err
+            assert (gguf.tqdm, logging.is_progress_bar_enabled()) == (bar, is_shown)
+    finally:
+        (logging.enable_progress_bar if was_shown else logging.disable_progress_bar)()
+
+
 def test_the_gguf_model_is_known_by_its_file(engine):
     from kvrag.identity.fingerprint import digest
     from kvrag.identity.weights import files_digest
@@ -142,3 +160,29 @@ def test_the_gguf_model_is_known_by_its_file(engine):
     identity = engine.loaded.identity._identity
     assert identity.weights == digest("weights", {"origin": origin.encode(), "options": b"{}"})
     assert engine.loaded.fingerprint == identity.fingerprint, "requests change nothing"
+
+
+LIBRARY = "The city library of Oslo opened in 1785. Which city, and which year? Answer in JSON."
+
+
+def test_an_answer_has_its_schema(engine):
+    facts = {"city": {"type": "string", "maxLength": 20}, "year": {"type": "integer", "minimum": 1000}}
+    schema = {"type": "object", "properties": facts, "required": [*facts], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "library", "schema": schema}}
+    result = engine.generate([{"role": "user", "content": LIBRARY}], response_format=wanted)
+    assert result.finish_reason == "stop"
+    jsonschema.validate(json.loads(result.text), schema)
+    tool = {"type": "function", "function": {"name": "library", "parameters": schema}}
+    (call,) = engine.generate([{"role": "user", "content": LIBRARY}], tools=[tool], tool_choice="library").tool_calls
+    jsonschema.validate(call.arguments, schema)
+
+
+def test_langchain_returns_an_object(engine):
+    from langchain_kvrag import ChatKVRag
+
+    class Library(BaseModel):
+        city: str
+        year: int
+
+    llm = ChatKVRag(model=engine.source.model, dtype="float32", max_tokens=64)
+    assert llm.with_structured_output(Library).invoke(LIBRARY) == Library(city="Oslo", year=1785)

@@ -1,6 +1,7 @@
 """The scanner finds what was registered, character for character, and nothing else."""
 
 import threading
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -111,11 +112,29 @@ def test_texts_with_the_same_ends_and_length_are_told_apart():
     assert found(index, "\n\n".join(texts)) == texts[:5]
 
 
-def test_adding_twice_changes_nothing():
+@pytest.mark.parametrize("most", [spans.MIN_OVERFLOW, 0], ids=["small table", "large table"])
+def test_adding_twice_changes_nothing(monkeypatch, most):
+    monkeypatch.setattr(spans, "MIN_OVERFLOW", most)
     index = index_of(LOREM, OTHER)
-    index.add([text_entry(LOREM), text_entry(LOREM)])
+    for _ in range(2):
+        index.add([text_entry(LOREM), text_entry(LOREM)])
     assert len(index) == 2
+    assert index.texts_like(LOREM, limit=9) == [text_entry(LOREM)]
     assert found(index, LOREM + OTHER) == [LOREM, OTHER]
+
+
+def test_a_registered_text_takes_few_bytes():
+    index, num = SpanIndex(), 20_000
+    index.add([])  # nothing is imported from here on
+    tracemalloc.start()
+    try:
+        for part in range(4):
+            index.add(text_entry(f"{n}: {LOREM}") for n in range(part, num, 4))
+        assert len(index) == num
+        assert tracemalloc.get_traced_memory()[0] < 100 * num  # the texts themselves have 100 characters and more
+    finally:
+        tracemalloc.stop()
+    assert found(index, f"77: {LOREM}") == [f"77: {LOREM}"]
 
 
 def test_what_a_long_text_hides_is_found_without_it():

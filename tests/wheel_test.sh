@@ -8,7 +8,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 python="${BIN:-.venv/bin}/python"
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" .
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" . ./packages/*-kvrag
 wheel=$(ls "$work"/kvrag-*.whl)
 echo "built $(basename "$wheel"); installing it into a fresh environment"
 
@@ -16,6 +16,7 @@ echo "built $(basename "$wheel"); installing it into a fresh environment"
 pip="$work/env/bin/python -m pip"
 $pip install --quiet -c constraints.txt torch
 $pip install --quiet -c constraints.txt "$wheel[all]" pytest pytest-asyncio pytest-xdist
+$pip install --quiet "$work"/langchain_kvrag-*.whl "$work"/llama_index_*.whl # which need kvrag as it is there
 
 cp tests/test_engine.py tests/test_equivalence.py tests/conftest.py tests/kit.py tests/texts.py "$work/"
 cd "$work"
@@ -33,6 +34,11 @@ import llama_index.vector_stores.kvrag
 
 for module in (kvrag, kvrag_kernels, langchain_kvrag, llama_index.llms.kvrag, llama_index.vector_stores.kvrag):
     assert module.__file__.startswith(sys.prefix), f"{module.__name__} comes from {module.__file__}, not from the wheel"
+for name in ("langchain-kvrag", "llama-index-llms-kvrag", "llama-index-vector-stores-kvrag"):
+    told = importlib.metadata.distribution(name)
+    extra = "langchain" if name == "langchain-kvrag" else "llama-index"
+    assert (told.version, told.requires) == (kvrag.__version__, [f"kvrag[{extra}]=={kvrag.__version__}"]), name
+    assert all(".dist-info" in str(path) for path in told.files), f"{name} has modules of its own"
 print("kvrag", importlib.metadata.version("kvrag"), "imports from the wheel, beside llama_index.core")
 PY
 env/bin/kvrag --version

@@ -38,7 +38,7 @@ class DirectPipeline:
     def index(self, chunks: Sequence[DocumentChunk]) -> PrecomputeReport:
         """Embed the chunks, and keep their KV."""
         self._chunks = [chunk.text for chunk in chunks]
-        report = self.engine.precompute(self._chunks, ids=[chunk.id for chunk in chunks], show_progress=True)
+        report = self.engine.precompute(self._chunks, ids=[chunk.id for chunk in chunks])
         vectors = self._embeddings.embed(self._chunks)
         self._index = self._faiss.IndexFlatIP(vectors.shape[1])
         self._index.add(vectors)

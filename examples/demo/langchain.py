@@ -41,8 +41,8 @@ class LangChainPipeline:
     def index(self, chunks: Sequence[DocumentChunk]) -> PrecomputeReport:
         """Embed the chunks, and keep their KV."""
         documents = [Document(chunk.text, id=chunk.id) for chunk in chunks]
-        # The vector store would do this by itself; done first, it shows its progress and what it did.
-        report = self.llm.precompute_kv(documents, show_progress=True)
+        # The vector store would do this by itself; done first, it says what it did.
+        report = self.llm.precompute_kv(documents)
         store = KVRagVectorStore.from_documents(documents, self._embeddings, llm=self.llm)
         retriever = store.as_retriever(search_kwargs={"k": self._config.top_k})
         self._to_prompt = {"context": retriever | _join, "question": RunnablePassthrough()} | self._prompt
@@ -56,7 +56,8 @@ class LangChainPipeline:
         message = self.llm.invoke(prompt, max_tokens=max_new_tokens)
         roles = {"human": "user", "system": "system"}
         messages = [{"role": roles[m.type], "content": m.content} for m in prompt.to_messages()]
-        return answer_of(str(message.content), messages, message.response_metadata["kvrag"])
+        made = message.response_metadata
+        return answer_of(str(message.content), messages, {**made["kvrag"], "finish_reason": made["finish_reason"]})
 
 
 class LangChainEmbeddings(Embeddings):

@@ -48,8 +48,8 @@ class LlamaIndexPipeline:
     def index(self, chunks: Sequence[DocumentChunk]) -> PrecomputeReport:
         """Embed the chunks, and keep their KV."""
         nodes = [TextNode(id_=chunk.id, text=chunk.text) for chunk in chunks]
-        # The vector store would do this by itself; done first, it shows its progress and what it did.
-        report = self.llm.precompute_kv(nodes, show_progress=True)
+        # The vector store would do this by itself; done first, it says what it did.
+        report = self.llm.precompute_kv(nodes)
         index = VectorStoreIndex(
             nodes,
             storage_context=StorageContext.from_defaults(vector_store=KVRagVectorStore(llm=self.llm)),

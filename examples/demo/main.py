@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demo.parts import example_corpus, packaged_embeddings, packaged_model
+from demo.parts import example_corpus, packaged_embeddings, packaged_model, read_gguf_once
+from demo.progress import Progress
 from demo.questions import Question, read_questions, spread
 from kvrag.cli.documents import read_documents
 from kvrag.cli.options import DEMO, REPAIR, Given, takes
-from kvrag.cli.output import console, progress
+from kvrag.cli.output import console
 from kvrag.config import RepairConfig
 from kvrag.errors import ConfigError, require
 
@@ -64,17 +65,21 @@ def demo(
     source, embeddings = model or str(packaged_model()), str(packaged_embeddings())
     if fresh:
         _forget(kv_dir)
-    with progress("importing torch and transformers ..."):
+    out = console()
+    progress = Progress(out)
+    with progress.stage("importing torch and transformers"):
         from demo.pipeline import DemoConfig
         from demo.report import print_report
         from demo.run import Sizes, quiet, run_demo
 
         quiet()
+        if source.endswith(".gguf"):
+            read_gguf_once()
         options = {**engine, "repair": RepairConfig(**repair) if repair else None}
         config = DemoConfig(source, embeddings, kv_dir, top_k, options)
-    asked, sizes, out = _questions(folder, question, questions), Sizes(chunk_tokens, max_new_tokens, repeats), console()
+    asked, sizes = _questions(folder, question, questions), Sizes(chunk_tokens, max_new_tokens, repeats)
     make = partial(_pipeline, framework, config)
-    print_report(run_demo(make, documents, asked, kv_dir=kv_dir, sizes=sizes, console=out), out)
+    print_report(run_demo(make, documents, asked, kv_dir=kv_dir, sizes=sizes, progress=progress), out)
 
 
 def _questions(corpus: Path, given: list[str] | None, count: int) -> list[Question]:

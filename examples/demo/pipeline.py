@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,10 +100,10 @@ def answer_of(text: str, prompt: Sequence[Mapping[str, Any]], made: Mapping[str,
     prompt
         Chat messages.
     made
-        The ``"kvrag"`` entry of a response's metadata.
+        The ``"kvrag"`` entry of a response's metadata, with the reason for which the answer ended.
     """
     return Answer(
-        text=text,
+        text=whole_words(text, is_cut=made["finish_reason"] == "length"),
         prompt=[{"role": str(message["role"]), "content": str(message["content"])} for message in prompt],
         cached_tokens=made["cached_tokens"],
         repaired_tokens=made["repaired_tokens"],
@@ -111,6 +112,15 @@ def answer_of(text: str, prompt: Sequence[Mapping[str, Any]], made: Mapping[str,
         ttft_ms=made["ttft_ms"],
         load_ms=made["timings_ms"].get("load", 0.0),
     )
+
+
+def whole_words(text: str, *, is_cut: bool) -> str:
+    """End an answer that ran into the limit of tokens behind its last whole sentence, else behind its last word that is surely whole."""
+    text = " ".join(text.split())
+    if not is_cut:
+        return text
+    sentences = re.match(r".*[.!?](?= )", text)
+    return f"{sentences[0] if sentences else text.rpartition(' ')[0].rstrip(',;:')} …"
 
 
 def prompt_ids(engine: KVRagEngine, prompt: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -18,6 +18,8 @@ def print_report(report: DemoReport, console: Console) -> None:
     console.print()
     console.print(*headline(report.rows), sep="\n", highlight=False)
     console.print(timings(report.rows))
+    if doubt := report.machine.doubt(report.rows):
+        console.print(f"[yellow]{doubt}[/]", highlight=False)
     console.print(answers(report.rows))
     console.print(summary(report))
 
@@ -27,7 +29,8 @@ def headline(rows: list[Row]) -> list[str]:
     full, ours = (_median(times) for times in zip(*((r.full.ttft_ms, r.answer.ttft_ms) for r in rows), strict=True))
     hinted = [row for row in rows if row.question.hint]
     met = sum(row.question.is_met_by(row.answer.text) for row in hinted)
-    facts = f", {met} of {len(hinted)} facts right" if hinted else ""
+    in_full = sum(row.question.is_met_by(row.full_text) for row in hinted)
+    facts = f", {met} of {len(hinted)} facts right (full prefill: {in_full})" if hinted else ""
     longest = max(full, ours)
     bars = [
         f"{name:<13}{'█' * max(1, round(50 * ms / longest))} {_ms(ms)}"
@@ -77,7 +80,7 @@ def answers(rows: list[Row]) -> Table:
     table.add_column("kvrag", ratio=4)
     for number, row in enumerate(rows, start=1):
         # Text objects: what a model writes may look like rich's markup.
-        table.add_row(str(number), Text(row.question.text), Text(row.full_text.strip()), Text(row.answer.text.strip()))
+        table.add_row(str(number), Text(row.question.text), Text(row.full_text), Text(row.answer.text))
     return table
 
 
@@ -85,18 +88,17 @@ def summary(report: DemoReport) -> RenderableType:
     """Say what the store holds and what a second run will find."""
     rows, count = report.rows, len(report.rows)
     lines = [f"Same answer word for word: {sum(row.is_same for row in rows)} of {count}."]
-    hinted = [row for row in rows if row.question.hint]
-    if hinted:
-        full = sum(row.question.is_met_by(row.full_text) for row in hinted)
-        ours = sum(row.question.is_met_by(row.answer.text) for row in hinted)
-        lines.append(f"Expected words in the answer: full prefill {full}, kvrag {ours}, of {len(hinted)}.")
-    warm = f"A second run starts warm: {report.again.skipped} chunks found on disk, {report.again.stored} computed."
-    loaded = _median(row.answer.loaded_tokens for row in rows) * report.bytes_per_token
+    warm = []
+    if report.again is not None:
+        found = f"{report.again.skipped} chunks found on disk, {report.again.stored} computed"
+        warm = [f"A second run starts warm: {found}."]
+    size = report.num_tokens * report.bytes_per_token
+    read = _median(row.answer.loaded_tokens for row in rows) * report.bytes_per_token
     return Group(
         *lines,
-        f"Read from disk per question: {human_bytes(loaded)}; the memory tier is off and the page cache was dropped.",
-        f"Store: {report.num_chunks} chunks and their prefix, {human_bytes(report.store_bytes)} on disk.",
-        *([warm] if report.indexed.stored else []),
+        f"Read from disk per question: {human_bytes(read)}; the memory tier is off and the page cache was dropped.",
+        f"KV of this corpus: {report.num_chunks} chunks, {report.num_tokens:,} tokens, {human_bytes(size)} on disk.",
+        *warm,
     )
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from rich.console import Console
+import torch
 from rich.markup import escape
 
 from demo.baseline import FullPrefill, full_prefill
-from demo.pipeline import Answer, Pipeline, prompt_ids
+from demo.pipeline import Answer, Pipeline, prompt_ids, whole_words
+from demo.progress import Progress
 from demo.questions import Question
 from kvrag.cli.documents import split_documents
 from kvrag.generate.sampling import eos_token_ids
@@ -44,7 +45,24 @@ class Row:
     @property
     def is_same(self) -> bool:
         """Whether both answers are the same, word for word."""
-        return self.answer.text.strip() == self.full_text.strip()
+        return self.answer.text == self.full_text
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the demo ran: the load before it, by other programs, on how many cores, and how many threads it computed with."""
+
+    load: float
+    cores: int
+    threads: int
+
+    def doubt(self, rows: Sequence[Row]) -> str | None:
+        """Say that the times are rough, if other programs kept the machine busy; else ``None``."""
+        busy = median(row.full.num_busy for row in rows)
+        if self.load <= self.cores / 2 and busy >= 0.8 * self.threads:
+            return None
+        load = f"a load of {self.load:.1f} on {self.cores} cores before the run"
+        return f"Times and ratios are rough: {load}, and full prefills got {busy:.1f} of {self.threads} threads."
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +73,23 @@ class DemoReport:
     ----------
     rows
         One per question.
-    num_chunks
-        Chunks of the corpus.
+    num_chunks, num_tokens
+        Of the corpus.
     indexed, again
-        What precompute did, and what it does when it is run once more.
-    store_bytes, bytes_per_token
-        KV on disk, and of one token.
+        What precompute did, and after a first run what it does when it is run once more.
+    bytes_per_token
+        KV of one token.
+    machine
+        What it ran on.
     """
 
     rows: list[Row]
     num_chunks: int
+    num_tokens: int
     indexed: PrecomputeReport
-    again: PrecomputeReport
-    store_bytes: int
+    again: PrecomputeReport | None
     bytes_per_token: int
+    machine: Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +108,9 @@ def run_demo(
     *,
     kv_dir: Path,
     sizes: Sizes,
-    console: Console,
+    progress: Progress,
 ) -> DemoReport:
-    """Run all of it, and report progress on the console.
+    """Run all of it, and report progress.
 
     Parameters
     ----------
@@ -97,54 +118,47 @@ def run_demo(
         Builds the application; called once.
     documents, questions
         Path → text, and what to ask about them: at least one.
-    kv_dir, sizes, console
+    kv_dir, sizes, progress
         The pipeline's store, how much of everything, and where to report progress.
     """
-    start = time.perf_counter()
-
-    def say(text: str) -> None:
-        console.print(f"[dim]{time.perf_counter() - start:5.0f} s[/dim]  {text}", highlight=False)
-
-    _warn_of_load(say)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    machine = Machine(load, os.cpu_count() or 1, torch.get_num_threads())
     # Reading a GGUF file draws a progress bar of its own, which nothing but this turns off.
-    with console.status("loading the frameworks and the model (about 20 s on a CPU) ..."), redirect_stderr(StringIO()):
+    with progress.stage("loading the model"), redirect_stderr(StringIO()):
         pipeline = make_pipeline()
-        loaded = pipeline.engine.loaded
-        say(f"{pipeline.name}: loaded {Path(pipeline.engine.source.name).name} on {loaded.lm.device}")
+        engine, loaded = pipeline.engine, pipeline.engine.loaded
+    progress.say(f"{pipeline.name}: loaded {Path(engine.source.name).name} on {loaded.lm.device}")
     split = split_documents(
         documents, lambda text: len(loaded.encoder.chunk_ids(text)), chunk_tokens=sizes.chunk_tokens
     )
     chunks = [chunk for chunk in split if chunk.num_tokens >= MIN_TOKENS]
-    tokens = sum(chunk.num_tokens for chunk in chunks)
-    say(f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet")
-    indexed = pipeline.index(chunks)
-    say(f"{indexed.skipped} chunks found on disk, {indexed.stored} computed ({indexed.seconds:.1f} s), all indexed")
-    rows = _answer_all(pipeline, questions, kv_dir, sizes, console, say)
-    again = pipeline.engine.precompute([chunk.text for chunk in chunks], ids=[chunk.id for chunk in chunks])
-    disk = pipeline.engine.store.stats()["disk"]
-    return DemoReport(rows, len(chunks), indexed, again, disk.num_bytes, loaded.reusable.kv_bytes_per_token)
+    ids, tokens = [chunk.id for chunk in chunks], sum(chunk.num_tokens for chunk in chunks)
+    progress.say(f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet")
+    with progress.stage("indexing", lambda: f"{len({*ids} & {*engine.document_ids()})} of {len(ids)} chunks have KV"):
+        indexed = pipeline.index(chunks)
+    how = f"{indexed.skipped} chunks found on disk, {indexed.stored} computed ({indexed.seconds:.1f} s)"
+    progress.say(f"{how}, all indexed")
+    rows = _answer_all(pipeline, questions, kv_dir, sizes, progress)
+    again = None if indexed.skipped else engine.precompute([chunk.text for chunk in chunks], ids=ids)
+    per_token = loaded.reusable.kv_bytes_per_token
+    return DemoReport(rows, len(chunks), tokens, indexed, again, per_token, machine)
 
 
 def _answer_all(
-    pipeline: Pipeline,
-    questions: Sequence[Question],
-    kv_dir: Path,
-    sizes: Sizes,
-    console: Console,
-    say: Callable[[str], None],
+    pipeline: Pipeline, questions: Sequence[Question], kv_dir: Path, sizes: Sizes, progress: Progress
 ) -> list[Row]:
-    with console.status("warming up: one question both ways, not counted ..."):
+    with progress.stage("warming up: one question both ways, not counted"):
         _ask_both(pipeline, questions[0], kv_dir, max_new_tokens=1)
-    say(f"asking {len(questions)} questions, by kvrag and by full prefill in turns, best of {sizes.repeats}")
+    progress.say(f"asking {len(questions)} questions, by kvrag and by full prefill in turns, best of {sizes.repeats}")
     rows = []
     for number, question in enumerate(questions, start=1):
-        with console.status(f"question {number} of {len(questions)}: {question.text}"):
+        with progress.stage(f"question {number} of {len(questions)}: {escape(question.text)}"):
             row = _ask_both(pipeline, question, kv_dir, max_new_tokens=sizes.max_new_tokens)
             for _ in range(sizes.repeats - 1):  # further runs are for the clock alone: the answers are greedy
                 row = _faster(row, _ask_both(pipeline, question, kv_dir, max_new_tokens=1))
         rows.append(row)
         times = f"full {row.full.ttft_ms:.0f} ms, kvrag {row.answer.ttft_ms:.0f} ms"
-        say(f"{number}  first token: {times}  [dim]{escape(question.text)}[/dim]")
+        progress.say(f"{number}  first token: {times}  [dim]{escape(question.text)}[/dim]")
     return rows
 
 
@@ -170,7 +184,7 @@ def _ask_both(pipeline: Pipeline, question: Question, kv_dir: Path, *, max_new_t
     assert len(ids) == answer.prompt_tokens, "both runs must answer the same prompt"
     eos_ids = eos_token_ids(loaded.lm.model.generation_config, loaded.encoder.tokenizer)
     full = full_prefill(loaded.lm.model, ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
-    return Row(question, answer, full, loaded.encoder.decode(full.token_ids))
+    return Row(question, answer, full, whole_words(loaded.encoder.decode(full.token_ids), is_cut=full.is_cut))
 
 
 def _faster(row: Row, other: Row) -> Row:
@@ -178,14 +192,8 @@ def _faster(row: Row, other: Row) -> Row:
     answer, full = row.answer, row.full
     if other.answer.ttft_ms < answer.ttft_ms:
         answer = replace(answer, ttft_ms=other.answer.ttft_ms, load_ms=other.answer.load_ms)
-    return replace(row, answer=answer, full=replace(full, ttft_ms=min(full.ttft_ms, other.full.ttft_ms)))
-
-
-def _warn_of_load(say: Callable[[str], None]) -> None:
-    """Warn where other programs keep the cores busy: the two ways suffer unequally from that."""
-    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
-    if load > cores / 2:
-        say(f"[yellow]other programs are busy here (load {load:.1f} on {cores} cores): don't trust times or ratios[/]")
+    best = min(full, other.full, key=lambda run: run.ttft_ms)
+    return replace(row, answer=answer, full=replace(full, ttft_ms=best.ttft_ms, num_busy=best.num_busy))
 
 
 def _forget_pages(kv_dir: Path) -> None:

@@ -22,6 +22,7 @@ try:
     from kvrag.cli.estimate import estimate
     from kvrag.cli.kernels import app as kernels
     from kvrag.cli.precompute import precompute
+    from kvrag.cli.serve import serve
     from kvrag.cli.store import documents, export, fsck, gc, import_, rm, stats
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
@@ -64,7 +65,7 @@ app = typer.Typer(
 )
 # All options of the demo, --help too, are read by the demo itself.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
-for command in (precompute, ask, explain, verify, calibrate, estimate, stats, documents, fsck, gc, rm, export):
+for command in (precompute, ask, serve, explain, verify, calibrate, estimate, stats, documents, fsck, gc, rm, export):
     app.command()(command)
 app.command("import")(import_)
 app.add_typer(kernels)

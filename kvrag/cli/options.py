@@ -146,6 +146,10 @@ def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | N
     prefix, system, context = (options.pop(name, None) for name in ("prefix", "system", "chunk_context"))
     if prefix is not None and system is not None:
         raise ConfigError("--prefix and --system both say what stands before the first chunk; pass one of them")
+    if prefix == "learn":
+        raise ConfigError(
+            "--prefix is 'learn', and one command sees too few prompts; pass the text that kvrag explain prints"
+        )
     kept = {"kv_dtype": options.pop("kv_dtype")} if "kv_dtype" in options else {}
     config = StoreConfig(**kept, **key_options(), **(limits or {}))
     repaired = RepairConfig(**repair) if repair else None

@@ -68,23 +68,36 @@ def _counts(report: dict[str, Any]) -> dict[str, object]:
 
 
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
-    """Show the size of each tier, and what is stored for which model, namespace and prefix (by their digests)."""
+    """Show the size of each tier, and what is stored for which model, namespace and prefix, by digest where no name is known."""
+    from kvrag.identity.fingerprint import ids_digest
+
     groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"chunks": 0, "tokens": 0, "num_bytes": 0})
+    lengths = {ids_digest(()): "none"}
     with _existing_store(kv_dir) as store:
         tiers = {name: asdict(tier) for name, tier in store.stats().items()}
         for record in map(store.catalog.get, store.catalog.keys()):
-            if record is not None:  # None: erased meanwhile by another process
-                group = groups[record.model, record.namespace, record.prefix]
-                group["chunks"] += 1
-                group["tokens"] += record.num_tokens
-                group["num_bytes"] += record.num_bytes
-    found = sorted(groups.items())
-    named = [dict(zip(("model", "namespace", "prefix"), names, strict=True)) | group for names, group in found]
+            if record is None:  # erased meanwhile by another process
+                continue
+            group = groups[record.model, record.namespace, record.prefix]
+            group["chunks"] += 1
+            group["tokens"] += record.num_tokens
+            group["num_bytes"] += record.num_bytes
+            is_prefix = record.prefix == ids_digest(()) and not store.catalog.key_texts(record.key)
+            if is_prefix and (identity := store.identity(record.key)):
+                lengths[ids_digest(identity.token_ids)] = f"{len(identity.token_ids)} tokens"
+        names = {store.names.namespace("default"): "default"}
+        ids = {space: sorted(store.catalog.documents(space)) for _, space, _ in groups}
+    named, rows = list[dict[str, Any]](), list[tuple[object, ...]]()
+    for (of_model, space, prefix), n in sorted(groups.items()):
+        name, length = names.get(space), lengths.get(prefix)
+        known = {"model": of_model, "namespace": space, "name": name, "prefix": prefix, "documents": len(ids[space])}
+        named.append(known | n)
+        shown = of_model[7:19], name or space[-12:], length or prefix[7:19], ", ".join(ids[space][:3])
+        rows.append((*shown, n["chunks"], n["tokens"], human_bytes(n["num_bytes"])))
     sizes = [(name, tier["chunks"], human_bytes(tier["num_bytes"])) for name, tier in tiers.items()]
-    rows = [(*(d[:12] for d in of), n["chunks"], n["tokens"], human_bytes(n["num_bytes"])) for of, n in found]
     by_tier = grid(f"Tiers of {kv_dir}", "tier|>chunks|>size", sizes)
-    by_digest = grid("By digest", "model|namespace|prefix|>chunks|>tokens|>size", rows)
-    show({"tiers": tiers, "groups": named}, by_tier, by_digest, as_json=as_json)
+    by_name = grid("What is stored", "model|namespace|prefix|documents|>chunks|>tokens|>size", rows)
+    show({"tiers": tiers, "groups": named}, by_tier, by_name, as_json=as_json)
 
 
 def documents(kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", as_json: AsJson = False) -> None:
@@ -122,7 +135,7 @@ def fsck(
         report = check.fsck(store, keys, verify_data=verify_data)
     tables = [facts(f"Check of {kv_dir}", _counts(asdict(report)))]
     if report.rejected:
-        tables.append(grid("Rejected", "chunk|because", report.rejected))
+        tables.append(grid("Rejected", "chunk|because", [(key[:12], reason) for key, reason in report.rejected]))
     show({**asdict(report), "ok": report.ok}, *tables, as_json=as_json, ok=report.ok)
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -18,7 +18,9 @@ from transformers import (
 )
 
 from kvrag.config import SamplingConfig
+from kvrag.generate.grammar import Constraint
 from kvrag.model.plain import Extend
+from kvrag.types import FinishReason, ToolCall
 
 _INCOMPLETE = "\ufffd"
 
@@ -27,10 +29,18 @@ class Sampler:
     """Chooses the next token with transformers' own logits processors; temperature 0 is greedy.
 
     The repetition penalty sees ``prompt_ids`` too, as in ``generate``; ``repetition_penalty`` is the model's own default.
+    ``constraint``: the form that the answer must have.
     """
 
-    def __init__(self, config: SamplingConfig, prompt_ids: Sequence[int], *, repetition_penalty: float = 1.0) -> None:
-        self._ids = list(prompt_ids)
+    def __init__(
+        self,
+        config: SamplingConfig,
+        prompt_ids: Sequence[int],
+        *,
+        repetition_penalty: float = 1.0,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._ids, self._constraint = list(prompt_ids), constraint
         self._is_greedy = config.temperature == 0
         self._processors = LogitsProcessorList()
         penalty = config.repetition_penalty or repetition_penalty
@@ -53,6 +63,8 @@ class Sampler:
     def next(self, logits: torch.Tensor) -> int:
         """Choose a token from logits ``(vocab,)`` and remember it."""
         scores = logits[None].float()
+        if self._constraint:
+            scores = self._constraint.masked(scores)  # first: a filter must not leave forbidden tokens alone
         if self._processors:
             scores = self._processors(torch.tensor([self._ids], device=scores.device), scores)
         if self._is_greedy:
@@ -61,20 +73,34 @@ class Sampler:
             probabilities = torch.softmax(scores[0], dim=-1).cpu()
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
         self._ids.append(token)
+        if self._constraint:
+            self._constraint.take(token)
         return token
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer has its form and can't go on."""
+        return self._constraint is not None and self._constraint.is_complete
 
-FinishReason = Literal["stop", "length", "cancelled"]
+
+class Calls(Protocol):
+    """Finds the calls of tools in an answer's text while it comes."""
+
+    found: tuple[ToolCall, ...]
+
+    def push(self, text: str, *, is_last: bool = False) -> str:
+        """Add text, and return what may be shown now."""
 
 
 @dataclass(slots=True)
 class Decoded:
-    """An answer: its ids, its text, why it ended, and when its first token was there."""
+    """An answer: its ids, its text, why it ended, when its first token was there, and its calls of tools."""
 
     ids: list[int]
     text: str
     finish_reason: FinishReason
     first_s: float
+    calls: tuple[ToolCall, ...]
 
 
 def decode(
@@ -87,6 +113,7 @@ def decode(
     eos_ids: frozenset[int],
     emit: Callable[[str], None],
     cancel: threading.Event,
+    calls: Calls | None = None,
 ) -> Decoded:
     """Choose the tokens of an answer one after the other; the first needs no forward.
 
@@ -95,20 +122,27 @@ def decode(
     """
     ids, parts, first_s = [sampler.next(logits)], list[str](), time.perf_counter()
 
-    def show(delta: str) -> None:
+    def show(delta: str, *, is_last: bool = False) -> None:
+        if calls:
+            delta = calls.push(delta, is_last=is_last)
         if delta:
             parts.append(delta)
             emit(delta)
 
     show(text.push(ids[-1]))
-    while not text.is_stopped and ids[-1] not in eos_ids and len(ids) < max_new_tokens and not cancel.is_set():
+
+    def is_over() -> bool:
+        return text.is_stopped or ids[-1] in eos_ids or sampler.is_complete
+
+    while not is_over() and len(ids) < max_new_tokens and not cancel.is_set():
         ids.append(sampler.next(extend(torch.tensor(ids[-1:]))[-1]))
         show(text.push(ids[-1]))
-    show(text.finish())
+    show(text.finish(), is_last=True)
     reason: FinishReason = "length" if len(ids) == max_new_tokens else "cancelled"
-    if text.is_stopped or ids[-1] in eos_ids:
-        reason = "stop"
-    return Decoded(ids, "".join(parts), reason, first_s)
+    found = calls.found if calls else ()
+    if is_over():
+        reason = "tool_calls" if found else "stop"
+    return Decoded(ids, "".join(parts), reason, first_s, found)
 
 
 class TextStream:

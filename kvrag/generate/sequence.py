@@ -6,12 +6,11 @@ import gc
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -19,39 +18,43 @@ from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
 from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
-from kvrag.generate.audit import Audit
+from kvrag.generate.calls import calls_in
+from kvrag.generate.grammar import constraint_of
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
+from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
-from kvrag.prompt.explain import Watch, explain_plan
+from kvrag.prompt.explain import Known, explain_plan
+from kvrag.prompt.learn import Learner
+from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
+from kvrag.prompt.tools import TEXT, Form
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline, Turns, fork_lock
 from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
+Counted = TypeVar("Counted", bound=Accounting)
 
 MAX_RUNNING = 8  # requests of this process that hold the KV of their prompts at once; the others wait for their turn
-
 TURNS = Turns(MAX_RUNNING)
-
-Counted = TypeVar("Counted", bound=Accounting)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to treat it: mode, repair, namespace (its digest), and the prefixes that its head may start with."""
+    """A prompt and how to treat it: mode, repair, namespace (its digest), prefixes that its head may start with, the form of its answer."""
 
     prompt: Prompt
     mode: Mode
     repair: RepairConfig
     namespace: str
     prefixes: tuple[str, ...]
+    form: Form = TEXT
 
 
 def check_options(mode: Mode, repair: object) -> RepairConfig | None:
@@ -66,7 +69,7 @@ class Answering:
     """What the requests of one engine share: the model, the store, and the texts that are known to it.
 
     ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time. ``context_ids`` are the token ids that
-    chunks are encoded behind besides the prefix. ``stats`` are the engine's.
+    chunks are encoded behind besides the prefix. ``stats`` and ``learner`` are the engine's.
     """
 
     loaded: LoadedModel
@@ -74,7 +77,8 @@ class Answering:
     store_config: StoreConfig
     write_back: WriteBack | None = None
     context_ids: Sequence[int] = ()
-    stats: EngineStats = field(default_factory=lambda: EngineStats())
+    stats: EngineStats = field(default_factory=EngineStats)
+    learner: Learner | None = None
     costs: CostModel = field(init=False)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
@@ -111,8 +115,9 @@ class Answering:
         """Plan a prompt within a time budget for the store."""
         config, loaded = self.store_config, self.loaded
         deadline = deadline or Deadline(config.load_timeout_s)
+        prompt, tools = request.prompt, request.form.tools
         plan = plan_prompt(
-            request.prompt,
+            loaded.encoder.render(prompt, tools=tools) if tools else prompt,  # it refuses other prompts
             loaded.encoder,
             scanner=self.scanner(request.namespace, deadline),
             lookup=Lookup(
@@ -131,7 +136,11 @@ class Answering:
         plan = self.plan(request)
         plan = self._checked(plan, request.mode, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
-        return explain_plan(plan, *outcome, self._spans[request.namespace][0], self.store_config.min_chunk_tokens)
+        return explain_plan(plan, *outcome, self._known(request.namespace))
+
+    def _known(self, namespace: str) -> Known:
+        read = partial(text_of, self.store, self.loaded.encoder, self.loaded.fingerprint, namespace)
+        return Known(self._spans[namespace][0], read, self.store_config)
 
     def _checked(self, plan: Plan, mode: Mode, total: int) -> Plan:
         """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any."""
@@ -147,14 +156,17 @@ class Answering:
         Raises what :meth:`kvrag.engine.KVRagEngine.generate` does, and ``CancelledError`` if ``cancel`` is set before the turn comes.
         """
         clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
+        stores = self.write_back is not None and self.store_config.on_miss == "store"
         erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
-            if request.mode in ("auto", "stitch"):
-                about = self._spans[request.namespace][0], self.store_config.min_chunk_tokens
-                self.stats.watch.notice(plan, *about, is_stored_later=self.write_back is not None)
+            learner = self.learner if request.mode != "full" else None
+            again = learner.see(request.namespace, plan, request.prefixes[0]) if learner else None
+            if request.mode in ("auto", "stitch") and again is None:
+                known = partial(self._known, request.namespace)
+                self.stats.watch.notice(plan, known, is_stored_later=stores, is_learning=learner is not None)
         total = self._check_length(len(plan.token_ids), max_new_tokens)
-        missed = _missed(request, plan, erasures) if self.write_back else None
+        missed = _missed(request, plan, erasures, again, stores=stores) if stores or again is not None else None
         plan = self._checked(plan, request.mode, total)
         attempt = partial(
             prefill,
@@ -193,16 +205,21 @@ class Answering:
         """
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
         penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
+        form, eos_ids = request.form, eos_token_ids(defaults, encoder.tokenizer)
+        constraint = None if form is TEXT else constraint_of(form, encoder.tokenizer, eos_ids)
         with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
+            ids, plain = done.token_ids, (encoder.decode, None)
+            show, calls = calls_in(form, encoder, ids, eos_ids) if form.tools else plain
             answer = decode(
                 done.extend,
                 done.logits,
-                Sampler(config, done.token_ids, repetition_penalty=penalty),
-                TextStream(encoder.decode, config.stop),
+                Sampler(config, ids, repetition_penalty=penalty, constraint=constraint),
+                TextStream(show, config.stop),
                 max_new_tokens=limit,
-                eos_ids=eos_token_ids(defaults, encoder.tokenizer),
+                eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,
                 cancel=cancel,
+                calls=calls,
             )
             end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
         if self.write_back and done.missed:
@@ -217,18 +234,24 @@ class Answering:
             ttft_ms=(first - start) * 1e3,
             total_ms=(end - start) * 1e3,
             tokens_per_s=more / (end - first) if more else 0.0,
+            tool_calls=answer.calls,
         )
 
 
-def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
-    """Return what may be stored of a prompt: registered and explicit chunks behind a prefix of the application's, no live text."""
-    given = [MissedChunk(text, is_given=True) for text in chunks_in_messages(request.prompt)]
-    chunks = tuple(dict.fromkeys([*plan.missed, *given]))
+def _missed(request: Request, plan: Plan, erasures: int, again: str | None, *, stores: bool) -> Missed | None:
+    """Return what may be stored of a prompt: registered and explicit chunks behind a prefix of the application's, no live text.
+
+    ``again``: a learnt prefix that chunks are to have KV behind, too; ``stores``: whether those without any get some.
+    """
+    chunks = plan.missed + [MissedChunk(text, is_given=True) for text in chunks_in_messages(request.prompt)]
+    if again is not None:
+        known = [p.piece for p in plan.pieces if p.piece.kind == "chunk" and p.identity is not None]
+        chunks = (chunks if stores else []) + [MissedChunk(piece.text, piece.is_given) for piece in known]
     if request.mode == "full" or not chunks:
         return None
-    head = plan.pieces[0].piece.text  # no known prefix may hold a question: nothing is encoded behind that
-    prefix = head if head in request.prefixes else request.prefixes[0]
-    return Missed(chunks, prefix, request.namespace, erasures)
+    head = plan.pieces[0].piece.text if again is None else again
+    prefix = head if head in (again, *request.prefixes) else request.prefixes[0]  # nothing is encoded behind a question
+    return Missed(tuple(dict.fromkeys(chunks)), prefix, request.namespace, erasures, is_again=again is not None)
 
 
 def _retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]) -> Prefilled:
@@ -257,31 +280,3 @@ def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled |
         if not is_out_of_memory(error):
             raise
         return None, str(error)
-
-
-SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens", "loaded_bytes")
-
-
-class EngineStats:
-    """How answers were made since an engine was opened: totals over requests, thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = fork_lock()
-        self._totals: Counter[str] = Counter()
-        self.audit, self.watch = Audit(), Watch()
-
-    def count(self, result: Counted) -> Counted:
-        """Add one request, and return it."""
-        with self._lock:
-            self._totals.update(["requests", f"requests_{result.exactness}"])
-            self._totals.update({name: getattr(result, name) for name in SUMMED})
-            self._totals["fallbacks"] += result.fallback_reason is not None
-        return result
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the totals, the overall reuse ratio, and what the audit counted."""
-        with self._lock:
-            totals = self._totals.copy()
-        ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
-        own = {"kv_reuse_ratio": ratio, "requests_without_hits": self.watch.num_without_hits}
-        return {**totals, **own, "audit": self.audit.stats()}

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -112,21 +111,25 @@ class Forward(Cache):  # type: ignore[misc]
         """Return the visible length and offset 0: a row's index is its position."""
         return self._rows.stop, 0
 
-    def attend_last(
-        self, query: torch.Tensor, value: torch.Tensor, mass: Mass | None, attend: Callable[..., torch.Tensor]
+    def attend(
+        self, module: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Attend in the last layer that is needed: for the rows that somebody will look at, the others get zeros.
+        """Attend in the module of this ``id``; ``scores`` are options of :func:`ragged_attention`.
 
-        Raises :class:`StopForward` if nobody looks at the layer's output at all.
+        In the last layer that is needed, only for the rows that somebody will look at: the others get zeros, and :class:`StopForward` is
+        raised if nobody looks at the layer's output at all.
         """
+        mass = self.mass if module in self.weighed else None
+        options = {**scores, "reach": self.reach.get(module, EVERYTHING), "mass": mass}
         total, wanted = query.shape[2], max(self.outputs, 0 if mass is None else mass.rows)
-        if wanted >= total:
-            out = attend(query, limits=self.limits)
+        if module != self.final or wanted >= total:
+            out = ragged_attention(query, keys, values, self.limits, **options)
         else:
-            out = query.new_zeros((*query.shape[:3], value.shape[-1]))
+            out = query.new_zeros((*query.shape[:3], values.shape[-1]))
             if wanted:
-                out[:, :, total - wanted :] = attend(query[:, :, total - wanted :], limits=self.limits.last(wanted))
-        if not self.outputs:
+                last = query[:, :, total - wanted :]
+                out[:, :, total - wanted :] = ragged_attention(last, keys, values, self.limits.last(wanted), **options)
+        if module == self.final and not self.outputs:
             raise StopForward
         return out
 
@@ -139,6 +142,49 @@ class Forward(Cache):  # type: ignore[misc]
         if self.observed is not None:
             self.observed.made[id(mask)] = mask, mask_function  # the tensor is kept, so that its id stays its own
         return mask
+
+
+class NextRows(Forward):
+    """One decode step of several requests: row ``i`` is the next one of request ``i``, whose KV is in a buffer of its own.
+
+    Each row sees its own request's rows alone, so a layer's attention is computed request by request; all else is one pass over the
+    weights.
+
+    Parameters
+    ----------
+    requests
+        Buffer and position of each row.
+    attentions
+        The model's.
+    """
+
+    def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
+        first, position = requests[0]
+        super().__init__(Rows.span(position, position + 1), first, attentions, outputs=len(requests))
+        self.requests = requests
+        self.positions = torch.tensor([position for _, position in requests], device=attentions.device)
+        self._each = [Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests]
+        self._layer = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write each fresh row into its request's buffer; the attention that follows looks there."""
+        self._layer = layer_idx
+        for i, (kv, position) in enumerate(self.requests):
+            keys, values = kv.layers[layer_idx]
+            keys[:, :, position], values[:, :, position] = key_states[:, :, i], value_states[:, :, i]
+        return key_states, value_states
+
+    def attend(
+        self, module: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Attend request by request."""
+        reach, outs = self.reach.get(module, EVERYTHING), []
+        for i, ((kv, position), limits) in enumerate(zip(self.requests, self._each, strict=True)):
+            own_keys, own_values = (side[:, :, : position + 1] for side in kv.layers[self._layer])
+            outs.append(ragged_attention(query[:, :, i : i + 1], own_keys, own_values, limits, reach=reach, **scores))
+        return torch.cat(outs, dim=2)
 
 
 class _Current(threading.local):
@@ -226,13 +272,9 @@ def _attention(
         refuse_unknown(module, others)
     if forward.observed is not None:
         forward.observed.masks[id(module)] = forward.observed.made.get(id(attention_mask), (None, None))[1]
-    mass = forward.mass if id(module) in forward.weighed else None
-    scale, reach = query.shape[-1] ** -0.5 if scaling is None else scaling, forward.reach.get(id(module), EVERYTHING)
-    layer: dict[str, Any] = {"scale": scale, "reach": reach, "softcap": softcap, "sinks": s_aux, "mass": mass}
-    attend: Callable[..., torch.Tensor] = partial(ragged_attention, keys=key, values=value, **layer)
-    if id(module) == forward.final:
-        return forward.attend_last(query, value, mass, attend).transpose(1, 2), None
-    return attend(query, limits=forward.limits).transpose(1, 2), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = forward.attend(id(module), query, key, value, {"scale": scale, "softcap": softcap, "sinks": s_aux})
+    return out.transpose(1, 2), None
 
 
 def _attention_of(module: Any, name: str | None) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,14 +14,13 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, lock_of, running, switched
+from kvrag.model.forward import Attentions, BeforeWrite, Forward, NextRows, StopForward, lock_of, running, switched
 from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
-from kvrag.model.recorded import EAGER_STEPS, RecordedSteps
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVArena, KVBuffer, Rows
+from kvrag.model.steps import MAX_TOGETHER, Extension, NextRow
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
-
-logger = logging.getLogger(__name__)
+from kvrag.together import Together
 
 
 class CausalLM:
@@ -41,6 +39,8 @@ class CausalLM:
         Bytes of KV per token over all layers, in the model's dtype.
     records
         Whether decode steps are recorded as CUDA graphs; not where one of them couldn't be.
+    together
+        Where the decode steps of all requests meet.
 
     Raises
     ------
@@ -62,6 +62,7 @@ class CausalLM:
         self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
         self.records = self.device.type == "cuda"
+        self.together = Together[NextRow, torch.Tensor](MAX_TOGETHER)
         self._find_traits()
         self.shapes = [trait.shape for trait in self.traits]
         width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
@@ -178,25 +179,22 @@ class CausalLM:
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total
 
+    @torch.inference_mode()
+    def next_rows(self, token_ids: torch.Tensor, requests: Sequence[tuple[KVBuffer, int]]) -> torch.Tensor:
+        """Compute the next row of several requests in one pass over the weights; return their logits ``(R, vocab)``.
+
+        ``token_ids`` are those of the rows, int64 ``(R,)``; ``requests`` are their buffers and positions. Not for every model: see
+        :attr:`can_share_forwards`.
+        """
+        with lock_of(self.model):
+            return self._run(token_ids[None].to(self.device), NextRows(requests, self._switch), len(requests))[0]
+
     def extension(self, kv: KVBuffer, length: int) -> Extend:
-        """Return what computes the rows that follow the first ``length`` of a buffer, with logits for each."""
-        steps, eager = None, EAGER_STEPS
+        """Return what computes the rows that follow the first ``length`` of a buffer, with logits for each.
 
-        def extend(ids: torch.Tensor) -> torch.Tensor:
-            nonlocal length, steps, eager
-            length, eager = length + len(ids), eager - 1
-            if len(ids) == 1 and eager < 0 and self.records and kv.token_ids is None:
-                try:
-                    steps = steps or RecordedSteps(self, kv, length - 1)
-                    return steps(ids, length - 1)
-                except RuntimeError as error:  # an operation that can't be recorded, or no memory for it
-                    self.records = False
-                    logger.warning(
-                        "decode steps of this model can't be recorded (%s); they are launched one by one", error
-                    )
-            return self.forward(ids, Rows.span(length - len(ids), length), kv, logits=len(ids))[0][0]
-
-        return extend
+        A single row is computed together with those of other requests that decode.
+        """
+        return Extension(self, kv, length)
 
     def _outgrow(self, ids: torch.Tensor, rows: Rows, known: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         """Where an answer outgrows the angles that its prompt has (longrope), compute all rows again, as transformers does."""

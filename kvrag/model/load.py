@@ -12,8 +12,8 @@ import os
 import platform
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 import transformers
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as progress
 
 import kvrag
 from kvrag.errors import UnsupportedModelError
@@ -95,13 +96,33 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     options = loading_options(source)
-    model = trying(source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options))
+    with _without_bars(source):
+        model = trying(source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options))
     check_generates(model)
     check_placement(model)
     device = resolve_device(source)
     if "device_map" in source.hf_kwargs or model.device == device:
         return model
     return trying(source, lambda: model.to(device))
+
+
+@contextmanager
+def _without_bars(source: ModelSource) -> Iterator[None]:
+    """Leave out the two progress bars that transformers shows for a GGUF file at every start; what the process has set is put back."""
+    if not os.fspath(source.model).endswith(".gguf"):
+        yield
+        return
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    bar, is_shown = gguf.tqdm, progress.is_progress_bar_enabled()
+    gguf.tqdm = progress.EmptyTqdm
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        gguf.tqdm = bar
+        if is_shown:
+            progress.enable_progress_bar()
 
 
 @cache

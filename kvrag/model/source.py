@@ -43,6 +43,11 @@ class ModelSource:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(self.model))
+        if "torch_dtype" in self.hf_kwargs:  # transformers' old name, which it ignores beside the new one
+            if self.dtype != "auto":
+                raise ConfigError(f"dtype is {self.dtype!r}, and torch_dtype was given too; pass dtype alone")
+            object.__setattr__(self, "dtype", self.hf_kwargs["torch_dtype"])
+            object.__setattr__(self, "hf_kwargs", {k: v for k, v in self.hf_kwargs.items() if k != "torch_dtype"})
         if not isinstance(self.extra_keys, Mapping):
             raise ConfigError(f"extra_keys is {self.extra_keys!r}; pass a dict of names and values, both strings")
         for item in self.extra_keys.items():

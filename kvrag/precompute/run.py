@@ -269,5 +269,5 @@ class Precompute:
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored and is computed at query time."""
-        logger.warning("chunk %s was not stored: %s", chunk.label, reason)
+        logger.warning("chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason)
         self.failed.append((chunk.label, reason))

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import html
 import re
+import unicodedata
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
+from kvrag.config import StoreConfig
+from kvrag.prompt.learn import MAX_METADATA, METADATA, head_of
 from kvrag.prompt.plan import Plan
-from kvrag.prompt.spans import SpanIndex
+from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
+from kvrag.threads import Deadline
 from kvrag.types import ExplainedSpan, Explanation, Mode
 
+Undo = Callable[[str], str]
+_METADATA_FIRST = r"\A(?:[\w .-]{1,40}: \S.*\n)+\s*"
+_SIGNS = str.maketrans(
+    "\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--", "\u00ad\u200b"
+)  # quotes, dashes, what can't be seen
+MAX_READ = 256  # stored texts, the latest, that are read to explain why nothing was found
 MANY = 10  # prompts without a hit, and none with one, after which a cause that is not sure is worth a warning
-_METADATA = re.compile(r"(?m)(?:^[\w .-]{1,40}: \S.*\n)+\s*\Z")  # as LlamaIndex shows a node's before its text
 
 
 def _unescaped(text: str) -> str:
@@ -21,33 +32,88 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
 
 
-_REWRITTEN: tuple[tuple[str, Callable[[str], str]], ...] = (
-    ("escaped, as by repr(), str() of a list, or JSON: join their texts instead", _unescaped),
-    ("with HTML's escapes: turn them off in the template", html.unescape),
-    ("quoted or indented, line by line", lambda text: re.sub(r"(?m)^[ \t>|]+", "", text)),
-    ("with other line ends (CRLF)", lambda text: text.replace("\r\n", "\n")),
+def _lines(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _signs(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).translate(_SIGNS)
+
+
+def _without(pattern: str, by: str = "") -> Undo:
+    return partial(re.compile(pattern).sub, by)
+
+
+CAUSES: tuple[tuple[str, Undo, Undo | None], ...] = (
+    ("escaped, as by repr(), str() of a list, or JSON: join their texts instead", _unescaped, None),
+    ("with HTML's escapes: turn them off in the template", html.unescape, None),
+    ("with backslashes before punctuation, as in Markdown", _without(r"\\([^a-zA-Z0-9\s])", r"\1"), None),
+    ("quoted or indented, line by line", _without(r"(?m)^[ \t>|]+"), None),
+    ("with numbers before their lines", _without(r"(?m)^ *\d+[:.|)]? ?"), None),
+    ("with other line ends (CRLF)", _without(r"\r\n", "\n"), None),
+    ("with their white space changed, as by wrapping lines", _lines, _lines),
+    ("upper-cased or lower-cased, as by a postprocessor", str.casefold, str.casefold),
+    ("with other signs for the same, such as quotes (Unicode)", _signs, _signs),
+    ("without the metadata they were precomputed with: pass content='text'", str, _without(_METADATA_FIRST)),
+    ("without their HTML or Markdown", _lines, lambda text: _lines(_without(r"<[^<>\n]*>|[*_`#]+")(text))),
 )
-"""What applications do to texts, and what undoes it."""
+"""What applications do to texts: in words, what undoes it in the prompt, and, where that is not enough, in a stored text too."""
 
 
-def likely_cause(plan: Plan, scanner: SpanIndex, min_tokens: int) -> tuple[str, bool]:
-    """Say why no known chunk was found in a prompt, and whether that is sure; ``scanner`` knows the chunks."""
-    text = "".join([piece.piece.text for piece in plan.pieces])
-    for how, undone in _REWRITTEN:
-        if (plain := undone(text)) != text and scanner.scan(plain):
-            return f"known chunks stand in this prompt {how}", True
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a namespace's chunks: their scanner, what returns the text of a digest, and the store's limits."""
+
+    scanner: SpanIndex
+    text_of: Callable[[str], str | None]
+    config: StoreConfig
+
+    def texts(self) -> list[str]:
+        """Read the latest texts."""
+
+        def read() -> list[str]:
+            return [text for entry in self.scanner.some(MAX_READ) if (text := self.text_of(entry.digest))]
+
+        return Deadline(self.config.load_timeout_s).ask(read, [], what="the KV store")
+
+
+def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
+    """Say what was done to known chunks in a text; ``texts`` are some of them."""
+    for how, undo, undo_known in CAUSES:
+        plain, known = undo(text), [undo_known(each) for each in texts] if undo_known else []
+        is_undone = undo_known is None and plain != text and bool(scanner.scan(plain))
+        if is_undone or any([each and each in plain for each in known]):
+            return f"known chunks stand in this prompt {how}"
+    return None
+
+
+def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, bool]:
+    """Say why no known chunk was found in a prompt's text, and whether that is sure. Stored texts are read only if it ``reads``."""
+    scanner, texts, least = known.scanner, known.texts() if reads else [], known.config.min_chunk_tokens
+    if not len(scanner):
+        return f"no chunk of {least} tokens or more is stored in this namespace: precompute the texts first", True
+    if proven := _proven(text, scanner, texts):
+        return proven, True
     if scanner.head_places(text):
         why = "its white space was changed, or it was edited or cut"
         return f"a known chunk begins in this prompt and goes on otherwise: {why}", True
-    unsure = f"rewritten, cut at its beginning, or shorter than {min_tokens} tokens"
+    if scanner.tail_places(text):
+        return "a known chunk ends in this prompt, cut at its beginning: precompute the part that is shown", True
+    lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= ANCHOR_CHARS]
+    if any([line in each for each in texts for line in lines]):
+        return "parts of known chunks stand in this prompt: precompute what is shown, not their parents", True
+    unsure = f"rewritten, or shorter than {least} tokens"
     return f"no known chunk text stands in this prompt: it is {unsure}, or was precomputed in another namespace", False
+
+
+def _live_text(plan: Plan) -> str:
+    return "\n\n".join([piece.piece.text for piece in plan.pieces if piece.piece.kind == "live"])
 
 
 def prefix_advice(plan: Plan) -> str:
     """Say what to pass as ``prefix``, to make the first chunk exact."""
-    first = plan.pieces[0].piece
-    head = first.text if first.kind == "live" else ""
-    if metadata := _METADATA.search(head):
+    head = head_of(plan) or ""
+    if metadata := METADATA.search(head, len(head) - MAX_METADATA):
         line = metadata[0].strip()[:80]
         return f"{line!r} stands before the chunk; precompute its text with its metadata (LlamaIndex: content='llm')"
     return f"precompute with what stands before the first chunk: prefix={head!r}"
@@ -57,41 +123,49 @@ class Watch:
     """Watches the plans of an engine's requests, counts those without a hit, and warns of what costs the user most; once of each thing."""
 
     def __init__(self) -> None:
-        self.num_without_hits = 0
+        self.num_without_hits = self._num_mismatched = 0
         self._has_hit = self._has_warned = False
 
-    def notice(self, plan: Plan, scanner: SpanIndex, min_tokens: int, *, is_stored_later: bool) -> None:
-        """Look at one plan whose request asks for reuse, for :func:`likely_cause`; what is stored after the answer is no miss."""
-        if plan.has_mismatch and not self._has_warned:
+    def notice(self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool, is_learning: bool) -> None:
+        """Look at one plan whose request asks for reuse, for :func:`likely_cause`; what is stored after the answer is no miss.
+
+        Of another prefix, an engine that learns its prefix is told only when it should have learnt it.
+        """
+        self._num_mismatched += plan.has_mismatch
+        if plan.has_mismatch and not self._has_warned and (not is_learning or self._num_mismatched > MANY):
             self._has_warned = True
             what = "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired"
-            warnings.warn(f"{what}; {prefix_advice(plan)}", UserWarning, stacklevel=2)
+            learn = "" if is_learning else ", or let the engine find it: prefix='learn'"
+            warnings.warn(f"{what}; {prefix_advice(plan)}{learn}", UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
-        if is_hit or is_stored_later or plan.fault or plan.refusal or not len(scanner):
+        if is_hit or is_stored_later or plan.fault or plan.refusal or not len((about := known()).scanner):
             return
         self.num_without_hits += 1
         if self._has_hit or self.num_without_hits > MANY:
             return
         missed = next((piece.reason for piece in chunks if piece.reason), None)
-        cause, is_sure = (missed, True) if missed else likely_cause(plan, scanner, min_tokens)
-        if is_sure or self.num_without_hits == MANY:
+        is_last = self.num_without_hits == MANY
+        cause, is_sure = (missed, True) if missed else likely_cause(_live_text(plan), about, reads=is_last)
+        if is_sure or is_last:
             self._has_hit = True  # once is enough
             what = f"no stored chunk is reused, though there are some: {cause}"
             warnings.warn(f"{what}; see explain()", UserWarning, stacklevel=2)
 
 
-def explain_plan(plan: Plan, mode: Mode, reason: str | None, scanner: SpanIndex, min_tokens: int) -> Explanation:
+def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Explanation:
     """Describe a plan without loading anything.
 
     ``mode`` is what it comes to: ``full`` (no reuse), ``prefix`` (all that is reused is exact) or ``stitch``; ``reason`` says why less is
-    reused than was asked for. ``scanner`` and ``min_tokens`` are as for :func:`likely_cause`.
+    reused than was asked for. ``known`` is as for :func:`likely_cause`.
     """
     spans = _spans(plan)
     notes = [reason] if reason else []
     has_asked = plan.fault is None and plan.refusal is None
     if has_asked and not any(span.kind == "chunk" for span in spans):
-        notes.append(likely_cause(plan, scanner, min_tokens)[0])
+        notes.append(likely_cause(_live_text(plan), known)[0])
+    elif has_asked and (proven := _proven(_live_text(plan), known.scanner, known.texts())):
+        notes.append(proven)
     if plan.has_mismatch:
         notes.append(f"to make the first chunk exact, {prefix_advice(plan)}")
     if plan.kv_dtype != "auto" and mode != "full":

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvrag.identity.fingerprint import text_digest
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import Piece, TokenIds
+from kvrag.store import TieredStore
 from kvrag.types import TextEntry
 
 MAX_TEXTS = 8  # stored texts that are compared at one place; more begin alike only where they share a header
@@ -110,6 +112,13 @@ class PartFinder:
             if width >= len(text) or count < len(ids) - SETTLE_TOKENS:
                 return chunk, count
             width *= 4
+
+
+def text_of(store: TieredStore, encoder: PromptEncoder, model: str, namespace: str, digest: str) -> str | None:
+    """Return the text of a digest, which a store does not keep, from the token ids of its KV by a model's fingerprint."""
+    found = (identity for identity in store.identities(namespace, digest) if identity.model == model)
+    texts = (encoder.decode(identity.token_ids) for identity in found)
+    return next((text for text in texts if text_digest(text) == digest), None)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -223,7 +223,7 @@ class _Draft:
         self._has_head = self._head_identity in self._look_up(runs, self._head_identity)
 
     def _ids_of(self, head: Piece | None) -> TokenIds:
-        return tuple(self._encoder.live_ids(head.text, at_start=True) if head else self._encoder.bos_ids)
+        return self._encoder.head_ids(head.text) if head else tuple(self._encoder.bos_ids)
 
     def _is_stored(self, head: Piece) -> bool:
         return bool(self._lookup.known([self._lookup.identity(self._ids_of(head), ids_digest(()))]))

@@ -56,32 +56,33 @@ def text_entry(text: str) -> TextEntry | None:
 
 
 class SpanIndex:
-    """The registered chunk texts, and the scanner that finds them in a prompt.
+    """The registered chunk texts, and the scanner that finds them in a prompt. It holds 56 bytes for each.
 
     Threads may add and scan at the same time: a scan works on arrays that never change once built. New entries are in a small table of
     their own until there are enough of them to sort the large one again. Texts are never removed: what has no KV is computed live.
-    ``digest_of`` gives the digest of a text as the entries have it.
+    ``digest_of`` gives the digest of a text as the entries have it, in hex.
     """
 
     def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
         self._digest_of = digest_of
         self._lock = fork_lock()
-        self._entries: dict[str, TextEntry] = {}
-        self._base = _Table.build(())
-        self._overflow, self._is_current = _Table.build(()), True
-        self._fresh: dict[str, TextEntry] = {}  # entries that are not in the base table
+        self._tables = _NOTHING, _NOTHING  # the large one and the small one
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(len(table.heads) for table in self._tables)
 
     def add(self, entries: Iterable[TextEntry]) -> None:
         """Register texts; those already registered are skipped."""
         offered = list(entries)  # a generator may take its time: not under the lock
         with self._lock:
-            new = {entry.digest: entry for entry in offered if entry.digest not in self._entries}
-            self._entries.update(new)
-            self._fresh.update(new)
-            self._is_current &= not new
+            base, fresh = self._tables
+            limit = max(MIN_OVERFLOW, len(base.heads) // 32)
+            if is_few := len(offered) <= limit:
+                offered = [e for e in offered if not base.holds(e.head, e.num_chars, e.digest)]
+            fresh = fresh.joined(_Table.build(offered))
+            if not is_few or len(fresh.heads) > limit:
+                base, fresh = base.joined(fresh), _NOTHING
+            self._tables = base, fresh
 
     def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
         """Find the registered texts in a prompt, but for those with the digests ``without``, so that what they cover can be found.
@@ -92,65 +93,87 @@ class SpanIndex:
             Spans that don't overlap, sorted by start: of those that would, the longest, of equally long ones the leftmost. The digest
             of each was computed from ``text[start:stop]``.
         """
-        if len(text) < ANCHOR_CHARS or not self._entries:
+        tables = self._tables
+        if len(text) < ANCHOR_CHARS:
             return []
         windows = _window_hashes(text)
-        starts, lengths = np.concatenate([table.candidates(windows) for table in self._tables()], axis=1)
-        return _verified(text, starts, lengths, self._known_digest, without)
+        starts, lengths = np.concatenate([table.candidates(windows) for table in tables], axis=1)
 
-    def _known_digest(self, text: str) -> str | None:
-        try:
-            digest = self._digest_of(text)
-        except UnicodeEncodeError:  # a prompt may hold what no registered text can
-            return None
-        return digest if digest in self._entries else None
+        def known_digest(start: int, stop: int) -> str | None:
+            try:
+                digest = self._digest_of(text[start:stop])
+            except UnicodeEncodeError:  # a prompt may hold what no registered text can
+                return None
+            return digest if any(t.holds(windows[start], stop - start, digest) for t in tables) else None
+
+        return _verified(starts, lengths, len(text), known_digest, without)
 
     def head_places(self, text: str) -> list[int]:
         """Return the places where a registered text may begin, ascending, whether or not the rest of it follows."""
-        if len(text) < ANCHOR_CHARS or not self._entries:
+        if len(text) < ANCHOR_CHARS:
             return []
         windows = _window_hashes(text)
-        return np.unique(np.concatenate([table.places(windows) for table in self._tables()])).tolist()  # type: ignore[no-any-return]
+        return np.unique(np.concatenate([table.places(windows) for table in self._tables])).tolist()  # type: ignore[no-any-return]
+
+    def tail_places(self, text: str) -> list[int]:
+        """Return the places where the end of a registered text stands, ascending, whether or not the rest of it comes before."""
+        windows = _window_hashes(text) if len(text) >= ANCHOR_CHARS else np.empty(0, np.uint64)
+        tails = np.concatenate([table.tails for table in self._tables])
+        return np.flatnonzero(np.isin(windows, tails)).tolist()
+
+    def some(self, count: int) -> list[TextEntry]:
+        """Return so many registered texts, at most: recent ones first."""
+        base, fresh = self._tables
+        return [*fresh.entries(slice(0, count)), *base.entries(slice(0, count))][:count]
 
     def texts_like(self, text: str, *, limit: int) -> list[TextEntry]:
         """Return the longest registered texts that may begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters."""
         head = _window_hashes(text[:ANCHOR_CHARS]) if len(text) >= ANCHOR_CHARS else ()
-        digests = [d for window in head for table in self._tables() for d in table.digests_of(window, limit)]
-        found = [entry for digest in digests if (entry := self._entries.get(digest))]
+        found = [entry for window in head for table in self._tables for entry in table.entries_of(window, limit)]
         return sorted(found, key=lambda entry: -entry.num_chars)[:limit]
-
-    def _tables(self) -> tuple[_Table, _Table]:
-        """Return tables that hold every entry, sorting only what has changed."""
-        with self._lock:
-            if len(self._fresh) > max(MIN_OVERFLOW, len(self._base.heads) // 32):
-                self._base, self._fresh = _Table.build(self._entries.values()), {}
-                self._overflow = _Table.build(())
-            elif not self._is_current:
-                self._overflow = _Table.build(self._fresh.values())
-            self._is_current = True
-            return self._base, self._overflow
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Entries as columns, sorted by head and, within one head, the longest first."""
+    """Entries as columns without duplicates, sorted by head and, within one head, the longest first."""
 
     heads: Hashes
     tails: Hashes
     lengths: Integers
-    digests: NDArray[np.object_]
+    digests: Hashes  # (N, 4): 32 bytes each, a third of the same in hex
 
     @classmethod
     def build(cls, entries: Collection[TextEntry]) -> _Table:
         heads = np.fromiter((entry.head for entry in entries), np.uint64, len(entries))
         tails = np.fromiter((entry.tail for entry in entries), np.uint64, len(entries))
         lengths = np.fromiter((entry.num_chars for entry in entries), np.int64, len(entries))
-        digests = np.fromiter((entry.digest for entry in entries), np.object_, len(entries))
-        return cls(heads, tails, lengths, digests).take(np.lexsort((-lengths, heads)))
+        digests = np.frombuffer(bytes.fromhex("".join(entry.digest for entry in entries)), np.uint64).reshape(-1, 4)
+        return cls(heads, tails, lengths, digests)._sorted()
+
+    def joined(self, other: _Table) -> _Table:
+        """Return the entries of both."""
+        heads, tails = np.concatenate([self.heads, other.heads]), np.concatenate([self.tails, other.tails])
+        lengths = np.concatenate([self.lengths, other.lengths])
+        return _Table(heads, tails, lengths, np.concatenate([self.digests, other.digests]))._sorted()
+
+    def _sorted(self) -> _Table:
+        table = self.take(np.lexsort((*self.digests.T, -self.lengths, self.heads)))
+        is_new = np.ones(len(table.heads), np.bool_)
+        is_new[1:] = (table.digests[1:] != table.digests[:-1]).any(axis=1)
+        return table.take(np.flatnonzero(is_new))
 
     def take(self, rows: Integers) -> _Table:
         """Return the given rows."""
         return _Table(self.heads[rows], self.tails[rows], self.lengths[rows], self.digests[rows])
+
+    def holds(self, head: np.uint64 | int, length: int, digest: str) -> bool:
+        """Whether there is an entry with this head, length and digest."""
+        rows, words = self._with_head(head), np.frombuffer(bytes.fromhex(digest), np.uint64)
+        return bool((self.digests[rows][self.lengths[rows] == length] == words).all(axis=1).any())
+
+    def _with_head(self, head: np.uint64 | int) -> slice:
+        first, stop = (int(np.searchsorted(self.heads, np.uint64(head), side)) for side in ("left", "right"))
+        return slice(first, stop)
 
     def rows_of(self, heads: Hashes) -> tuple[Integers, Integers]:
         """Return the first row of each head, and the number of its rows."""
@@ -164,11 +187,16 @@ class _Table:
         first = np.minimum(np.searchsorted(self.heads, windows, "left"), len(self.heads) - 1)
         return np.flatnonzero(self.heads[first] == windows)
 
-    def digests_of(self, head: np.uint64, limit: int) -> list[str]:
-        """Return the digests of the longest entries with this head."""
-        first = int(np.searchsorted(self.heads, head, "left"))
-        stop = int(np.searchsorted(self.heads, head, "right"))
-        return self.digests[first : min(stop, first + limit)].tolist()  # type: ignore[no-any-return]
+    def entries_of(self, head: np.uint64, limit: int) -> list[TextEntry]:
+        """Return the longest entries with this head."""
+        rows = self._with_head(head)
+        return self.entries(slice(rows.start, min(rows.stop, rows.start + limit)))
+
+    def entries(self, rows: slice) -> list[TextEntry]:
+        """Return the given rows as entries."""
+        table = self.take(np.arange(*rows.indices(len(self.heads))))
+        columns = zip(table.digests, table.heads.tolist(), table.tails.tolist(), table.lengths.tolist(), strict=True)
+        return [TextEntry(digest.tobytes().hex(), *numbers) for digest, *numbers in columns]
 
     def candidates(self, windows: Hashes) -> Integers:
         """Return starts and lengths ``(2, P)`` of the places where head, tail and length of an entry fit."""
@@ -188,13 +216,20 @@ class _Table:
         return np.stack([starts[fits], table.lengths[rows[fits]]])
 
 
+_NOTHING = _Table.build(())
+
+
 def _verified(
-    text: str, starts: Integers, lengths: Integers, known_digest: Callable[[str], str | None], without: Collection[str]
+    starts: Integers,
+    lengths: Integers,
+    num_chars: int,
+    known_digest: Callable[[int, int], str | None],
+    without: Collection[str],
 ) -> list[Span]:
     """Keep the longest candidates, then the leftmost, that don't overlap, hashing only those that would be kept."""
     order = np.lexsort((starts, -lengths))
     starts, lengths = starts[order], lengths[order]
-    taken = np.zeros(len(text), dtype=np.bool_)
+    taken = np.zeros(num_chars, dtype=np.bool_)
     spans: list[Span] = []
     wasted = 0
     for low, high in pairwise(np.flatnonzero(np.diff(lengths, prepend=0, append=0)).tolist()):
@@ -205,7 +240,7 @@ def _verified(
         while i < len(places) and wasted <= MAX_WASTED_CHARS:
             start = int(places[i])
             stop = start + size
-            digest = known_digest(text[start:stop])
+            digest = known_digest(start, stop)
             if digest is None or digest in without:
                 wasted += size
                 i += 1

@@ -92,6 +92,7 @@ class SegmentTokenizer:
         texts = sorted(control, key=len, reverse=True)
         self._control_text = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
         self.chunk_ids = lru_cache(maxsize=4096)(self.document_ids)
+        self.head_ids = lru_cache(maxsize=16)(lambda text: tuple(self.live_ids(text, at_start=True)))
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
@@ -108,6 +109,15 @@ class SegmentTokenizer:
             return self._continued(text, as_text=False)
         ids = self._encode(text, as_text=False)
         return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
+
+    def continuation_ids(self, continuation: object, vocab_size: int) -> list[int]:
+        """Return the token ids of text that follows a prompt, or ids as they are given; raises :class:`InputError` on anything else."""
+        ids: list[Any] = list(continuation) if isinstance(continuation, Iterable) else []
+        if isinstance(continuation, str):
+            ids = self.live_ids(continuation)
+        if not ids or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+            raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocab_size}")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text, control tokens left out."""

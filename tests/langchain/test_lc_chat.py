@@ -1,19 +1,25 @@
 """ChatKVRag beside LangChain's own contract: options, accounting, streams, prompts, errors."""
 
+import copy
 import json
+import pickle
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 from kit import raising
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.language_models import BaseChatModel
+from langchain_core.load import dumps, loads
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
 from pydantic import TypeAdapter, ValidationError
 
 from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
 from kvrag.testing.models import tiny_model
-from langchain_kvrag import ChatKVRag
+from langchain_kvrag import ChatKVRag, KVRagLLM
 
 # -- construction --------------------------------------------------------------------------------------------------------
 
@@ -46,8 +52,8 @@ def test_impossible_options_are_refused_at_once(tiny_dir):
 
 
 def test_unknown_options_of_the_constructor_are_named(tiny_dir):
-    with pytest.warns(UserWarning, match=r"no option 'logprobs'.*ignored"):
-        ChatKVRag(model=tiny_dir, logprobs=True)
+    with pytest.warns(UserWarning, match=r"no option 'organization'.*ignored"):
+        ChatKVRag(model=tiny_dir, organization="x")
     with pytest.raises(ConfigError, match=r"'tempreature'; did you mean 'temperature'\?"):
         ChatKVRag(model=tiny_dir, tempreature=1.0)
     with warnings.catch_warnings():
@@ -126,18 +132,31 @@ def test_usage_and_metadata(chat, chunks):
     assert made["fallback_reason"] is None
     assert made["ttft_ms"] > 0
     assert made["timings_ms"]["decode"] > 0
-    assert message.response_metadata["model_name"] == chat.model
+    assert message.response_metadata["model_name"] == Path(chat.model).name
     assert message.response_metadata["model_provider"] == "kvrag"
     assert message.response_metadata["finish_reason"] == "length"
     assert json.loads(json.dumps(message.response_metadata)) == message.response_metadata
     assert "prompt_ids" not in str(message.response_metadata)
 
 
+def test_the_output_of_several_answers_tells_their_sum(chat):
+    told = chat.generate([[HumanMessage("one")], [HumanMessage("two words")]])
+    usages = [generation[0].message.usage_metadata for generation in told.generations]
+    assert told.llm_output["model_name"] == Path(chat.model).name
+    usage = told.llm_output["token_usage"]
+    assert usage["prompt_tokens"] == sum(each["input_tokens"] for each in usages)
+    assert usage["completion_tokens"] == 16
+    assert usage["total_tokens"] == sum(each["total_tokens"] for each in usages)
+    assert usage["cached_tokens"] == 0
+    assert chat.invoke("one").response_metadata["token_usage"]["completion_tokens"] == 8
+    assert chat.generate([]).llm_output == {}
+
+
 def test_usage_handlers_see_all_calls(chat):
     handler = UsageMetadataCallbackHandler()
     messages = chat.batch(["one", "two words"], config={"callbacks": [handler]})
     streamed = list(chat.stream("three", config={"callbacks": [handler]}))
-    total = handler.usage_metadata[chat.model]
+    total = handler.usage_metadata[chat.model_name]
     parts = [message.usage_metadata for message in (*messages, streamed[-1])]
     assert total["total_tokens"] == sum(part["total_tokens"] for part in parts)
 
@@ -222,12 +241,10 @@ def test_options_of_a_call_are_honoured(chat, chunks):
 def test_unknown_options_of_a_call_are_refused_by_name(chat):
     with pytest.raises(ConfigError, match=r"'temprature'; did you mean 'temperature'"):
         chat.invoke("hi", temprature=1.0)
-    with pytest.raises(ConfigError, match="'tools'"):
-        next(chat.stream("hi", tools=[]))
+    with pytest.raises(ConfigError, match="tools holds"):
+        next(chat.stream("hi", tools=[{}]))
     with pytest.raises(ConfigError, match="RepairConfig"):
         chat.invoke("hi", repair=0.5)
-    with pytest.raises(NotImplementedError):
-        chat.bind_tools([])
 
 
 def test_errors_reach_the_caller(chat, monkeypatch):
@@ -262,6 +279,60 @@ def test_the_response_cache_tells_models_apart(options):
     assert base.invoke("hi").content == base.invoke("hi").content
     assert len(cache._cache) == 1
     assert json.dumps(base._identifying_params)
+
+
+@pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
+def test_copies_and_pickles_are_the_same_model(options, cls):
+    llm = cls(**options, repair=RepairConfig(recompute_ratio=0.5), store_config=StoreConfig(ram_bytes=5), stop=["x"])
+    for other in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True), pickle.loads(pickle.dumps(llm))):
+        assert other.model_dump() == llm.model_dump()
+        assert other._identifying_params == llm._identifying_params
+        assert other.engine is llm.engine
+    assert not llm.is_lc_serializable()
+    dumped = dumps(llm)
+    assert json.loads(dumped)["type"] == "not_implemented"  # as for other local models: weights have no such form
+    with pytest.raises(NotImplementedError):
+        loads(dumped, allowed_objects="core")
+
+
+def test_copies_share_a_loaded_model_and_pickles_refuse_it(tokenizer):
+    llm = ChatKVRag.from_pretrained_model(tiny_model(), tokenizer)
+    for other in (copy.deepcopy(llm), llm.model_copy(deep=True)):
+        assert (other.model, other.tokenizer) == (llm.model, tokenizer)
+    with pytest.raises(ConfigError, match="given a loaded model can't be pickled; name it by its path"):
+        pickle.dumps(llm)
+    with pytest.raises(ConfigError, match="encryption_key is a function can't be pickled"):
+        pickle.dumps(ChatKVRag(model="x", store_config=StoreConfig(encryption_key=lambda: b"k" * 32)))
+
+
+# -- profile -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_profile_is_read_from_the_models_files(tiny_dir, tmp_path, tokenizer):
+    profile = ChatKVRag(model=tiny_dir).profile
+    config = json.loads(Path(tiny_dir, "config.json").read_text())
+    assert profile["max_input_tokens"] == config["max_position_embeddings"]
+    assert (profile["text_inputs"], profile["text_outputs"], profile["image_inputs"]) == (True, True, False)
+    calls = ChatKVRag.bind_tools is not BaseChatModel.bind_tools
+    assert profile["tool_calling"] is calls
+    assert profile["structured_output"] is False  # else an agent with tools would bind the schema to every call
+    plain = Path(shutil.copytree(tiny_dir, tmp_path / "plain"))
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert ChatKVRag(model=plain).profile["tool_calling"] is False
+    assert ChatKVRag(model=plain, tokenizer=tiny_dir).profile["tool_calling"] is calls
+    loaded = ChatKVRag.from_pretrained_model(tiny_model(), tokenizer).profile
+    assert loaded["max_input_tokens"] == tiny_model().config.max_position_embeddings
+    assert loaded["tool_calling"] is calls
+    unknown = ChatKVRag(model="no/such-model").profile  # nothing is asked for in the network
+    assert unknown["text_inputs"]
+    assert not {"max_input_tokens", "tool_calling"} & set(unknown)
+    mine = {"max_input_tokens": 77}
+    assert ChatKVRag(model=tiny_dir, profile=mine).profile == mine
+    # It changes no answer of a call.
+    assert ChatKVRag(model=tiny_dir, profile=mine)._get_llm_string() == ChatKVRag(model=tiny_dir)._get_llm_string()
 
 
 # -- keeping KV ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from langchain_kvrag import ChatKVRag, KVRagLLM, KVRagVectorStore
 
 def test_options_that_only_a_remote_model_has_are_refused(options):
     for name, value in (("max_retries", 2), ("api_key", "secret")):
-        with pytest.raises(ConfigError, match=f"takes no {name}: the model runs in this process") as caught:
+        with pytest.raises(ConfigError, match=f"takes no {name}.*: the model runs in this process") as caught:
             ChatKVRag(**options, **{name: value})
         assert "secret" not in str(caught.value)
     ChatKVRag(**options, max_retries=0, api_key=None)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_generation_info_and_llm_output(llm, chunks):
     assert first["kvrag"]["cached_tokens"] == first["usage_metadata"]["input_token_details"]["cache_read"] > 0
     assert second["kvrag"]["exactness"] == "full"
     assert first["finish_reason"] == "length"
-    assert (first["model_name"], first["model_provider"]) == (llm.model, "kvrag")
+    assert (first["model_name"], first["model_provider"]) == (llm.model_name, "kvrag")
     assert json.loads(json.dumps(result.llm_output)) == result.llm_output
     assert json.dumps(first)
     usage = result.llm_output["token_usage"]
@@ -114,7 +115,7 @@ def test_errors_and_unknown_options(llm):
 
 def test_another_model_for_one_call(llm, other_tiny_dir):
     result = llm.generate(["Tell me."], model=other_tiny_dir)
-    assert result.llm_output["model_name"] == other_tiny_dir
+    assert result.llm_output["model_name"] == Path(other_tiny_dir).name
     assert result.generations[0][0].text == KVRagLLM(model=other_tiny_dir, max_tokens=8).invoke("Tell me.")
     assert llm._get_ls_params(model="x") == {
         **llm._get_ls_params(),

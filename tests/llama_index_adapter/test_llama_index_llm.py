@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import kvrag.engine
 from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.testing.models import tiny_model
-from llama_index.llms.kvrag import KVRagLLM, PrecomputeKV
+from llama_index.llms.kvrag import KVPrecompute, KVRagLLM
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 PROMPT = "Who keeps the copper ledger in the harbour?"
@@ -68,13 +68,6 @@ def test_the_model_has_the_names_that_other_llms_use(tiny_dir, name):
     assert KVRagLLM(**{name: tiny_dir}).model == tiny_dir
 
 
-def test_other_spellings_are_understood(tiny_dir):
-    llm = KVRagLLM(tiny_dir, max_tokens=7, tokenizer_name=tiny_dir, device_map="cpu")
-    assert (llm.max_new_tokens, llm.tokenizer, llm.device) == (7, tiny_dir, "cpu")
-    assert KVRagLLM(tiny_dir, device_map="auto").device is None
-    assert KVRagLLM(tiny_dir, device_map={"": "cpu"}).model_kwargs == {"device_map": {"": "cpu"}}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -103,10 +96,31 @@ def test_a_loaded_model_is_taken(tokenizer):
 
 
 def test_the_serialised_form_makes_the_same_llm(make):
-    llm = make(top_p=0.5, repair=RepairConfig(recompute_ratio=0.5), stop=["x"])
+    llm = make(
+        top_p=0.5,
+        repair=RepairConfig(recompute_ratio=0.5),
+        stop=["x"],
+        model_kwargs={"revision": "main"},
+        prefix="Notes:",
+    )
     again = KVRagLLM.from_dict(json.loads(llm.to_json()))
     assert again.engine is llm.engine
     assert (again.top_p, again.stop, again.repair) == (0.5, ["x"], llm.repair)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix": PromptTemplate("Notes: {context_str}")}, "pass its text, which is llm.engine.prefix_text"),
+        ({"model_kwargs": {"token": "secret"}}, "'token' in model_kwargs"),
+        ({"model_kwargs": {"quantization_config": object()}}, "'quantization_config' in model_kwargs"),
+    ],
+)
+def test_what_would_make_another_llm_is_not_serialised(make, options, message):
+    llm = make(**options)
+    with pytest.raises(ConfigError, match=message):
+        llm.to_json()
+    json.dumps(llm.to_payload())
 
 
 def test_the_stores_config_is_a_field_and_survives_serialising(make, monkeypatch):
@@ -144,7 +158,7 @@ def test_a_config_with_a_function_is_not_left_out_of_a_copy(make, name):
     assert llm.model_copy().store_config is llm.store_config
     llm.to_payload()
     repr(llm)
-    PrecomputeKV(llm).to_dict()  # as a pipeline with a cache does
+    KVPrecompute(llm).to_dict()  # as a pipeline with a cache does
     KVRagLLM(llm.model, store_config=None)
 
 
@@ -323,17 +337,6 @@ def test_a_template_without_system_messages_gets_it_in_the_first_user_message(ti
     seen = record_prompts(monkeypatch)
     make(tokenizer=tokenizer).chat(MESSAGES)
     assert seen[0].startswith(f"<|im_start|>user\nBe brief.\n\n{PROMPT}<|im_end|>\n")
-
-
-def test_functions_of_the_user_decide(make, monkeypatch):
-    seen = record_prompts(monkeypatch)
-    llm = make(
-        messages_to_prompt=lambda messages: "M:" + "|".join(m.content for m in messages),
-        completion_to_prompt=lambda completion: f"C:{completion}",
-    )
-    llm.chat(MESSAGES)
-    llm.complete(PROMPT)
-    assert seen == [f"M:Be brief.|{PROMPT}", f"C:{PROMPT}"]
 
 
 def test_a_model_without_chat_template_reads_plain_lines(tiny_dir, make, monkeypatch):

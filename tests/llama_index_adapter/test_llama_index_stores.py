@@ -1,6 +1,7 @@
 """KV comes and goes with the documents: through the vector store, and through ingestion pipelines."""
 
 import asyncio
+import copy
 import os
 import pickle
 import stat
@@ -28,7 +29,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 from llama_index_kit import chunks, documents, hit_texts, make_llm, record_prompts, settings
 
 from kvrag import ConfigError, InputError, KVRagEngine, Retention, StoreError
-from llama_index.llms.kvrag import KVRagLLM, PrecomputeKV
+from llama_index.llms.kvrag import KVPrecompute, KVRagLLM
 from llama_index.vector_stores.kvrag import KVRagVectorStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
@@ -181,6 +182,14 @@ def test_a_store_that_is_older_than_its_wrapping_is_deleted_from(llm):
 # -- the vector store itself -------------------------------------------------------------------------------------------
 
 
+def test_copies_of_a_store_know_its_documents(llm, store):
+    texts = chunks(2)
+    store.add([node(texts[0], id_="a", document="d"), node(texts[1], id_="b", document="e")])
+    copy.deepcopy(store).delete("d")
+    pickle.loads(pickle.dumps(store)).delete("e")
+    assert kept(llm, texts) == [False, False]
+
+
 def test_texts_shared_by_nodes_live_as_long_as_one_of_them(llm, store):
     text = chunks(1)[0]
     store.add([node(text, id_="a", document="one"), node(text, id_="b", document="two")])
@@ -236,6 +245,9 @@ def test_any_vector_store_can_be_wrapped(llm):
     index.insert_nodes([node(t, id_=f"n{i}", document=f"d{i}", row=i) for i, t in enumerate(texts)])
     assert store.stores_text
     assert store.client == "the client"
+    assert store.rows is store.inner.rows  # what the wrapper doesn't have
+    with pytest.raises(AttributeError, match="no attribute 'columns'"):
+        store.columns  # noqa: B018
     assert {n.node_id for n in store.get_nodes()} == {"n0", "n1", "n2"}
     assert len(index.as_retriever(similarity_top_k=3).retrieve("Who?")) == 3
     store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="row", value=1)]))
@@ -283,7 +295,7 @@ def test_collections_are_kept_apart(llm):
     assert llm.engine.document_ids() == ["letters/a"]
     KVRagVectorStore(letters.inner, collection="letters").delete("d")  # as after a restart
     assert kept(llm, texts) == [False] * 4
-    for cls in (KVRagVectorStore, PrecomputeKV):
+    for cls in (KVRagVectorStore, KVPrecompute):
         with pytest.raises(InputError, match="collection is"):
             cls(collection="/")
 
@@ -298,12 +310,12 @@ def test_a_text_of_a_collection_that_changed_leaves_no_old_kv_whatever_fails(llm
 
 
 def test_the_transformation_passes_collection_and_worth_on(llm):
-    step = PrecomputeKV(collection="manuals", retention=Retention(60))
+    step = KVPrecompute(collection="manuals", retention=Retention(60))
     step([node(chunks(1)[0], id_="a")])
     assert llm.engine.document_ids() == ["manuals/a"]
     assert worth(llm, "manuals/a") == 60
-    assert step.to_dict() != PrecomputeKV(collection="manuals").to_dict() != PrecomputeKV().to_dict()
-    assert PrecomputeKV.from_dict(PrecomputeKV(retention=Retention(60, 5.0)).model_dump()).retention == Retention(
+    assert step.to_dict() != KVPrecompute(collection="manuals").to_dict() != KVPrecompute().to_dict()
+    assert KVPrecompute.from_dict(KVPrecompute(retention=Retention(60, 5.0)).model_dump()).retention == Retention(
         60, 5.0
     )
 
@@ -359,19 +371,19 @@ def test_wrong_parts_are_refused(llm):
 
 def test_precompute_kv_as_the_last_transformation(llm):
     docs = documents(3)
-    nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=docs)
+    nodes = IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute()]).run(documents=docs)
     assert [n.text for n in nodes] == [d.text for d in docs]
     assert all(n.metadata == {} for n in nodes)
     assert set(llm.engine.document_ids()) == {n.node_id for n in nodes}
     index = VectorStoreIndex.from_documents(
-        documents(1, seed=5), transformations=[SentenceSplitter(), PrecomputeKV(show_progress=False)]
+        documents(1, seed=5), transformations=[SentenceSplitter(), KVPrecompute(show_progress=False)]
     )
     index.insert(documents(1, seed=6)[0])
     assert kept(llm, chunks(1, seed=5) + chunks(1, seed=6)) == [True, True]
 
 
 async def test_precompute_kv_in_an_asynchronous_pipeline(llm):
-    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV(llm)])
+    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute(llm)])
     assert len(await pipeline.arun(documents=documents(2))) == 2
     assert kept(llm, chunks(2)) == [True, True]
 
@@ -396,7 +408,7 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm, monkeypatch):
     cache, docs = IngestionCache(), documents(2)
 
     def ingest(**options):
-        IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV(**options)], cache=cache).run(
+        IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute(**options)], cache=cache).run(
             documents=docs
         )
 
@@ -416,28 +428,28 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm, monkeypatch):
 def test_an_ingestion_survives_a_fault_of_kv(llm, monkeypatch):
     monkeypatch.setattr(KVRagEngine, "precompute", raising(RuntimeError, "no such kernel"))
     with pytest.warns(UserWarning, match=r"was not precomputed .* no such kernel"):
-        nodes = IngestionPipeline(transformations=[SentenceSplitter(), PrecomputeKV()]).run(documents=documents(2))
+        nodes = IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute()]).run(documents=documents(2))
     assert len(nodes) == 2
     with pytest.raises(RuntimeError, match="no such kernel"):
-        PrecomputeKV(on_error="raise")(nodes)
+        KVPrecompute(on_error="raise")(nodes)
 
 
 def test_worker_processes_are_refused(llm):
     with pytest.raises(ConfigError, match="can't be sent to worker processes"):
-        pickle.dumps(PrecomputeKV())
+        pickle.dumps(KVPrecompute())
 
 
 def test_an_llm_that_can_not_use_kv_is_refused(llm):
     with pytest.raises(ConfigError, match="can't use KV"):
-        PrecomputeKV(MockLLM())
+        KVPrecompute(MockLLM())
     Settings._llm = None
     with pytest.raises(ConfigError, match="no LLM to precompute KV for"):
-        PrecomputeKV()(documents(1))
+        KVPrecompute()(documents(1))
     Settings.llm = MockLLM()
     with pytest.raises(ConfigError, match="MockLLM, which can't use KV"):
-        PrecomputeKV()(documents(1))
+        KVPrecompute()(documents(1))
     with pytest.raises(ConfigError, match="no option 'content_mode'"):
-        PrecomputeKV(content_mode="llm")
+        KVPrecompute(content_mode="llm")
 
 
 def test_an_index_can_be_precomputed_and_synchronised(llm):

@@ -20,4 +20,7 @@ from langchain_kvrag.llms import KVRagLLM  # noqa: E402
 from langchain_kvrag.transformers import KVPrecompute  # noqa: E402
 from langchain_kvrag.vectorstores import KVRagVectorStore  # noqa: E402
 
-__all__ = ["ChatKVRag", "KVPrecompute", "KVPrefetchHandler", "KVRagLLM", "KVRagVectorStore"]
+PrecomputeKV = KVPrecompute
+"""Another name."""
+
+__all__ = ["ChatKVRag", "KVPrecompute", "KVPrefetchHandler", "KVRagLLM", "KVRagVectorStore", "PrecomputeKV"]

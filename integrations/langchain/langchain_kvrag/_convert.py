@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.prompts import ChatPromptTemplate, HumanMessagePromptTemplate, StringPromptTemplate
+from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvrag import GenerationResult, InputError, TemplatePrefix
-from kvrag.prompt.template import Prefix
+from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
 
 PROVIDER = "kvrag"
 
@@ -31,6 +33,7 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (FunctionMessage, "function"),
 )
 _THOUGHTS = ("reasoning", "thinking", "redacted_thinking")
+_CALLS = ("tool_call", "tool_use")
 
 
 def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -46,8 +49,8 @@ def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 def _chat_message(message: BaseMessage) -> dict[str, Any]:
     out: dict[str, Any] = {"role": _role(message), "content": message.content}
-    if isinstance(message.content, list):  # what a model thought in an earlier turn is not shown to the next one
-        out["content"] = [b for b in message.content if not (isinstance(b, Mapping) and b.get("type") in _THOUGHTS)]
+    if isinstance(message.content, list):
+        out["content"] = [block for block in message.content if not _is_left_out(block, message)]
     if message.name:
         out["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -59,6 +62,13 @@ def _chat_message(message: BaseMessage) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return out
+
+
+def _is_left_out(block: Any, message: BaseMessage) -> bool:
+    """Whether a block is a thought of an earlier turn, which the next one is not shown, or repeats a call of ``tool_calls``."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    calls = {call["id"] for call in message.tool_calls} if isinstance(message, AIMessage) else set()
+    return kind in _THOUGHTS or (kind in _CALLS and block.get("id") in calls)
 
 
 def _role(message: BaseMessage) -> str:
@@ -79,12 +89,15 @@ def engine_prefix(prefix: Any, *, is_chat: bool) -> Prefix | None:
     Parameters
     ----------
     prefix
-        As the user gave it; text and dicts stay as they are.
+        As the user gave it; text and dicts stay as they are, ``"learn"`` says what is right until then.
     is_chat
         Whether the model makes a human message of a string prompt.
     """
+    if isinstance(prefix, str) and prefix == LEARN:
+        return LearnPrefix(None if is_chat else "")
     if isinstance(prefix, TemplatePrefix):
-        return TemplatePrefix(engine_prefix(prefix.template, is_chat=is_chat), prefix.variable)
+        tools = [convert_to_openai_tool(tool) for tool in prefix.tools]
+        return TemplatePrefix(engine_prefix(prefix.template, is_chat=is_chat), prefix.variable, tools)
     if is_chat and isinstance(prefix, StringPromptTemplate):
         return ChatPromptTemplate.from_messages([HumanMessagePromptTemplate(prompt=prefix)])
     if isinstance(prefix, BaseMessage):
@@ -105,10 +118,23 @@ def usage_of(result: GenerationResult) -> UsageMetadata:
     )
 
 
+def short_name(name: str) -> str:
+    """Return a hub id as it is, and the last part of a path."""
+    return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
+
+
+def llm_output(results: Sequence[GenerationResult], model_name: str) -> dict[str, Any]:
+    """Return what ``LLMResult`` tells of all its answers."""
+    num_in, num_out = sum(r.prompt_tokens for r in results), sum(len(r.token_ids) for r in results)
+    usage = {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out}
+    cached = sum(r.cached_tokens for r in results)
+    return {"model_name": short_name(model_name), "token_usage": {**usage, "cached_tokens": cached}}
+
+
 def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
     """Return how an answer was made, as plain JSON values."""
     return {
-        "model_name": model_name,
+        "model_name": short_name(model_name),
         "model_provider": PROVIDER,
         "finish_reason": result.finish_reason,
         "kvrag": {

@@ -2,72 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, Self
 
+from langchain_core.language_models import ModelProfile
+from langchain_core.messages import BaseMessage
 from langchain_core.runnables.config import run_in_executor
-from pydantic import AliasChoices, Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import ConfigError, GenerationResult, KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, SyncReport
 from kvrag.config import check_mode, refuse_misplaced, unknown_option
 from kvrag.fields import EngineFields
-from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.model.source import ModelSource
-from langchain_kvrag._convert import PROVIDER, engine_prefix
+from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
+from langchain_kvrag._profile import profile_of
+from langchain_kvrag._spellings import understood
+from langchain_kvrag._timed import atimed, timed
+from langchain_kvrag._tools import Tool, tool_dicts
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-
-
-def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
-    """Yield a stream's text; raise ``TimeoutError`` if it did not end after so many seconds. Its decoding is stopped then."""
-    late = threading.Event()
-    timer = threading.Timer(seconds or 0.0, _stop, (stream, late))
-    timer.daemon = True
-    if seconds is not None:
-        timer.start()
-    try:
-        yield from stream
-        _check_end(stream, seconds, is_late=late.is_set())
-    finally:
-        timer.cancel()
-
-
-async def atimed(stream: AsyncTokenStream, seconds: float | None) -> AsyncIterator[str]:
-    """As :func:`timed`, in an event loop."""
-    late = threading.Event()
-    timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, _stop, stream, late)
-    try:
-        async for text in stream:
-            yield text
-        _check_end(stream, seconds, is_late=late.is_set())
-    finally:
-        if timer is not None:
-            timer.cancel()
-
-
-def _stop(stream: TokenStream | AsyncTokenStream, late: threading.Event) -> None:
-    late.set()
-    stream.cancel()
-
-
-def _check_end(stream: TokenStream | AsyncTokenStream, seconds: float | None, *, is_late: bool) -> None:
-    """Raise ``TimeoutError`` where a stream ended because its time was over, rather than by itself at the last moment."""
-    try:
-        is_late = is_late and stream.result.finish_reason == "cancelled"
-    except RuntimeError:  # it was cancelled before its first token
-        if not is_late:
-            raise
-    if is_late:
-        raise TimeoutError(
-            f"the answer took longer than timeout={seconds:g} s; raise it, retrieve less, or lower max_tokens"
-        )
 
 
 class KVRagModel(EngineFields):
@@ -80,7 +40,7 @@ class KVRagModel(EngineFields):
     _shows_messages: ClassVar[bool] = False
     """Whether a string prompt becomes a human message."""
 
-    model: Any = Field(validation_alias=AliasChoices("model", "model_id", "model_name"), repr=False)
+    model: Any = Field(repr=False)
     """Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (:meth:`from_pretrained_model`)."""
 
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
@@ -89,31 +49,21 @@ class KVRagModel(EngineFields):
     revision: str | None = None
     """Hub revision."""
 
-    max_tokens: int = Field(default=256, validation_alias=AliasChoices("max_tokens", "max_new_tokens"))
+    max_tokens: int = 256
     """Upper bound of answer tokens."""
 
     stop: list[str] | None = None
     """Strings that end the answer."""
 
     streaming: bool = False
-    """Whether ``invoke`` streams to callbacks."""
+    """Whether ``invoke`` streams to callbacks; of an LLM, one prompt at a time."""
 
     timeout: float | None = None
     """Seconds that an answer may take before ``TimeoutError``, waiting for its turn included; a running prefill is waited for."""
 
-    max_retries: int | None = None
-    """Refused: nothing is sent that could be sent again."""
-
-    api_key: SecretStr | None = None
-    """Refused: no service is asked."""
-
     def __init__(self, **data: Any) -> None:
+        data = understood(data, of=type(self).__name__)
         self._warn_of_unknown(data)
-        for name in ("max_retries", "api_key"):
-            if data.get(name):
-                raise ConfigError(
-                    f"{type(self).__name__} takes no {name}: the model runs in this process, and no service is asked; leave it out"
-                )
         if isinstance(data.get("stop"), str):
             data["stop"] = [data["stop"]]
         super().__init__(**data)
@@ -130,9 +80,6 @@ class KVRagModel(EngineFields):
             If an option of the store, or one of the model's, was meant: KV would be left plain, without a budget, or in memory.
         """
         known = set(cls.model_fields)
-        for field in cls.model_fields.values():
-            if isinstance(field.validation_alias, AliasChoices):
-                known.update(name for name in field.validation_alias.choices if isinstance(name, str))
         unknown = data.keys() - known
         refuse_misplaced(unknown, known, of=cls.__name__)
         for name in unknown:
@@ -150,7 +97,7 @@ class KVRagModel(EngineFields):
     @property
     def model_name(self) -> str:
         """A short name for traces and results."""
-        return ModelSource(self.model).name
+        return short_name(ModelSource(self.model).name)
 
     @property
     def engine(self) -> KVRagEngine:
@@ -181,7 +128,8 @@ class KVRagModel(EngineFields):
 
     def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Merge options of one call over the fields (``None``: as configured); the engine refuses unknown ones by name."""
-        given = {k: v for k, v in options.items() if v is not None and k not in ("model", "stream", "timeout")}
+        named = understood(options, of="a call")
+        given = {k: v for k, v in named.items() if v is not None and k not in ("model", "stream", "timeout")}
         if "max_tokens" in given:
             given["max_new_tokens"] = given.pop("max_tokens")
         if stop is not None:
@@ -189,24 +137,41 @@ class KVRagModel(EngineFields):
         return {"mode": self.mode, **self._sampling(), **given}
 
     def _answer(
-        self, engine: KVRagEngine, prompt: Any, options: Mapping[str, Any], timeout_s: float | None
+        self,
+        engine: KVRagEngine,
+        prompt: Any,
+        options: Mapping[str, Any],
+        timeout_s: float | None,
+        emit: Callable[[str], object] | None = None,
     ) -> GenerationResult:
-        """Answer a prompt, without a time limit in the caller's thread, where Ctrl-C ends it."""
-        if timeout_s is None:
+        """Answer a prompt, without a time limit in the caller's thread, where Ctrl-C ends it; ``emit`` is told of each piece."""
+        if timeout_s is None and emit is None:
             return engine.generate(prompt, **options)
         with engine.stream(prompt, **options) as stream:
-            for _ in timed(stream, timeout_s):
-                pass
+            for text in timed(stream, timeout_s):
+                if emit is not None:
+                    emit(text)
             return stream.result
 
     async def _aanswer(
-        self, engine: KVRagEngine, prompt: Any, options: Mapping[str, Any], timeout_s: float | None
+        self,
+        engine: KVRagEngine,
+        prompt: Any,
+        options: Mapping[str, Any],
+        timeout_s: float | None,
+        emit: Callable[[str], Awaitable[object]] | None = None,
     ) -> GenerationResult:
         """As :meth:`_answer`; the event loop is not blocked."""
         stream = engine.astream(prompt, **options)
-        async for _ in atimed(stream, timeout_s):
-            pass
+        async for text in atimed(stream, timeout_s):
+            if emit is not None:
+                await emit(text)
         return stream.result
+
+    @classmethod
+    def from_model_id(cls, model_id: Any, task: str = "text-generation", **options: Any) -> Self:
+        """As langchain-huggingface's method of this name; options are the fields, or its ``pipeline_kwargs`` and so on."""
+        return cls(model=model_id, task=task, **options)
 
     @classmethod
     def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
@@ -218,11 +183,25 @@ class KVRagModel(EngineFields):
         self._add_version("kvrag", kvrag.__version__)
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Copy the options; a loaded model and its tokenizer are shared, as the engine is."""
+        shared = {id(each): each for each in (self.model, self.tokenizer)}
+        copied: Self = super().__deepcopy__({**(memo or {}), **shared})
+        return copied
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Refuse to be pickled with a loaded model, whose weights would be written too."""
+        if not isinstance(self.model, (str, os.PathLike)):
+            of = type(self).__name__
+            raise ConfigError(f"a {of} that was given a loaded model can't be pickled; name it by its path or hub id")
+        state: dict[Any, Any] = super().__getstate__()
+        return state
+
     # -- what LangChain asks of any model ------------------------------------------------------------------------------
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = PROVIDER
+        params |= {"ls_provider": PROVIDER, "ls_model_name": short_name(params.get("ls_model_name") or self.model_name)}
         return params
 
     @property
@@ -230,7 +209,7 @@ class KVRagModel(EngineFields):
         """All that changes answers: LangChain's response cache tells models apart by this."""
         repair, config = asdict(self.repair or RepairConfig()), self.store_config
         return {
-            "model": self.model_name,
+            "model": ModelSource(self.model).name,
             # Two models in memory may bear one name.
             **({"model_object": id(self.model)} if isinstance(self.model, PreTrainedModel) else {}),
             "revision": self.revision,
@@ -246,12 +225,32 @@ class KVRagModel(EngineFields):
             **self._sampling(),
         }
 
+    def _resolve_model_profile(self) -> ModelProfile:
+        return profile_of(
+            ModelSource(self.model, self.tokenizer, self.revision, hf_kwargs=self.model_kwargs), type(self)
+        )
+
+    def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
+        usage, told = Counter[str](), [output for output in _llm_outputs if output]  # answers of a cache tell nothing
+        for output in told:
+            usage.update(output["token_usage"])
+        return {**told[-1], "token_usage": dict(usage)} if told else {}
+
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's own token ids of a text, without special tokens."""
         custom = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return list(custom(text))
         return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Tool] | None = None) -> int:
+        """Count the tokens that the model is shown for messages and tools: with its chat template, where that takes them."""
+        encoder = self.engine.loaded.encoder
+        if getattr(self, "custom_get_token_ids", None) is None:
+            with suppress(kvrag.InputError):
+                text = encoder.render(chat_messages(messages), tools=tuple(tool_dicts(tools or ())))
+                return len(encoder.live_ids(text, at_start=True))
+        return int(super().get_num_tokens_from_messages(messages))
 
     # -- KV ------------------------------------------------------------------------------------------------------------
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
-from langchain_kvrag._convert import chat_messages, metadata_of, usage_of
-from langchain_kvrag._engine import KVRagModel, atimed, timed
+from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
+from langchain_kvrag._engine import KVRagModel
+from langchain_kvrag._timed import atimed, timed
+from langchain_kvrag._tools import Method, Tool, broken_calls, call_chunks, calls_of, choice_of, structured, tool_dicts
 
 
 class ChatKVRag(KVRagModel, BaseChatModel):
@@ -32,9 +35,53 @@ class ChatKVRag(KVRagModel, BaseChatModel):
     _shows_messages: ClassVar[bool] = True
 
     def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
-        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`, and any tools."""
         messages = self._convert_input(input).to_messages()
+        options["tools"] = tool_dicts(options.get("tools") or ())
         return self.engine.explain(chat_messages(messages), **{"mode": self.mode, **options})
+
+    def bind_tools(
+        self, tools: Sequence[Tool], *, tool_choice: Any = None, strict: bool | None = None, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Return this model with tools that it may call.
+
+        Parameters
+        ----------
+        tools
+            Functions, pydantic classes, ``TypedDict`` classes, tools of LangChain, or dicts.
+        tool_choice
+            ``"auto"``, ``"none"``, ``"any"``, ``"required"`` or ``True`` (one call), or the name of the tool to call. What it asks for is
+            enforced token by token, which needs the extra ``structured``.
+        strict
+            Whether the tools' schemas allow no properties but their own.
+        **kwargs
+            Options of each call.
+        """
+        return self.bind(tools=tool_dicts(tools, strict), tool_choice=choice_of(tool_choice), **kwargs)
+
+    def with_structured_output(  # type: ignore[override]  # the base class takes these as **kwargs
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return this model with answers of a schema, parsed; needs the extra ``structured``.
+
+        Parameters
+        ----------
+        schema
+            A pydantic class (answers are its instances), a ``TypedDict`` class, a JSON schema, or OpenAI's dict of a function (dicts).
+        method
+            ``"json_schema"``: every token is one that the schema allows; ``"function_calling"``: the same, as the call of a tool that the
+            prompt shows; ``"json_mode"``: any JSON object, so say in the prompt what it must hold.
+        include_raw
+            Return a dict of ``raw`` (the message), ``parsed`` and ``parsing_error``, and raise no errors of parsing.
+        strict
+            Whether objects have no properties but those that are named; by default those of classes have none.
+        """
+        return structured(self, schema, method, include_raw=include_raw, strict=strict)
 
     @property
     def _llm_type(self) -> str:
@@ -49,7 +96,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
     ) -> ChatResult:
         engine = self._engine(kwargs.get("model"))
         options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
-        return _chat_result(engine, self._answer(engine, chat_messages(messages), options, timeout_s))
+        return _chat_result(engine, self._answer(engine, chat_messages(messages), options, timeout_s), options)
 
     async def _agenerate(
         self,
@@ -60,7 +107,8 @@ class ChatKVRag(KVRagModel, BaseChatModel):
     ) -> ChatResult:
         engine = await self._aengine(kwargs.get("model"))
         options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
-        return _chat_result(engine, await self._aanswer(engine, chat_messages(messages), options, timeout_s))
+        result = await self._aanswer(engine, chat_messages(messages), options, timeout_s)
+        return _chat_result(engine, result, options)
 
     # LangChain calls the next two without a run manager, and calls on_llm_new_token itself.
 
@@ -75,7 +123,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         with engine.stream(chat_messages(messages), **self._options(stop, kwargs)) as stream:
             for text in timed(stream, kwargs.get("timeout", self.timeout)):
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
-            yield _last_chunk(engine, stream.result)
+            yield _last_chunk(engine, stream.result, kwargs)
 
     async def _astream(
         self,
@@ -89,25 +137,30 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         try:
             async for text in atimed(stream, kwargs.get("timeout", self.timeout)):
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
-            yield _last_chunk(engine, stream.result)
+            yield _last_chunk(engine, stream.result, kwargs)
         finally:
             stream.cancel()  # the caller may have left early
 
 
-def _chat_result(engine: KVRagEngine, result: GenerationResult) -> ChatResult:
+def _chat_result(engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]) -> ChatResult:
     message = AIMessage(
-        content=result.text, usage_metadata=usage_of(result), response_metadata=metadata_of(result, engine.source.name)
+        content=result.text,
+        usage_metadata=usage_of(result),
+        response_metadata=metadata_of(result, engine.source.name),
+        **calls_of(result, broken_calls(result, options)),
     )
-    return ChatResult(generations=[ChatGeneration(message=message)])
+    output = llm_output([result], engine.source.name)
+    return ChatResult(generations=[ChatGeneration(message=message)], llm_output=output)
 
 
-def _last_chunk(engine: KVRagEngine, result: GenerationResult) -> ChatGenerationChunk:
-    """Carry the accounting; LangChain sums the usage of all chunks, so it is in this one only."""
+def _last_chunk(engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]) -> ChatGenerationChunk:
+    """Carry the calls and the accounting; LangChain sums the usage of all chunks, so it is in this one only."""
     return ChatGenerationChunk(
         message=AIMessageChunk(
             content="",
             usage_metadata=usage_of(result),
             response_metadata=metadata_of(result, engine.source.name),
             chunk_position="last",
+            **call_chunks(result, broken_calls(result, options)),
         )
     )

@@ -13,8 +13,9 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import run_in_executor
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
-from langchain_kvrag._convert import chat_messages, metadata_of, usage_of
-from langchain_kvrag._engine import KVRagModel, atimed, timed
+from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
+from langchain_kvrag._engine import KVRagModel
+from langchain_kvrag._timed import atimed, timed
 
 
 class KVRagLLM(KVRagModel, BaseLLM):
@@ -109,7 +110,8 @@ class KVRagLLM(KVRagModel, BaseLLM):
     ) -> LLMResult:
         engine = self._engine(kwargs.get("model"))
         options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
-        return _llm_result(engine, [self._answer(engine, prompt, options, timeout_s) for prompt in prompts])
+        emit = run_manager.on_llm_new_token if run_manager and self.streaming and len(prompts) == 1 else None
+        return _llm_result(engine, [self._answer(engine, prompt, options, timeout_s, emit) for prompt in prompts])
 
     async def _agenerate(
         self,
@@ -120,7 +122,10 @@ class KVRagLLM(KVRagModel, BaseLLM):
     ) -> LLMResult:
         engine = await self._aengine(kwargs.get("model"))
         options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
-        return _llm_result(engine, [await self._aanswer(engine, prompt, options, timeout_s) for prompt in prompts])
+        emit = run_manager.on_llm_new_token if run_manager and self.streaming and len(prompts) == 1 else None
+        return _llm_result(
+            engine, [await self._aanswer(engine, prompt, options, timeout_s, emit) for prompt in prompts]
+        )
 
     def _stream(
         self,
@@ -163,16 +168,7 @@ def _info(engine: KVRagEngine, result: GenerationResult) -> dict[str, Any]:
 
 
 def _llm_result(engine: KVRagEngine, results: Sequence[GenerationResult]) -> LLMResult:
-    num_in, num_out = sum(r.prompt_tokens for r in results), sum(len(r.token_ids) for r in results)
     return LLMResult(
         generations=[[Generation(text=r.text, generation_info=_info(engine, r))] for r in results],
-        llm_output={
-            "model_name": engine.source.name,
-            "token_usage": {
-                "prompt_tokens": num_in,
-                "completion_tokens": num_out,
-                "total_tokens": num_in + num_out,
-                "cached_tokens": sum(r.cached_tokens for r in results),
-            },
-        },
+        llm_output=llm_output(results, engine.source.name),
     )

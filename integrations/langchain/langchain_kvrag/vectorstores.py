@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Self
+from uuid import UUID
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -16,6 +19,9 @@ from kvrag import ConfigError, Retention, delete_kv, precompute_kv
 from kvrag.hooks import OnError, documents_in, engine_of
 from kvrag.precompute.documents import in_collection
 from langchain_kvrag._faiss import FaissStore, Metric
+
+_CHANGES = re.compile("a?(add|clear|delete|drop|remove|reset|update|upsert)(_|$)")
+"""Names of methods that change documents."""
 
 
 def _of_inner(name: str) -> Any:
@@ -162,7 +168,9 @@ class KVRagVectorStore(VectorStore):
     def _precompute(self, documents: Sequence[Document], names: Sequence[str]) -> None:
         if self.llm is None or not documents:
             return
-        latest = dict(zip(names, documents, strict=False))  # of equal ids, the last one stays in the store
+        latest = dict(
+            zip(map(self._listed, names), documents, strict=False)
+        )  # of equal ids, the last one stays in the store
         precompute_kv(
             list(latest.values()),
             llm=self.llm,
@@ -178,7 +186,13 @@ class KVRagVectorStore(VectorStore):
         """Return the ids whose KV a deletion concerns."""
         if self.llm is None:
             return []
-        return [str(d.id) for d in self.kv_documents()] if ids is None else list(ids)
+        return [str(d.id) for d in self.kv_documents()] if ids is None else [*map(self._listed, ids)]
+
+    def _listed(self, name: Any) -> str:
+        """Return an id as the inner store lists it: Qdrant writes UUIDs with hyphens, however they were given."""
+        with suppress(ValueError):
+            return str(UUID(name)) if hasattr(self.inner, "content_payload_key") else str(name)
+        return str(name)
 
     def _forget(self, ids: list[str], *, is_all: bool) -> None:
         """Delete KV. What ``None`` deletes differs between stores, so ask which documents are left."""
@@ -215,18 +229,24 @@ class KVRagVectorStore(VectorStore):
         """The inner store's embedding model."""
         return self.inner.embeddings
 
-    get_by_ids = _of_inner("get_by_ids")
-    aget_by_ids = _of_inner("aget_by_ids")
-    similarity_search = _of_inner("similarity_search")
-    asimilarity_search = _of_inner("asimilarity_search")
-    similarity_search_with_score = _of_inner("similarity_search_with_score")
-    asimilarity_search_with_score = _of_inner("asimilarity_search_with_score")
-    similarity_search_by_vector = _of_inner("similarity_search_by_vector")
-    asimilarity_search_by_vector = _of_inner("asimilarity_search_by_vector")
-    max_marginal_relevance_search = _of_inner("max_marginal_relevance_search")
-    amax_marginal_relevance_search = _of_inner("amax_marginal_relevance_search")
-    max_marginal_relevance_search_by_vector = _of_inner("max_marginal_relevance_search_by_vector")
-    amax_marginal_relevance_search_by_vector = _of_inner("amax_marginal_relevance_search_by_vector")
-    _similarity_search_with_relevance_scores = _of_inner("_similarity_search_with_relevance_scores")
-    _asimilarity_search_with_relevance_scores = _of_inner("_asimilarity_search_with_relevance_scores")
-    _select_relevance_score_fn = _of_inner("_select_relevance_score_fn")
+    similarity_search = _of_inner("similarity_search")  # here as well, as the base class has it abstract
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the inner store has besides LangChain's methods, but for what would change documents behind their KV's back."""
+        if name.startswith("__") or "inner" not in vars(
+            self
+        ):  # a copy is asked for the former before it has the latter
+            raise AttributeError(name)
+        found = getattr(self.inner, name)
+        if _CHANGES.match(name) and callable(found):
+            of, way = (
+                type(self.inner).__name__,
+                "add_documents and delete, or store.inner's method and then llm.sync_kv(store)",
+            )
+            raise AttributeError(f"{name} of {of} would change documents, and not their KV; use {way}")
+        return found
+
+
+for _name in vars(VectorStore):  # all that reads
+    if "search" in _name or _name in ("get_by_ids", "aget_by_ids", "_select_relevance_score_fn"):
+        setattr(KVRagVectorStore, _name, _of_inner(_name))

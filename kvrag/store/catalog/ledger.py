@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
 class Entry(NamedTuple):
     """A :class:`~kvrag.types.TextEntry`."""
 
-    digest: Annotated[str, Field(pattern=r"^[\x00-\x7f]*$")]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     head: Hash
     tail: Hash
     num_chars: Annotated[int, Field(ge=0, lt=2**48)]

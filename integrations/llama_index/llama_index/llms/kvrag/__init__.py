@@ -7,7 +7,7 @@
     index = VectorStoreIndex.from_documents(documents, storage_context=context)
     index.as_query_engine(similarity_top_k=8).query("What changed in 2024?")
 
-``llama_index.vector_stores.kvrag.KVRagVectorStore`` deletes KV with its documents, which :class:`PrecomputeKV` can't.
+``llama_index.vector_stores.kvrag.KVRagVectorStore`` deletes KV with its documents, which :class:`KVPrecompute` can't.
 """
 
 from kvrag.errors import require
@@ -16,6 +16,9 @@ require("llama_index.core", extra="llama-index", purpose="kvrag's LlamaIndex cla
 
 from llama_index.llms.kvrag.base import KVRagLLM  # noqa: E402
 from llama_index.llms.kvrag.prefetch import KVPrefetchHandler  # noqa: E402
-from llama_index.llms.kvrag.transform import PrecomputeKV  # noqa: E402
+from llama_index.llms.kvrag.transform import KVPrecompute  # noqa: E402
 
-__all__ = ["KVPrefetchHandler", "KVRagLLM", "PrecomputeKV"]
+PrecomputeKV = KVPrecompute
+"""Another name."""
+
+__all__ = ["KVPrecompute", "KVPrefetchHandler", "KVRagLLM", "PrecomputeKV"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from llama_index.core import Settings
@@ -33,21 +35,26 @@ from kvrag import (
     sync_kv,
 )
 from kvrag.config import check_mode
+from kvrag.prompt.tools import FORM, answer_form
+from llama_index.llms.kvrag.accounting import account_for_responses
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
-from llama_index.llms.kvrag.prompts import chat_text, completion_text, engine_prefix, is_chat
-from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion
-from llama_index.llms.kvrag.serialised import SerialisedLLM
+from llama_index.llms.kvrag.prompts import calls_tools, chat_prompt, completion_text, engine_prefix, is_chat, tool_dicts
+from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion, whole
+from llama_index.llms.kvrag.tools import ToolCallingLLM
 
-_REQUEST_FIELDS = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "mode")
+_REQUEST_FIELDS = (
+    *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "stop_token_ids"),
+    *("mode",),
+)
 
 
-class KVRagLLM(SerialisedLLM):
+class KVRagLLM(ToolCallingLLM):
     """A Hugging Face model that answers from the precomputed KV of the retrieved chunks.
 
     Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and
-    ``model_id`` are other names of ``model``, ``max_tokens`` of ``max_new_tokens``, ``tokenizer_name`` of ``tokenizer``;
-    ``device_map`` is understood. All request options can be given per call, too. How an answer was made is in
-    ``response.raw["kvrag"]``.
+    ``model_id`` are other names of ``model``, ``max_tokens`` of ``max_new_tokens``; what ``HuggingFaceLLM`` takes is understood, or
+    refused with what to pass instead. All request options can be given per call, too. How an answer was made is in ``raw["kvrag"]`` of
+    the LLM's responses, and in ``metadata["kvrag"]`` of those of query engines and chat engines (of a stream once it has ended).
 
     Parameters
     ----------
@@ -79,7 +86,13 @@ class KVRagLLM(SerialisedLLM):
         default=None, description="Upper bound of answer tokens; default: the model's generation config, else 256."
     )
     stop: str | list[str] | None = Field(default=None, description="Strings that end the answer; not part of it.")
-    context_window: int | None = Field(default=None, description="Default: the model's.")
+    stop_token_ids: list[int] | None = Field(
+        default=None, description="Tokens that end the answer, besides the model's."
+    )
+    context_window: int | None = Field(default=None, description="At most the model's, which is the default.", gt=0)
+    is_chat_model: bool | None = Field(
+        default=None, description="Whether prompts are chat messages; default: if the model has a chat template."
+    )
     generate_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Request options in another place, as other Hugging Face LLMs take them."
     )
@@ -87,6 +100,7 @@ class KVRagLLM(SerialisedLLM):
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
         self._check_request(self._defaults())
+        account_for_responses()
 
     @classmethod
     def from_pretrained_model(cls, model: PreTrainedModel, tokenizer: Any, **options: Any) -> KVRagLLM:
@@ -119,11 +133,13 @@ class KVRagLLM(SerialisedLLM):
 
     def explain(self, prompt: str | Sequence[ChatMessage], *, formatted: bool = False, **options: Any) -> Explanation:
         """Explain which spans of a prompt are known chunks, and why others are not; options as for the engine's."""
+        form = {name: options.pop(name) for name in FORM if name in options}
         if isinstance(prompt, str):
-            engine, text, _ = self._of_prompt(prompt, formatted, {})
+            engine, asked, given = self._of_prompt(prompt, formatted, form)
         else:
-            engine, text, _ = self._of_chat(prompt, {})
-        return engine.explain(text, **{"mode": self.mode, **options})
+            engine, asked, given = self._of_chat(prompt, form)
+        form = {name: given[name] for name in FORM if name in given}
+        return engine.explain(asked, **{"mode": self.mode, **form, **options})
 
     def apply_settings(self) -> KVRagLLM:
         """Make this LlamaIndex's default LLM, and its tokenizer the one that counts lengths; returns the LLM."""
@@ -132,8 +148,7 @@ class KVRagLLM(SerialisedLLM):
         return self
 
     def _token_ids(self, text: str) -> list[int]:
-        ids: list[int] = self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return list(_ids_of(self.engine.tokenizer, text))
 
     def _own_prefix(self, prefix: Any) -> Any:
         return None if prefix is None else engine_prefix(prefix, self)
@@ -143,12 +158,18 @@ class KVRagLLM(SerialisedLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Context window, answer length and kind of the model; loads it."""
-        loaded = self.engine.loaded
+        engine = self.engine
+        loaded, window = engine.loaded, engine.loaded.lm.context_window
+        if self.context_window and self.context_window > window:
+            warnings.warn(
+                f"context_window is {self.context_window}, and the model's, which holds, is {window}", stacklevel=2
+            )
         return LLMMetadata(
-            context_window=self.context_window or loaded.lm.context_window,
-            num_output=self._num_output(self._defaults()),
-            is_chat_model=is_chat(loaded.encoder),
-            model_name=self.engine.source.name,
+            context_window=min(self.context_window or window, window),
+            num_output=_num_output(self._defaults(), engine),
+            is_chat_model=is_chat(self, loaded.encoder),
+            is_function_calling_model=calls_tools(self, loaded.encoder),
+            model_name=engine.source.name,
         )
 
     def to_payload(self) -> dict[str, Any]:
@@ -165,22 +186,20 @@ class KVRagLLM(SerialisedLLM):
     def _defaults(self) -> dict[str, Any]:
         return request_options({name: getattr(self, name) for name in _REQUEST_FIELDS}, self.generate_kwargs)
 
-    def _num_output(self, options: dict[str, Any]) -> int:
-        given = options.get("max_new_tokens")
-        if given is None:
-            given = getattr(self.engine.loaded.lm.model.generation_config, "max_new_tokens", None)
-        return DEFAULT_NUM_OUTPUTS if given is None else given
-
     def _check_request(self, options: dict[str, Any]) -> None:
         """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
-        own = {"mode", "repair", "namespace"}
+        own = {"mode", "repair", "namespace", *FORM}
         check_mode(options.get("mode", "auto"))
+        answer_form(**{name: options[name] for name in FORM if name in options})
         SamplingConfig(**{name: value for name, value in options.items() if name not in own})
 
     def _request(self, overrides: dict[str, Any]) -> tuple[KVRagEngine, dict[str, Any]]:
         options = request_options(self._defaults(), overrides)
+        if isinstance(options.get("tools"), (list, tuple)):
+            options["tools"] = tool_dicts(options["tools"])
         self._check_request(options)
-        return self.engine, {**options, "max_new_tokens": self._num_output(options)}
+        engine = self.engine
+        return engine, {**options, "max_new_tokens": _num_output(options, engine)}
 
     def _of_prompt(
         self, prompt: str, formatted: bool, overrides: dict[str, Any]
@@ -190,16 +209,16 @@ class KVRagLLM(SerialisedLLM):
 
     def _of_chat(
         self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
-    ) -> tuple[KVRagEngine, str, dict[str, Any]]:
+    ) -> tuple[KVRagEngine, Any, dict[str, Any]]:
         engine, options = self._request(overrides)
-        return engine, chat_text(self, messages, engine.loaded.encoder), options
+        shown = answer_form(options.get("tools"), options.get("tool_choice")).tools
+        return engine, chat_prompt(self, messages, engine.loaded.encoder, shown), options
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt; ``formatted=False`` makes it a user message where the model has a chat template."""
         engine, text, options = self._of_prompt(prompt, formatted, kwargs)
-        result = engine.generate(text, **options)
-        return as_completion(result.text, None, result)
+        return whole(engine.generate(text, **options), as_completion)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -211,8 +230,7 @@ class KVRagLLM(SerialisedLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer chat messages."""
         engine, text, options = self._of_chat(messages, kwargs)
-        result = engine.generate(text, **options)
-        return as_chat(result.text, None, result)
+        return whole(engine.generate(text, **options), as_chat)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -224,8 +242,7 @@ class KVRagLLM(SerialisedLLM):
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """As :meth:`complete`; the event loop is not blocked, and cancelling stops the decoding."""
         engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
-        result = await engine.agenerate(text, **options)
-        return as_completion(result.text, None, result)
+        return whole(await engine.agenerate(text, **options), as_completion)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
@@ -237,11 +254,22 @@ class KVRagLLM(SerialisedLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As :meth:`chat`; the event loop is not blocked, and cancelling stops the decoding."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
-        result = await engine.agenerate(text, **options)
-        return as_chat(result.text, None, result)
+        return whole(await engine.agenerate(text, **options), as_chat)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """As :meth:`stream_chat`, for an event loop."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
         return AsyncResponseStream(engine.astream(text, **options), as_chat)
+
+
+def _num_output(options: dict[str, Any], engine: KVRagEngine) -> int:
+    given = options.get("max_new_tokens")
+    if given is None:
+        given = getattr(engine.loaded.lm.model.generation_config, "max_new_tokens", None)
+    return DEFAULT_NUM_OUTPUTS if given is None else given
+
+
+@lru_cache(maxsize=8)  # for one question LlamaIndex counts the tokens of the same context four times
+def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

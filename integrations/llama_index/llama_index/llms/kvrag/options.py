@@ -6,11 +6,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from llama_index.core.prompts import PromptTemplate
+
 from kvrag.config import StoreConfig, refuse_misplaced, unknown_option
 from kvrag.errors import ConfigError
 
-ALIASES = {"model_name": "model", "model_id": "model", "tokenizer_name": "tokenizer", "max_tokens": "max_new_tokens"}
+ALIASES = {
+    "model_name": "model",
+    "model_id": "model",
+    "tokenizer_name": "tokenizer",
+    "max_tokens": "max_new_tokens",
+    "stopping_ids": "stop_token_ids",
+}
 """Other names of options."""
+
+_SPLITTING = ("balanced", "balanced_low_0", "sequential")
+"""Values of ``device_map`` that are no device."""
 
 OWNER = "KVRagLLM"
 
@@ -21,7 +32,8 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     Parameters
     ----------
     options
-        As the user wrote them. ``device_map`` of ``transformers`` is taken as ``device``; a dict is handed on to it.
+        As the user wrote them. Those of ``HuggingFaceLLM`` are understood; ``device_map`` is taken as ``device`` where it names one,
+        and handed on where it splits the model.
     known
         Names of options that exist.
 
@@ -31,11 +43,18 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
         If an option does not exist or was given twice, or if no model was named.
     """
     out = _renamed(options)
-    device_map = out.pop("device_map", None)
-    if isinstance(device_map, str):
-        out.setdefault("device", None if device_map == "auto" else device_map)
-    elif device_map is not None:
-        out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
+    _take_device(out)
+    out.pop("tokenizer_outputs_to_remove", None)  # the model is given token ids alone
+    if out.pop("tokenizer_kwargs", None):
+        raise ConfigError(
+            f"{OWNER} loads tokenizers without tokenizer_kwargs; leave it out (nothing is truncated, so max_length has no effect), or "
+            "pass tokenizer=AutoTokenizer.from_pretrained(...) with them"
+        )
+    wrapper = out.get("query_wrapper_prompt")
+    if isinstance(wrapper, str):
+        wrapper = PromptTemplate(wrapper)
+    if wrapper is not None:  # the incumbent's default wraps nothing, and would take the place of the chat template
+        out["query_wrapper_prompt"] = None if wrapper.get_template() == "{query_str}" else wrapper
     _take_store_config(out)
     names = set(known)
     refuse_misplaced(out.keys() - names, names, of=OWNER, misspelt=False)
@@ -47,6 +66,19 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
             "KVRagLLM has no model; pass model= a hub id, a local directory, a .gguf file or a loaded model"
         )
     return out
+
+
+def _take_device(out: dict[str, Any]) -> None:
+    """Take ``device_map`` for what it is: a device, a way to split the model, or transformers' own choice."""
+    device_map = out.pop("device_map", None)
+    if device_map is None or device_map == "auto":
+        return
+    if not isinstance(device_map, str) or device_map in _SPLITTING:
+        out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
+    elif out.get("device") not in (None, device_map):
+        raise ConfigError(f"device is {out['device']!r}, and device_map is {device_map!r}; pass device alone")
+    else:
+        out["device"] = device_map
 
 
 def _take_store_config(out: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ class KVPrefetchHandler(BaseEventHandler):
     namespace
         Default: the engine's.
     content
-        As for :class:`~llama_index.llms.kvrag.PrecomputeKV`: ``"text"``, or ``"llm"``, the text with the metadata that the LLM is shown.
+        As for :class:`~llama_index.llms.kvrag.KVPrecompute`: ``"text"``, or ``"llm"``, the text with the metadata that the LLM is shown.
 
     Raises
     ------

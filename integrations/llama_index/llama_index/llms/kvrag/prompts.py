@@ -7,13 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
-from llama_index.core.base.llms.types import CacheControl, CachePoint, ChatMessage, TextBlock, ThinkingBlock
+from llama_index.core.base.llms.types import (
+    CacheControl,
+    CachePoint,
+    ChatMessage,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.tools import BaseTool
 
 from kvrag import InputError, TemplatePrefix
+from kvrag.prompt.prefix import LEARN, LearnPrefix
 from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.tools import Tools
 
 _ROLES = {"developer": "system", "chatbot": "assistant", "model": "assistant", "function": "tool"}
 """Roles of other providers, as chat templates call them."""
@@ -21,11 +31,16 @@ _ROLES = {"developer": "system", "chatbot": "assistant", "model": "assistant", "
 _HINTS = (CacheControl, CachePoint, ThinkingBlock)
 """Blocks meant for other providers; they hold nothing that the model must read."""
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
-def is_chat(encoder: PromptEncoder) -> bool:
-    """Return whether the model has a chat template."""
+def is_chat(llm: LLM, encoder: PromptEncoder) -> bool:
+    """Return whether prompts are chat messages: as the user says, else if the model has a chat template."""
+    given: bool | None = getattr(llm, "is_chat_model", None)
+    return _has_template(encoder) if given is None else given
+
+
+def _has_template(encoder: PromptEncoder) -> bool:
     return bool(getattr(encoder.tokenizer, "chat_template", None))
 
 
@@ -33,53 +48,89 @@ def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
     """Render a raw prompt: one user message for chat models, unless the user brought a wrapping of their own."""
     wrap = llm.completion_to_prompt or default_completion_to_prompt
     has_own_wrapping = wrap is not default_completion_to_prompt or llm.query_wrapper_prompt is not None
-    if is_chat(encoder) and not has_own_wrapping:
-        return _render(llm._extend_messages([ChatMessage(role="user", content=prompt)]), encoder)
+    if is_chat(llm, encoder) and _has_template(encoder) and not has_own_wrapping:
+        return _accepted(llm._extend_messages([ChatMessage(role="user", content=prompt)]), encoder)[1]
     return llm._extend_prompt(wrap(prompt))
 
 
 def chat_text(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder) -> str:
     """Render messages: with the user's own function, else with the model's chat template, else as plain lines."""
+    if calls_tools(llm, encoder):
+        return _accepted(messages, encoder)[1]
     render = llm.messages_to_prompt or generic_messages_to_prompt
-    if render is generic_messages_to_prompt and is_chat(encoder):
-        return _render(messages, encoder)
+    if render is generic_messages_to_prompt and any(map(_calls_in, messages)):
+        raise InputError("a message calls tools, which a model without chat template can't be shown; leave it out")
     return render(messages)
 
 
+def tool_dicts(tools: Sequence[Any]) -> list[Any]:
+    """Return tools as OpenAI's dicts, which the engine takes."""
+    return [t.metadata.to_openai_tool(skip_length_check=True) if isinstance(t, BaseTool) else t for t in tools]
+
+
+def chat_prompt(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools) -> str | list[Message]:
+    """Return messages in the form that the engine takes: rendered, or, with tools, those that its chat template takes."""
+    if not tools:
+        return chat_text(llm, messages, encoder)
+    if not calls_tools(llm, encoder):
+        raise InputError(
+            "tools need the model's chat template; leave messages_to_prompt out, or use a model that has one"
+        )
+    return _accepted(messages, encoder, tools)[0]
+
+
+def calls_tools(llm: LLM, encoder: PromptEncoder) -> bool:
+    """Return whether tools can be shown to the model: by its own chat template."""
+    return _has_template(encoder) and llm.messages_to_prompt in (None, generic_messages_to_prompt)
+
+
 def plain_message(message: ChatMessage) -> Message:
-    """Return a message as role and text.
+    """Return a message as role, text, and calls of tools or the id of the call that it answers.
 
     Raises
     ------
     InputError
         If it holds an image, audio, or anything else that is not text.
     """
-    role = message.role.value
+    role, more = message.role.value, message.additional_kwargs
     texts: list[str] = []
     for block in message.blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
-        elif not isinstance(block, _HINTS):
+        elif not isinstance(block, (*_HINTS, ToolCallBlock)):
             raise InputError(
                 f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block"
             )
-    return {"role": _ROLES.get(role, role), "content": "\n".join(texts)}
+    plain: Message = {"role": _ROLES.get(role, role), "content": "\n".join(texts)}
+    if plain["role"] == "tool":
+        return plain | {name: more[name] for name in ("tool_call_id", "name") if name in more}
+    return plain | ({"tool_calls": calls} if (calls := _calls_in(message)) else {})
 
 
-def _render(messages: Sequence[ChatMessage], encoder: PromptEncoder) -> str:
-    """Render with the model's chat template; where it refuses a system message, that goes into the first user message.
+def _calls_in(message: ChatMessage) -> list[Any]:
+    """Return a message's calls in OpenAI's form; memories of other LLMs keep them beside the blocks."""
+    if blocks := [block for block in message.blocks if isinstance(block, ToolCallBlock)]:
+        made = [(b.tool_call_id or "", {"name": b.tool_name, "arguments": b.tool_kwargs}) for b in blocks]
+        return [{"id": id_, "type": "function", "function": function} for id_, function in made]
+    beside = message.additional_kwargs.get("tool_calls") or ()
+    return [call if isinstance(call, Mapping) else call.model_dump() for call in beside]
+
+
+def _accepted(messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools = ()) -> tuple[list[Message], str]:
+    """Return the messages as the model's chat template takes them, and rendered by it.
 
     LlamaIndex's default prompts hold a system message and ``LLM.system_prompt`` adds another: many templates refuse the
-    second, and some (Gemma's) refuse any.
+    second, and some (Gemma's) refuse any; it goes into the first user message then.
     """
     plain = _with_one_system([plain_message(message) for message in messages])
     try:
-        return encoder.render(plain)
+        return plain, encoder.render(plain, tools=tools)
     except InputError:
         if len(plain) < 2 or (plain[0]["role"], plain[1]["role"]) != ("system", "user"):
             raise
         first = {"role": "user", "content": f"{plain[0]['content']}\n\n{plain[1]['content']}"}
-        return encoder.render([first, *plain[2:]])
+        merged = [first, *plain[2:]]
+        return merged, encoder.render(merged, tools=tools)
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
@@ -111,7 +162,7 @@ class LLMTemplate:
 
     def kvrag_render(self, values: Mapping[str, Any], encoder: PromptEncoder) -> str:
         """Render as ``LLM.predict`` does."""
-        if is_chat(encoder):
+        if is_chat(self.llm, encoder):
             return chat_text(self.llm, self.llm._get_messages(self.template, **values), encoder)
         return self.llm._get_prompt(self.template, **values)
 
@@ -123,14 +174,16 @@ def engine_prefix(prefix: Any, llm: LLM) -> Any:
     ----------
     prefix
         ``None``: LlamaIndex's default question-answering template. A prompt template, a
-        :class:`~kvrag.prompt.template.TemplatePrefix`, chat messages (LlamaIndex's or dicts), or text.
+        :class:`~kvrag.prompt.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), text, or ``"learn"``.
     llm
         Renders templates; its system prompt and its functions take part.
     """
+    if isinstance(prefix, str) and prefix == LEARN:
+        return LearnPrefix(engine_prefix(None, llm))
     if prefix is None:
         prefix = TemplatePrefix(DEFAULT_TEXT_QA_PROMPT_SEL, "context_str")
     if isinstance(prefix, TemplatePrefix):
-        return TemplatePrefix(_of_llm(prefix.template, llm), prefix.variable)
+        return TemplatePrefix(_of_llm(prefix.template, llm), prefix.variable, tool_dicts(prefix.tools))
     if isinstance(prefix, Sequence) and not isinstance(prefix, str):
         return [plain_message(m) if isinstance(m, ChatMessage) else m for m in prefix]
     return _of_llm(prefix, llm)
@@ -145,5 +198,6 @@ def _of_llm(template: Any, llm: LLM) -> Any:
         llm.completion_to_prompt,
         llm.query_wrapper_prompt,
         llm.output_parser,
+        getattr(llm, "is_chat_model", None),
     )
     return LLMTemplate(template, llm, rendering)

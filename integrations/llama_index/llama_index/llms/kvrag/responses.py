@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, Protocol, TypeVar
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    MessageRole,
+    TextBlock,
+    ToolCallBlock,
+)
 
 from kvrag import GenerationResult
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
+from llama_index.llms.kvrag.accounting import Account, open_accounts
 
-ResponseT = TypeVar("ResponseT", covariant=True)
+ResponseT = TypeVar("ResponseT", bound=CompletionResponse | ChatResponse, covariant=True)
 
 
 class Shape(Protocol[ResponseT]):
@@ -27,9 +35,18 @@ def as_completion(text: str, delta: str | None, result: GenerationResult | None)
 
 
 def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> ChatResponse:
-    """Make a chat response. The message itself carries no extras: chat memories would show them to the model later."""
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    """Make a chat response. The message itself carries no extras but calls: chat memories would show them to the model later."""
+    calls = [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+        for call in (result.tool_calls if result else ())
+    ]
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[TextBlock(text=text), *calls])
     return ChatResponse(message=message, delta=delta, raw=_raw(result), additional_kwargs=_usage(result))
+
+
+def whole(result: GenerationResult, shape: Shape[ResponseT]) -> ResponseT:
+    """Make the response of a whole answer, and account for it."""
+    return _accounted(shape(result.text, None, result), open_accounts())
 
 
 class ResponseStream(Generator[ResponseT, None, None]):
@@ -40,7 +57,7 @@ class ResponseStream(Generator[ResponseT, None, None]):
     """
 
     def __init__(self, stream: TokenStream, shape: Shape[ResponseT]) -> None:
-        self._steps: Generator[ResponseT, None, None] = _steps(stream, shape)
+        self._steps: Generator[ResponseT, None, None] = _steps(stream, shape, open_accounts())
 
     def __iter__(self) -> Generator[ResponseT, None, None]:
         steps, self._steps = self._steps, _nothing()
@@ -59,7 +76,7 @@ class AsyncResponseStream(AsyncGenerator[ResponseT, None]):
     """As :class:`ResponseStream`, for an event loop."""
 
     def __init__(self, stream: AsyncTokenStream, shape: Shape[ResponseT]) -> None:
-        self._steps: AsyncGenerator[ResponseT, None] = _asteps(stream, shape)
+        self._steps: AsyncGenerator[ResponseT, None] = _asteps(stream, shape, open_accounts())
 
     def __aiter__(self) -> AsyncGenerator[ResponseT, None]:
         steps, self._steps = self._steps, _anothing()
@@ -74,26 +91,36 @@ class AsyncResponseStream(AsyncGenerator[ResponseT, None]):
         return await self._steps.athrow(*error)
 
 
-def _steps(stream: TokenStream, shape: Shape[ResponseT]) -> Generator[ResponseT, None, None]:
+def _steps(
+    stream: TokenStream, shape: Shape[ResponseT], accounts: tuple[Account, ...]
+) -> Generator[ResponseT, None, None]:
     text = ""
     try:
         for delta in stream:
             text += delta
             yield shape(text, delta, None)
-        yield shape(text, "", stream.result)
+        yield _accounted(shape(text, "", stream.result), accounts)
     finally:
         stream.close()
 
 
-async def _asteps(stream: AsyncTokenStream, shape: Shape[ResponseT]) -> AsyncGenerator[ResponseT, None]:
+async def _asteps(
+    stream: AsyncTokenStream, shape: Shape[ResponseT], accounts: tuple[Account, ...]
+) -> AsyncGenerator[ResponseT, None]:
     text = ""
     try:
         async for delta in stream:
             text += delta
             yield shape(text, delta, None)
-        yield shape(text, "", stream.result)
+        yield _accounted(shape(text, "", stream.result), accounts)
     finally:
         await stream.aclose()
+
+
+def _accounted(response: ResponseT, accounts: tuple[Account, ...]) -> ResponseT:  # type: ignore[misc]  # what comes is what goes
+    for account in accounts:
+        account.enter(response.raw["kvrag"])  # type: ignore[index]  # a last response has it
+    return response
 
 
 def _nothing() -> Generator[Any, None, None]:

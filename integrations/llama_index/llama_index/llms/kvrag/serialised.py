@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from llama_index.core.bridge.pydantic import field_serializer
-from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
 
-from kvrag import StoreConfig
+from kvrag import ConfigError, StoreConfig
 from kvrag.fields import EngineFields
 from llama_index.llms.kvrag.options import portable, short_name
 
 
-class SerialisedLLM(EngineFields, CustomLLM):
+class SerialisedLLM(EngineFields, FunctionCallingLLM):
     """What :class:`~llama_index.llms.kvrag.KVRagLLM` writes down of itself."""
 
     @field_serializer("model", "tokenizer", "kv_dir", "dtype", "device", check_fields=False)
@@ -33,10 +33,20 @@ class SerialisedLLM(EngineFields, CustomLLM):
         Raises
         ------
         ConfigError
-            If its ``store_config`` holds a function: without that, the same one would store otherwise, for instance unencrypted.
+            If that would leave out what decides which KV is found or how it is stored: a template as ``prefix``, an object or a token in
+            ``model_kwargs``, or a function in ``store_config``.
         """
         self._serialise_store_config(self.store_config)  # its own exception, which pydantic would wrap
-        return super().to_dict(**kwargs)
+        if self.prefix is not None and not isinstance(self.prefix, str):
+            raise ConfigError(
+                "a prefix that is no text can't be serialised; pass its text, which is llm.engine.prefix_text"
+            )
+        for name, value in self.model_kwargs.items():
+            if name == "token" or not isinstance(value, (str, int, float, dict, list, type(None))):
+                raise ConfigError(
+                    f"{name!r} in model_kwargs can't be serialised; create the LLM again where it is needed"
+                )
+        return {**super().to_dict(**kwargs), "model_kwargs": self.model_kwargs}
 
     def __getstate__(self) -> dict[Any, Any]:
         """Refuse to be pickled with a function in the store's config; LlamaIndex would leave the whole config out."""

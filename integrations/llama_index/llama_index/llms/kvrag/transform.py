@@ -90,13 +90,13 @@ class PrecomputeFields(BaseComponent):
         precompute_nodes(nodes, llm=resolve_kv_llm(self.llm), **{name: getattr(self, name) for name in names})
 
 
-class PrecomputeKV(PrecomputeFields, TransformComponent):
+class KVPrecompute(PrecomputeFields, TransformComponent):
     """Precomputes the KV of nodes that pass through and returns them unchanged; put it last in ``transformations``.
 
     It sees additions only. A pipeline with a cache skips it for nodes that went through before, until KV is erased. Nothing
     tells it of deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
 
-    Parameters
+    Attributes
     ----------
     llm
         The LLM whose KV is stored; default: ``Settings.llm`` at the time of the run.
@@ -116,7 +116,7 @@ class PrecomputeKV(PrecomputeFields, TransformComponent):
     @classmethod
     def class_name(cls) -> str:
         """Name in serialised form."""
-        return "PrecomputeKV"
+        return "KVPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Describe the transformation and the LLM whose KV is stored: pipelines cache by this, and each model needs its own."""
@@ -128,8 +128,9 @@ class PrecomputeKV(PrecomputeFields, TransformComponent):
         # Whatever erases KV makes another generation: nodes that went through before pass again.
         found = {"generation": str(engine.store.catalog.state().generation), "kept": str(engine.store_config.kv_dtype)}
         if isinstance(llm, KVRagLLM):
-            names = {"model", "kv_dir", "namespace", "dtype", "prefix", "context", "system_prompt"}
-            return found | {name: str(value) for name, value in llm.model_dump(include=names).items()}
+            names = {"model", "kv_dir", "namespace", "dtype", "context", "system_prompt"}
+            told = {name: str(value) for name, value in llm.model_dump(include=names).items()}
+            return found | told | {"prefix": repr(llm.prefix)}
         return found | {"model": engine.source.name, "namespace": engine.namespace, "dtype": str(engine.source.dtype)}
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -144,6 +145,6 @@ class PrecomputeKV(PrecomputeFields, TransformComponent):
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled."""
         raise ConfigError(
-            "PrecomputeKV can't be sent to worker processes, where each would load the model; run the pipeline without "
-            "num_workers, or leave PrecomputeKV out and call precompute_kv(nodes, llm=...) on what the pipeline returns"
+            "KVPrecompute can't be sent to worker processes, where each would load the model; run the pipeline without "
+            "num_workers, or leave KVPrecompute out and call precompute_kv(nodes, llm=...) on what the pipeline returns"
         )

@@ -29,11 +29,11 @@ from llama_index.vector_stores.kvrag.refs import RefTable
 class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deleting them deletes it.
 
-    Queries and everything else pass through. KV is referred to by node id; the nodes of each document are remembered in
-    ``<kv_dir>/llama_index/refs.sqlite``, so deletion by ``ref_doc_id`` works after a restart. Stores that share an LLM and a
-    namespace share KV; give each its own namespace or collection to keep ``clear()`` of one from costing the other its KV.
+    Queries and everything else, also attributes of its own, are the inner store's. KV is referred to by node id; the nodes of each
+    document are remembered in ``<kv_dir>/llama_index/refs.sqlite``, so deletion by ``ref_doc_id`` works after a restart. Stores that share
+    an LLM and a namespace share KV; give each its own namespace or collection to keep ``clear()`` of one from costing the other its KV.
 
-    Parameters
+    Attributes
     ----------
     inner
         The store; default: a ``SimpleVectorStore``, which persists with the storage context.
@@ -213,6 +213,12 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
             self._table().remove(self._space(), node_ids)
 
     # -- everything else is the inner store's ----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Find what is the inner store's own, such as a collection; only what is not found here comes to this."""
+        if name.startswith("_") or "inner" not in self.__dict__:  # pydantic's, or a copy that is being made
+            return super().__getattr__(name)  # type: ignore[misc]
+        return getattr(self.inner, name)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Query the inner store."""

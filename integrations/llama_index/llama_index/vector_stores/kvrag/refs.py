@@ -41,10 +41,19 @@ class RefTable:
     """
 
     def __init__(self, kv_dir: str | os.PathLike[str] | None, collection: str | None = None) -> None:
+        self._given = kv_dir, collection
         self._below = "" if collection is None else f" {below_collection(collection)}"
         self._path = None if kv_dir is None else Path(os.path.abspath(kv_dir), "llama_index", "refs.sqlite")
         self._memory = sqlite3.connect(":memory:", check_same_thread=False) if kv_dir is None else None
         self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: object) -> RefTable:
+        """Return the table itself: a copy of a store has the same KV."""
+        return self
+
+    def __reduce__(self) -> tuple[type[RefTable], tuple[object, ...]]:
+        """Open the file again in another process."""
+        return RefTable, self._given
 
     def add(self, namespace: str, documents: Iterable[tuple[str, str]]) -> None:
         """Remember ``(node_id, ref_doc_id)`` pairs."""

@@ -1,0 +1,64 @@
+"""LangChain's model profile of a local model, as far as files on this machine tell without loading it."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from langchain_core.language_models import BaseChatModel, ModelProfile
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from kvrag.model.plain import context_window
+from kvrag.model.source import ModelSource, base_directory, directory, hub_options
+
+_OTHER_KINDS = [f"{kind}_{way}" for kind in ("image", "audio", "video") for way in ("inputs", "outputs")]
+
+
+def profile_of(source: ModelSource, cls: type) -> ModelProfile:
+    """Describe a model for LangChain: its context window, and what class ``cls`` can do with it.
+
+    Nothing is downloaded, and a ``.gguf`` file is not opened, which takes seconds: what is not known then is left out.
+    """
+    profile: ModelProfile = {"text_inputs": True, "text_outputs": True, "temperature": True}
+    profile.update(dict.fromkeys(_OTHER_KINDS, False))  # type: ignore[typeddict-item]
+    if window := context_window(_config(source), 0):
+        profile["max_input_tokens"] = window
+    template, is_constrained = _has_template(source), find_spec("llguidance") is not None
+    if template is not None:
+        calls = template and getattr(cls, "bind_tools", None) is not BaseChatModel.bind_tools
+        profile["tool_calling"], profile["tool_choice"] = calls, calls and is_constrained
+        # Agents would bind the schema to every call, which leaves no room for calls of tools; they make it a tool so.
+        profile["structured_output"] = False
+    return profile
+
+
+def _config(source: ModelSource) -> Any:
+    if isinstance(source.model, PreTrainedModel):
+        return source.model.config.get_text_config()
+    with suppress(OSError, ValueError, KeyError):
+        if not os.fspath(source.model).endswith(".gguf"):
+            options = {**hub_options(source), "local_files_only": True}
+            return AutoConfig.from_pretrained(base_directory(source), **options).get_text_config()
+    return None
+
+
+def _has_template(source: ModelSource) -> bool | None:
+    """Whether the tokenizer has a chat template; ``None`` if that can't be seen."""
+    given = source.tokenizer
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        return bool(getattr(given, "chat_template", None))
+    if given is None and (isinstance(source.model, PreTrainedModel) or os.fspath(source.model).endswith(".gguf")):
+        return None
+    home, is_known = os.fspath(given or directory(source)), False
+    options = {**hub_options(source, own_files=given is None), "local_files_only": True}
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        with suppress(OSError, ValueError):
+            path, is_known = cached_file(home, name, **options), True
+            if name.endswith(".jinja") or json.loads(Path(str(path)).read_text()).get("chat_template"):
+                return True
+    return False if is_known else None

@@ -1,0 +1,117 @@
+"""Options as langchain-huggingface spells them: understood under kvrag's names, or refused. None is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvrag.config import unknown_option
+from kvrag.errors import ConfigError
+
+_NAMES = {
+    **dict.fromkeys(("model_id", "model_name"), "model"),
+    **dict.fromkeys(("stop_sequence", "stop_sequences", "stop_strings"), "stop"),
+    "max_new_tokens": "max_tokens",
+    "torch_dtype": "dtype",
+}
+_SAMPLED = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "do_sample", "dtype")
+"""Of kvrag's names, those that may stand in ``pipeline_kwargs`` and ``generate_kwargs``."""
+
+_PIPELINE, _PARTS = ", of the pipeline", ("model", "tokenizer")
+_LOCAL = "the model runs in this process, and no service is asked"
+_ONE = "one answer is decoded, token by token"
+_NO_PROMPT = "answers never hold the prompt; put it in front of them yourself"
+_NO_LOGITS = "logits are not shaped but by temperature, top_p, top_k and repetition_penalty"
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("max_retries", "api_key"), ((0, ""), _LOCAL)),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ((1,), _ONE)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "logit_bias"), ((0, {}), _NO_LOGITS)),
+    **dict.fromkeys(("logprobs", "top_logprobs"), ((False, 0), "engine.score() returns logits")),
+    "return_full_text": ((False,), _NO_PROMPT),
+    "skip_prompt": ((True,), _NO_PROMPT),
+    "task": (("text-generation",), "only causal language models are run"),
+    "backend": (("default", "pipeline"), "models are run by torch"),
+    # HuggingFacePipeline's own default is 4: nobody chose it.
+    "batch_size": ((1, 4), "prompts are answered one after another, each as soon as it can be"),
+    "max_length": ((), "it would count the prompt; pass max_tokens"),
+    "stream_usage": ((True,), "the last chunk of a stream always says what was used"),
+    "use_cache": ((True,), "answers are always decoded with their KV"),
+}
+"""Options that ask for what can't be changed: the values that are fine, and what is so."""
+
+
+def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
+    """Return options, of a model or of one call, under kvrag's names; unknown ones stay as they are.
+
+    Raises
+    ------
+    ConfigError
+        If something is asked for that can't be done, or is given twice and differently.
+    """
+    out, spelt = dict[str, Any](), dict[str, str]()
+    for name, value, where in _flat(options):
+        if name in _FIXED:
+            fine, remedy = _FIXED[name]
+            if value is not None and value not in fine:
+                shown = "" if name == "api_key" else f"={value!r}"
+                raise ConfigError(f"{of} takes no {name}{shown}: {remedy}; leave it out")
+            continue
+        kind = _NAMES.get(name, name)
+        if where and kind not in (*_SAMPLED, *(_PARTS if where == _PIPELINE else ())):
+            raise unknown_option(name, _SAMPLED, of=f"{of}{where}")
+        if out.get(kind) is not None and value is not None and out[kind] != value:
+            raise ConfigError(f"{of} has {kind} twice, as {spelt[kind]} and as {name}{where}; pass one of them")
+        if out.get(kind) is None:
+            out[kind], spelt[kind] = value, name + where
+    _take_sampling(out)
+    _take_device(out)
+    return out
+
+
+def _flat(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield names and values, also those in dicts and in pipelines, and where they were found."""
+    for name, value in options.items():
+        if name in ("pipeline_kwargs", "generate_kwargs"):
+            yield from _flat(value or {}, f", in {name}")
+        elif name == "pipeline" and value is not None:
+            yield from _flat(_of_pipeline(value), _PIPELINE)
+        elif name == "llm" and value is not None:
+            inner = getattr(value, "pipeline", None)
+            if inner is None:
+                raise ConfigError(
+                    f"llm is of type {type(value).__name__}; pass a HuggingFacePipeline, or model=... with its name"
+                )
+            parts = {part: getattr(value, part, None) for part in ("pipeline_kwargs", "batch_size")}
+            yield from _flat({"pipeline": inner, **parts})
+        elif value is not None or name not in ("pipeline", "llm"):
+            yield name, value, where
+
+
+def _of_pipeline(pipeline: Any) -> dict[str, Any]:
+    """Return a transformers pipeline's parts, and what it was told about answers."""
+    told = {**getattr(pipeline, "_generate_kwargs", {}), **pipeline._forward_params, **pipeline._preprocess_params}
+    kind = pipeline._postprocess_params.get("return_type")
+    full = {} if kind is None else {"return_full_text": kind.name != "NEW_TEXT"}
+    return {**told, **full, "task": pipeline.task, "model": pipeline.model, "tokenizer": pipeline.tokenizer}
+
+
+def _take_sampling(out: dict[str, Any]) -> None:
+    """Take ``do_sample`` for a temperature: 0 if it is false, 1 if it is true and none was given."""
+    is_sampling, temperature = out.pop("do_sample", None), out.get("temperature")
+    if is_sampling is not None and temperature is not None and bool(temperature) != is_sampling:
+        raise ConfigError(f"do_sample is {is_sampling}, and temperature is {temperature!r}; pass one of them")
+    if is_sampling is not None and temperature is None:
+        out["temperature"] = float(is_sampling)
+
+
+def _take_device(out: dict[str, Any]) -> None:
+    """Take ``device_map`` for a device, unless it splits the model; -1 is the CPU."""
+    wanted = out.pop("device_map", None)
+    if wanted is not None and out.get("device") is not None:
+        raise ConfigError(f"device is {out['device']!r}, and device_map is {wanted!r}; pass one of them")
+    if isinstance(wanted, dict) or wanted in ("balanced", "balanced_low_0", "sequential"):
+        out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": wanted}
+    elif wanted not in (None, "auto"):  # "auto": CUDA if there is one, as without it
+        out["device"] = wanted
+    if out.get("device") == -1:
+        out["device"] = "cpu"

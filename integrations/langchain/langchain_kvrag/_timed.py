@@ -1,0 +1,54 @@
+"""A time limit for the streams of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+from kvrag.generate.streams import AsyncTokenStream, TokenStream
+
+
+def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
+    """Yield a stream's text; raise ``TimeoutError`` if it did not end after so many seconds. Its decoding is stopped then."""
+    late = threading.Event()
+    timer = threading.Timer(seconds or 0.0, _stop, (stream, late))
+    timer.daemon = True
+    if seconds is not None:
+        timer.start()
+    try:
+        yield from stream
+        _check_end(stream, seconds, is_late=late.is_set())
+    finally:
+        timer.cancel()
+
+
+async def atimed(stream: AsyncTokenStream, seconds: float | None) -> AsyncIterator[str]:
+    """As :func:`timed`, in an event loop."""
+    late = threading.Event()
+    timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, _stop, stream, late)
+    try:
+        async for text in stream:
+            yield text
+        _check_end(stream, seconds, is_late=late.is_set())
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _stop(stream: TokenStream | AsyncTokenStream, late: threading.Event) -> None:
+    late.set()
+    stream.cancel()
+
+
+def _check_end(stream: TokenStream | AsyncTokenStream, seconds: float | None, *, is_late: bool) -> None:
+    """Raise ``TimeoutError`` where a stream ended because its time was over, rather than by itself at the last moment."""
+    try:
+        is_late = is_late and stream.result.finish_reason == "cancelled"
+    except RuntimeError:  # it was cancelled before its first token
+        if not is_late:
+            raise
+    if is_late:
+        raise TimeoutError(
+            f"the answer took longer than timeout={seconds:g} s; raise it, retrieve less, or lower max_tokens"
+        )

@@ -1,0 +1,139 @@
+"""Tools, and answers of a given class: what LlamaIndex asks of a function-calling LLM."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, TextBlock, ToolCallBlock
+from llama_index.core.bridge.pydantic import BaseModel, ValidationError
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.output_parsers import PydanticOutputParser
+from llama_index.core.program import LLMTextCompletionProgram
+from llama_index.core.program.utils import get_program_for_llm
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.tools import BaseTool
+from llama_index.core.types import PydanticProgramMode
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import ModelSchema
+
+from kvrag import InputError
+from llama_index.llms.kvrag.prompts import tool_dicts
+from llama_index.llms.kvrag.serialised import SerialisedLLM
+
+logger = logging.getLogger(__name__)
+
+
+class ToolCallingLLM(SerialisedLLM):
+    """Calls tools, which the chat template shows at the head of the prompt, and predicts objects, whose schema is shown at its end.
+
+    A call that is required, and an object, are decoded under their schema and can't be malformed (extra ``structured``).
+    """
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        asked = [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg] if user_msg is not None else []
+        choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
+        messages = [*(chat_history or ()), *asked]
+        return {"messages": messages, "tools": tool_dicts(tools) or None, "tool_choice": choice, **kwargs}
+
+    def _validate_chat_with_tools_response(
+        self, response: ChatResponse, tools: Sequence[BaseTool], allow_parallel_tool_calls: bool = False, **kwargs: Any
+    ) -> ChatResponse:
+        others = _calls(response)[1:]
+        if others and not allow_parallel_tool_calls:
+            logger.warning(
+                "the answer calls %d tools; parallel calls are not allowed, so the first is kept", len(others) + 1
+            )
+            response.message.blocks = [block for block in response.message.blocks if block not in others]
+        return response
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """Return the calls of an answer (of a stream: of its last response); :class:`~kvrag.InputError` if there must be one."""
+        calls = _calls(response)
+        if not calls and error_on_no_tool_call:
+            raise InputError(
+                f"the answer calls no tool; pass tool_required=True, or raise max_new_tokens: {response.message.content!r}"
+            )
+        made = [
+            {"tool_id": c.tool_call_id or "", "tool_name": c.tool_name, "tool_kwargs": c.tool_kwargs} for c in calls
+        ]
+        return [ToolSelection.model_validate(parts) for parts in made]
+
+    # -- objects: pydantic models ----------------------------------------------------------------------------------
+
+    def structured_predict(self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any) -> Any:
+        """Predict an object; :class:`~kvrag.InputError` if ``max_new_tokens`` ends the answer before its JSON does."""
+        program, options = self._program(output_cls, prompt, llm_kwargs)
+        return program(llm_kwargs=options, **prompt_args)
+
+    async def astructured_predict(
+        self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
+    ) -> Any:
+        """As :meth:`structured_predict`, for an event loop."""
+        program, options = self._program(output_cls, prompt, llm_kwargs)
+        return await program.acall(llm_kwargs=options, **prompt_args)
+
+    def _structured_stream_call(self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any) -> Any:
+        program, options = self._program(output_cls, prompt, llm_kwargs)
+        return program.stream_call(llm_kwargs=options, **prompt_args)
+
+    async def _structured_astream_call(
+        self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
+    ) -> Any:
+        program, options = self._program(output_cls, prompt, llm_kwargs)
+        return await program.astream_call(llm_kwargs=options, **prompt_args)
+
+    def _program(
+        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, llm_kwargs: dict[str, Any] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return LlamaIndex's program, and the LLM's options: unless the user chose a program, the form of the answer."""
+        options = llm_kwargs or {}
+        if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
+            return get_program_for_llm(output_cls, prompt, self, self.pydantic_program_mode), options
+        schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(schema_generator=_Closed)}
+        form = {"type": "json_schema", "json_schema": schema}
+        # A copy: the program puts its parser into the prompt.
+        program = LLMTextCompletionProgram(_SchemaAtTheEnd(output_cls), output_cls, prompt.model_copy(), self)
+        return program, {**options, "response_format": form}
+
+
+class _Closed(GenerateJsonSchema):
+    """Allows no properties but those of the class: a small model would go on with others."""
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        return {"additionalProperties": False, **super().model_schema(schema)}
+
+
+class _SchemaAtTheEnd(PydanticOutputParser[Any]):
+    """Shows the schema behind the prompt; LlamaIndex's own shows it in a system message, where it would change the prefix of chunks."""
+
+    def format(self, query: str) -> str:
+        return query + self.get_format_string(escape_json=False)
+
+    def format_messages(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        *before, last = messages
+        return [*before, last.model_copy(update={"blocks": [*last.blocks, TextBlock(text=self.format(""))]})]
+
+    def parse(self, text: str) -> Any:
+        try:
+            return self.output_cls.model_validate_json(text)
+        except ValidationError as error:
+            if error.errors()[0]["type"] != "json_invalid":
+                raise
+            raise InputError(f"the answer ends before its JSON does; raise max_new_tokens: {text!r}") from None
+
+
+def _calls(response: ChatResponse) -> list[ToolCallBlock]:
+    return [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]

@@ -1,0 +1,73 @@
+"""``kvrag serve``: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import closing, suppress
+from typing import Annotated
+
+import typer
+
+from kvrag.cli.options import ENGINE, LIMITS, REPAIR, Given, open_engine, takes
+from kvrag.errors import ConfigError, require
+
+KEYS_VARIABLE = "KVRAG_API_KEYS"
+"""Holds ``tenant=key`` pairs, separated by commas; there is no option, because the arguments of a process can be seen by others."""
+
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+_MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
+
+
+@takes(engine=ENGINE[1:], repair=REPAIR, limits=LIMITS)
+def serve(
+    model: Annotated[str, _MODEL],
+    engine: Given,
+    repair: Given,
+    limits: Given,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="Name that clients ask for; default: the model's own.")] = None,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 503.")] = 256,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")] = False,
+) -> None:
+    """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
+    uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
+    require("sse_starlette", extra="server", purpose="kvrag serve")
+    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
+    if host not in _LOCAL and not keys and not insecure:
+        raise ConfigError(
+            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
+        )
+    from kvrag.server import ServerConfig, create_app
+
+    config = ServerConfig(model_name=model_name, api_keys=keys, max_waiting=max_waiting)
+    with closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
+        app = create_app(opened, config)
+
+        class Server(uvicorn.Server):  # type: ignore[misc,name-defined]
+            """Says that it is going down as soon as it is told to, while it still answers what it has taken."""
+
+            def handle_exit(self, sig: int, frame: object) -> None:
+                app.state.service.admission.is_draining = True
+                super().handle_exit(sig, frame)
+
+        # uvicorn raises the signal again when all is answered; the store is still to be closed then.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        grace_s = int(config.drain_s) + 5
+        options = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=grace_s, access_log=False)
+        with suppress(KeyboardInterrupt):
+            Server(options).run()
+
+
+def read_keys(text: str) -> dict[str, str]:
+    """Return the tenant of each key in ``tenant=key,tenant=key``."""
+    found = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        tenant, mark, key = pair.partition("=")
+        if not (mark and tenant and key):
+            raise ConfigError(f"{KEYS_VARIABLE} has an entry without a tenant or a key; write tenant=key,tenant=key")
+        found[key] = tenant
+    return found

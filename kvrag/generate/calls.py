@@ -1,0 +1,119 @@
+"""Calls of tools in an answer: found while it streams, and kept out of the text that is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+from kvrag.generate.sampling import Calls
+from kvrag.prompt.tokenizer import SegmentTokenizer
+from kvrag.prompt.tools import Form, Tools, name_of
+from kvrag.types import ToolCall
+
+_OPEN = "<tool_call>"
+_CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*(?:</tool_call>|(?=<tool_call>)|$)\s*", re.DOTALL)
+_JSON = re.compile(r"\s*(\[\s*)?(\{.*)?", re.DOTALL)  # what may become an object, or a list of them
+
+
+class TextCalls:
+    """Calls in Hermes' form, or an answer that is nothing but JSON; what was held back and is no call is text after all."""
+
+    def __init__(self, tools: Tools) -> None:
+        self.found: tuple[ToolCall, ...] = ()
+        self._names = {name_of(tool) for tool in tools}
+        self._held, self._is_json = "", True
+
+    def push(self, text: str, *, is_last: bool = False) -> str:
+        """Add text, and return what may be shown now; at the end, read the calls."""
+        self._held += text
+        self._is_json = self._is_json and _JSON.fullmatch(self._held) is not None
+        if is_last:
+            return self._read()
+        if self._is_json:
+            return ""
+        at = self._held.find(_OPEN)
+        if at < 0:
+            at = next((n for n in range(len(self._held)) if _OPEN.startswith(self._held[n:])), len(self._held))
+        at = len(self._held[:at].rstrip())  # white space before a call belongs to it
+        shown, self._held = self._held[:at], self._held[at:]
+        return shown
+
+    def _read(self) -> str:
+        value = _loaded(self._held) if self._is_json else None
+        calls = [as_call(each) for each in (value if isinstance(value, list) else [value])]
+        known = tuple([call for call in calls if call and call.name in self._names])
+        if len(known) == len(calls):
+            self.found = known
+            return ""
+        return _CALL.sub(self._call_in, self._held)
+
+    def _call_in(self, found: re.Match[str]) -> str:
+        call = as_call(_loaded(found[1]))
+        self.found += (call,) if call else ()
+        return "" if call else found[0]
+
+
+class ParsedCalls:
+    """Calls that transformers' ``parser`` finds by the tokenizer's own response template, which also tells what else is shown."""
+
+    def __init__(self, parser: Any) -> None:
+        self.found: tuple[ToolCall, ...] = ()
+        self._parser, self._text, self._num_shown = parser, "", 0
+
+    def push(self, text: str, *, is_last: bool = False) -> str:
+        """Add text, control tokens too, and return what may be shown now; at the end, read the calls."""
+        self._text += text
+        try:
+            events, message = self._parser.feed(text), {}
+            if is_last:
+                message, more = self._parser.finalize()
+                events += more
+            calls = [as_call(value) for value in message.get("tool_calls") or ()]
+            self.found = tuple([call for call in calls if call])
+            if len(calls) > len(self.found):
+                raise ValueError("a call without a name")
+        except Exception:  # it can't read the answer, or gave up before: what was held back is text
+            self._parser, self.found = None, ()
+            return self._shown(self._text[self._num_shown :])
+        chunks = [e["text"] for e in events if e["type"] == "region_chunk" and e["field"] == "content"]
+        return "".join(map(self._shown, chunks))
+
+    def _shown(self, text: str) -> str:
+        self._num_shown = self._text.find(text, self._num_shown) + len(text)
+        return text
+
+
+def calls_in(
+    form: Form, encoder: SegmentTokenizer, prompt_ids: Sequence[int], eos_ids: frozenset[int]
+) -> tuple[Callable[[Sequence[int]], str], Calls]:
+    """Return how an answer with tools is decoded, and what finds the calls in it; constrained ones are always JSON."""
+    tokenizer = encoder.tokenizer
+    if form.choice != "auto" or form.schema is not None or not getattr(tokenizer, "response_template", None):
+        return encoder.decode, TextCalls(form.tools)
+
+    def decode(ids: Sequence[int]) -> str:  # with the control tokens that are a parser's marks
+        return str(tokenizer.decode([i for i in ids if i not in eos_ids], clean_up_tokenization_spaces=False))
+
+    parser = tokenizer.get_response_parser(prefix=decode(prompt_ids), tools=list(form.tools))
+    return decode, ParsedCalls(parser)
+
+
+def as_call(value: Any) -> ToolCall | None:
+    """Read a call from JSON in one of the usual shapes; ``None`` if it is none."""
+    inner = value.get("function") if isinstance(value, dict) else None
+    call = inner if isinstance(inner, dict) else value if isinstance(value, dict) else {}
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(uuid4().hex[:9], name, arguments)  # Mistral's templates take ids of nine characters alone
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -1,0 +1,96 @@
+"""Constrained decoding: which tokens may come next, so that an answer has the form that was asked for. llguidance keeps the grammar."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvrag.errors import ConfigError, InputError, require
+from kvrag.prompt.tools import Form, name_of
+
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else."""
+
+_tables: weakref.WeakKeyDictionary[Any, dict[frozenset[int], Any]] = weakref.WeakKeyDictionary()
+
+
+class Constraint:
+    """The state of one answer in the grammar of its form."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def masked(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores ``(1, vocab)`` with those of tokens that may not come next at minus infinity."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise InputError(f"the answer can't go on in its form: {self._matcher.get_error()[:500]}")
+        allowed = np.unpackbits(bits, count=scores.shape[-1], bitorder="little")  # ids behind the tokenizer's are none
+        return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), float("-inf"))
+
+    def take(self, token: int) -> None:
+        """Go on behind the token that was chosen."""
+        self._matcher.consume_token(token)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer has its form and can't go on."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+
+def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constraint | None:
+    """Return the constraint of an answer, or ``None`` where any text will do.
+
+    Raises ``MissingDependencyError`` without llguidance, ``ConfigError`` if the schema or the tokenizer is none that it can work with.
+    """
+    if form.schema is None and form.choice == "auto":
+        return None
+    library = require("llguidance", extra="structured", purpose="response_format and required calls")
+    grammar = library.LLMatcher.grammar_from_json_schema(_schema(form))
+    matcher = library.LLMatcher(_table(tokenizer, eos_ids), grammar, log_level=0)
+    if matcher.is_error():
+        raise ConfigError(f"the JSON schema of the answer can't be used; simplify it: {matcher.get_error()[:500]}")
+    return Constraint(matcher)
+
+
+def _schema(form: Form) -> dict[str, Any]:
+    """Return the JSON schema of an answer: that of a call of one tool, or what was asked for."""
+    ways, parts = list[Any](), list[Any]()  # parts keep their own references below "$defs"
+    if form.schema is not None and form.choice == "auto":
+        parts.append(form.schema)
+        ways.append({"$ref": "#/$defs/0"})
+    for tool in form.tools:
+        if form.choice in ("auto", "required", name := name_of(tool)):
+            call = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{len(parts)}"}}
+            ways.append({"type": "object", "properties": call, "required": [*call], "additionalProperties": False})
+            given = tool["function"].get("parameters") or {}
+            parts.append({"additionalProperties": False, **given, "type": "object"})
+    definitions = {str(at): _rebased(part, f"#/$defs/{at}") for at, part in enumerate(parts)}
+    return {"anyOf": ways, "$defs": definitions, "x-guidance": _STYLE}
+
+
+def _rebased(schema: Any, root: str) -> Any:
+    """Return a schema whose references (``"$ref": "#/..."``) start at another root, below which it stands."""
+    if isinstance(schema, list):
+        return [_rebased(each, root) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    out = {key: _rebased(value, root) for key, value in schema.items()}
+    ref = str(schema.get("$ref"))
+    return out | {"$ref": root + ref[1:]} if ref.startswith("#") else out
+
+
+def _table(tokenizer: Any, eos_ids: frozenset[int]) -> Any:
+    """Return llguidance's table of a tokenizer, which takes up to a second to make and is kept."""
+    tables = _tables.setdefault(tokenizer, {})
+    if eos_ids not in tables:
+        make = require("llguidance.hf", extra="structured", purpose="answers in a given form").from_tokenizer
+        try:
+            tables[eos_ids] = make(tokenizer, eos_token=sorted(eos_ids))
+        except ValueError as error:
+            raise ConfigError(f"answers in a given form need a fast tokenizer ({error})") from error
+    return tables[eos_ids]

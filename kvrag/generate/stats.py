@@ -1,0 +1,40 @@
+"""How answers were made, in totals over requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeVar
+
+from kvrag.generate.audit import Audit
+from kvrag.prompt.explain import Watch
+from kvrag.threads import fork_lock
+from kvrag.types import Accounting
+
+Counted = TypeVar("Counted", bound=Accounting)
+
+SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens", "loaded_bytes")
+
+
+class EngineStats:
+    """How answers were made since an engine was opened: totals over requests, thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = fork_lock()
+        self._totals: Counter[str] = Counter()
+        self.audit, self.watch = Audit(), Watch()
+
+    def count(self, result: Counted) -> Counted:
+        """Add one request, and return it."""
+        with self._lock:
+            self._totals.update(["requests", f"requests_{result.exactness}"])
+            self._totals.update({name: getattr(result, name) for name in SUMMED})
+            self._totals["fallbacks"] += result.fallback_reason is not None
+        return result
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the totals, the overall reuse ratio, and what the audit counted."""
+        with self._lock:
+            totals = self._totals.copy()
+        ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
+        own = {"kv_reuse_ratio": ratio, "requests_without_hits": self.watch.num_without_hits}
+        return {**totals, **own, "audit": self.audit.stats()}

@@ -1,0 +1,128 @@
+"""Decode steps: those of requests that run at the same time are one forward, and on a CUDA device a request alone replays a recording.
+
+The host asks for one graph then, not for hundreds of launches. A recording holds addresses and shapes, so a step's inputs are written to
+the same tensors each time, and it attends to a fixed number of slots, of which a mask hides those after its row. It is made anew where an
+answer outgrows it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from kvrag.model.rows import KVBuffer, Rows
+
+if TYPE_CHECKING:
+    from kvrag.model.lm import CausalLM
+
+
+logger = logging.getLogger(__name__)
+
+MAX_TOGETHER = 64  # requests whose next rows are computed in one forward
+EAGER_STEPS = 4  # before the first recording, which takes as long as some steps: many answers are short
+BUCKET = 256  # slots by which a recording reaches beyond its first step's row, at most
+
+Step = Callable[[], torch.Tensor]
+Record = Callable[[Step], Step]
+"""From a step to what repeats it, with what its input tensors hold by then."""
+
+
+def by_graph(step: Step) -> Step:
+    """Record a step as a CUDA graph, after a run on another stream: what libraries allocate at first use must not be part of it."""
+    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(current)
+    with torch.cuda.stream(beside):
+        step()
+    current.wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may allocate meanwhile
+        logits = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return logits
+
+    return replay
+
+
+class NextRow(NamedTuple):
+    """The next row of a request: its token, int64 ``(1,)``, buffer and position, and what computes its logits by itself."""
+
+    token_id: torch.Tensor
+    kv: KVBuffer
+    position: int
+    alone: Callable[[], torch.Tensor]
+
+
+class Extension:
+    """Computes the rows that follow the first ``length`` of a request's buffer: ``ids (R,) -> logits (R, vocab)``."""
+
+    def __init__(self, model: CausalLM, kv: KVBuffer, length: int) -> None:
+        self._model, self._kv, self._length, self._steps = model, kv, length, cast(RecordedSteps | None, None)
+        self._num_steps = 0
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute rows; one by itself together with those of other requests, where the model can."""
+        start, self._length = self._length, self._length + len(ids)
+        if len(ids) > 1:
+            return self._model.forward(ids, Rows.span(start, self._length), self._kv, logits=len(ids))[0][0]
+        row = NextRow(ids, self._kv, start, lambda: self._alone(ids, start))
+        if not self._model.can_share_forwards:
+            return row.alone()
+        return self._model.together.do(row, self._next_rows)
+
+    def _next_rows(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]:
+        """Compute a row of each of several requests of this model."""
+        if len(rows) == 1:
+            return [rows[0].alone()]
+        ids = torch.cat([row.token_id for row in rows])
+        return self._model.next_rows(ids, [(row.kv, row.position) for row in rows])[:, None].unbind()
+
+    def _alone(self, ids: torch.Tensor, position: int) -> torch.Tensor:
+        """Compute a row by a recording, if there is one or it is time for one."""
+        model, self._num_steps = self._model, self._num_steps + 1
+        if self._num_steps > EAGER_STEPS and model.records and self._kv.token_ids is None:
+            try:
+                self._steps = self._steps or RecordedSteps(model, self._kv, position)
+                return self._steps(ids, position)
+            except RuntimeError as error:  # an operation that can't be recorded, or no memory for it
+                model.records = False
+                logger.warning("decode steps of this model can't be recorded (%s); they are launched one by one", error)
+        return model.forward(ids, Rows.span(position, position + 1), self._kv)[0][0]
+
+
+class RecordedSteps:
+    """The decode steps of one request.
+
+    Parameters
+    ----------
+    model, kv
+        What computes, and the request's KV.
+    length
+        Rows of the prompt; the slots after them are set to zero, for a hidden key weighs nothing only if it is finite.
+    record
+        How to record.
+    """
+
+    def __init__(self, model: CausalLM, kv: KVBuffer, length: int, record: Record = by_graph) -> None:
+        self._model, self._kv, self._record = model, kv, record
+        self._ids, self._at = (torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(2))
+        self._stop, self._replay = 0, cast(Step | None, None)
+        for keys, values in kv.layers:
+            keys[:, :, length:], values[:, :, length:] = 0, 0
+
+    def __call__(self, token_id: torch.Tensor, at: int) -> torch.Tensor:
+        """Compute the row of a token, int64 ``(1,)``, at a position: its logits ``(1, vocab)``, valid until the next step."""
+        self._ids.copy_(token_id, non_blocking=True)
+        self._at.fill_(at)
+        if self._replay is None or at >= self._stop:
+            self._stop = min(at + BUCKET, self._kv.capacity)
+            self._replay = self._record(self._step)
+        return self._replay()
+
+    def _step(self) -> torch.Tensor:
+        rows = Rows(self._at, self._stop, is_fixed=True)
+        return self._model.forward(self._ids, rows, self._kv)[0][0]

@@ -1,0 +1,142 @@
+"""The prefix: the text before the first chunk, from text, messages or a prompt template of either framework.
+
+Chunks are encoded behind the prefix: encoded alone, a chunk's first tokens become an attention sink that no prompt has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvrag.errors import ConfigError
+from kvrag.prompt.template import PromptEncoder, plain_message
+from kvrag.prompt.tools import answer_form
+
+_MARK = "\u2063KVRAG-{}\u2063"
+_ROLES = {"human": "user", "ai": "assistant"}
+_CONTEXT_NAMES = ("context", "context_str", "documents", "summaries")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplatePrefix:
+    """A prompt template of LangChain or LlamaIndex, or chat messages, and the name of the variable that the chunks go into.
+
+    ``tools``: OpenAI's tool dicts that every prompt shows; they stand before the chunks.
+    """
+
+    template: Any
+    variable: str = "context"
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LearnPrefix:
+    """Learn the prefix from the first prompts (:mod:`kvrag.prompt.learn`); until then, chunks are encoded behind ``first``."""
+
+    first: Any = None
+
+
+LEARN = "learn"  # short for a :class:`LearnPrefix`
+
+Prefix = str | Sequence[Mapping[str, Any]] | TemplatePrefix | LearnPrefix | Any
+"""Text, chat messages, a prompt template, a :class:`TemplatePrefix`, or ``"learn"``."""
+
+
+def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
+    """Return the text before the first chunk.
+
+    ``None``: the head of the model's chat template for a single user message (empty without a template). Text: taken as it is. Chat
+    messages: those before the chunks; the chunks go where the text ``{context}`` stands, else at the start of a user message that
+    follows. A prompt template: everything that it renders before its context variable.
+
+    Raises
+    ------
+    ConfigError
+        If no constant text stands before the chunks.
+    """
+    mark = _MARK.format("context")
+    if isinstance(prefix, LearnPrefix) or (isinstance(prefix, str) and prefix == LEARN):
+        raise ConfigError(f"only an engine can learn its prefix; pass prefix={LEARN!r} where it is made, and none here")
+    if isinstance(prefix, TemplatePrefix):
+        encoder = copy(encoder)
+        encoder.tools = answer_form(prefix.tools).tools
+        prefix = prefix.template if isinstance(prefix.template, (list, tuple)) else prefix
+    if isinstance(prefix, str):
+        return prefix
+    if prefix is None:
+        only = [{"role": "user", "content": mark}]
+        return _before(encoder.render(only), "context") if encoder.has_chat_template else ""
+    if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
+        plain = [plain_message(message) for message in cast(Sequence[Mapping[str, Any]], prefix)]
+        marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
+        if not any(mark in message["content"] for message in marked):
+            marked.append({"role": "user", "content": mark})
+        return _before(encoder.render(marked), "context")
+    return _from_template(prefix, encoder)
+
+
+def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
+    template = prefix.template if isinstance(prefix, TemplatePrefix) else prefix
+    names = _variables(template)
+    known = [prefix.variable] if isinstance(prefix, TemplatePrefix) else [n for n in _CONTEXT_NAMES if n in names]
+    if len(known) != 1:
+        raise ConfigError(
+            f"can't tell which of the template's variables {sorted(names)} takes the chunks; pass "
+            "prefix=kvrag.TemplatePrefix(template, variable=...)"
+        )
+    (variable,) = known
+    if variable not in names:
+        raise ConfigError(f"the template has no variable {variable!r}; it has {sorted(names)}")
+    head = _before(_render(template, {name: _MARK.format(name) for name in names}, encoder), variable)
+    for name in names:
+        if _MARK.format(name) in head:
+            raise ConfigError(
+                f"{name!r} stands before {variable!r} in the template, so the text before the chunks changes with every question; "
+                "put the chunks first, or fill that variable in (partial)"
+            )
+    return head
+
+
+def _variables(template: Any) -> list[str]:
+    for attribute in ("input_variables", "template_vars"):
+        names = getattr(template, attribute, None)
+        if names is not None:
+            filled_in = getattr(template, "kwargs", None) or {}  # LlamaIndex lists partial variables, too
+            return [name for name in names if name not in filled_in]
+    raise ConfigError(
+        f"prefix is of type {type(template).__name__}; pass text, chat messages, or a prompt template of LangChain or LlamaIndex"
+    )
+
+
+def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> str:
+    """Render a template of either framework; chat templates go through the model's chat template."""
+    if hasattr(template, "kvrag_render"):  # an adapter's: it knows what its framework and its LLM add
+        return str(template.kvrag_render(values, encoder))
+    if hasattr(template, "format_prompt"):  # LangChain
+        list_types = getattr(template, "input_types", {}) or {}
+        values = {n: ([] if n in list_types and list_types[n] is not str else v) for n, v in values.items()}
+        value = template.format_prompt(**values)
+        if not hasattr(value, "messages"):
+            return str(value.to_string())
+        messages = [(_ROLES.get(m.type, m.type), m.content) for m in value.to_messages()]
+    elif hasattr(template, "format_messages") and encoder.has_chat_template:  # LlamaIndex shows chat models messages
+        messages = [(m.role.value, m.content or "") for m in _selected(template, True).format_messages(**values)]
+    else:
+        return str(_selected(template, False).format(**values))
+    return encoder.render([{"role": role, "content": content} for role, content in messages])
+
+
+def _selected(template: Any, is_chat: bool) -> Any:
+    """Return the template that one of LlamaIndex's selects for an LLM of this kind: its conditions ask the LLM what it is."""
+    llm = SimpleNamespace(metadata=SimpleNamespace(is_chat_model=is_chat))
+    return template.select(llm) if hasattr(template, "select") else template
+
+
+def _before(rendered: str, variable: str) -> str:
+    head, mark, _ = rendered.partition(_MARK.format(variable))
+    if not mark:
+        raise ConfigError(f"the rendered prompt does not hold the variable {variable!r}; check the template")
+    return head

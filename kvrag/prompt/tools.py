@@ -1,0 +1,177 @@
+"""Tools in a prompt, and the form that an answer must have: checked, and shown to models whose chat template does not know tools.
+
+A template that leaves tools out, or earlier calls and their results, gets them as text in the form that Hermes, Qwen and others are trained
+on: ``<tools>``, ``<tool_call>`` and ``<tool_response>``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvrag.errors import ConfigError, InputError
+
+Message = Mapping[str, Any]
+Tools = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer may be: ``schema`` is the JSON schema of one that calls no tool (``None``: text).
+
+    ``tools``: functions that it may call, in OpenAI's form. ``choice``: ``auto``, ``required``, or the one tool that it must call.
+    """
+
+    tools: Tools = ()
+    choice: str = "auto"
+    schema: Mapping[str, Any] | None = None
+
+
+TEXT = Form()
+FORM = ("tools", "tool_choice", "response_format")  # options that ask for a form
+
+
+def answer_form(tools: Any = None, tool_choice: Any = None, response_format: Any = None) -> Form:
+    """Check what a request asks of its answer, in OpenAI's form; raises ``ConfigError``. The choice ``none`` leaves the tools out."""
+    if not isinstance(tools or [], (list, tuple)):
+        raise ConfigError(f"tools is of type {type(tools).__name__}; pass a list of tools, or None")
+    checked = tuple(map(_checked_tool, tools or ()))
+    named = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    choice = named.get("name", named) if isinstance(named, Mapping) else tool_choice
+    names = [name_of(tool) for tool in checked]
+    if choice not in (None, "auto", "none", *(("required", *names) if names else ())):
+        raise ConfigError(f"tool_choice is {tool_choice!r}; it must be 'auto', 'none', 'required', or one of {names}")
+    shown = () if choice == "none" else checked
+    return Form(shown, choice if shown and choice else "auto", _checked_schema(response_format))
+
+
+def name_of(tool: Mapping[str, Any]) -> str:
+    """Return the name of a tool's function."""
+    return str(tool["function"]["name"])
+
+
+def _checked_tool(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name, schema = (function.get("name"), function.get("parameters")) if isinstance(function, Mapping) else ("", None)
+    if not re.fullmatch(r"[\w.-]+", str(name or "")) or not isinstance(schema or {}, Mapping):
+        raise ConfigError(
+            f"tools holds {str(tool)[:200]}; pass dicts {{'type': 'function', 'function': {{'name': ..., 'parameters': JSON schema}}}}, "
+            "with names of letters, digits, '_', '-' and '.'"
+        )
+    return {"type": "function", **tool}
+
+
+def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
+    given = {"type": "text"} if response_format is None else response_format
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind in ("text", "json_object"):
+        return None if kind == "text" else {"type": "object"}
+    held = given.get("json_schema") if kind == "json_schema" else None
+    schema = held.get("schema") if isinstance(held, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ConfigError(
+            f"response_format is {str(given)[:200]}; pass None, {{'type': 'json_object'}}, or {{'type': 'json_schema', 'json_schema': "
+            "{'name': ..., 'schema': JSON schema}}"
+        )
+    return schema
+
+
+# -- what a template shows ---------------------------------------------------------------------------------------------
+
+_PROBE = {"type": "function", "function": {"name": "probe_tool", "description": "", "parameters": {}}}
+_CALL = {"type": "function", "id": "probe0001", "function": {"name": "probe_call", "arguments": {"key": "probe_value"}}}
+_ASKED: tuple[Message, ...] = ({"role": "user", "content": "probe"},)
+_CALLED: tuple[Message, ...] = (
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "probe_call", "tool_call_id": "probe0001", "content": "probe_result"},
+)
+
+Render = Callable[[Sequence[Message], Tools], str]
+
+
+def what_is_shown(render: Render, has_tools: bool) -> tuple[bool, bool]:
+    """Return whether a chat template shows the tools, and earlier calls with their results."""
+    texts, tools = [], (_PROBE,) if has_tools else ()
+    for messages in (_ASKED, (*_ASKED, *_CALLED)):
+        try:
+            texts.append(render(messages, tools))
+        except InputError:  # its template refuses them
+            texts.append("")
+    return "probe_tool" in texts[0], "probe_value" in texts[1] and "probe_result" in texts[1]
+
+
+def render_tools(render: Render, messages: Sequence[Message], tools: Tools, shown: tuple[bool, bool]) -> str:
+    """Render messages and tools in the best way that a template takes, of which ``shown`` is :func:`what_is_shown`."""
+    refusals = []
+    for way in _ways(messages, tools, *shown):
+        try:
+            return render(*way)
+        except InputError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _ways(
+    messages: Sequence[Message], tools: Tools, shows_tools: bool, shows_calls: bool
+) -> Iterator[tuple[Sequence[Message], Tools]]:
+    """Yield the best way first: a template may know calls and refuse two in one message, or refuse system messages."""
+    plain = messages if shows_calls else written_out(messages)
+    if shows_tools or not tools:
+        yield from ((plain, tools), (written_out(messages), tools))
+        return
+    text, num_system = described(tools), int(plain[0]["role"] == "system")
+    system = "\n\n".join([*[message["content"] for message in plain[:num_system]], text])
+    yield [{"role": "system", "content": system}, *plain[num_system:]], ()
+    user = next((at for at, message in enumerate(plain) if message["role"] == "user"), len(plain))
+    asked = [{**message, "content": f"{text}\n\n{message['content']}"} for message in plain[user : user + 1]]
+    yield [*plain[:user], *asked, *plain[user + 1 :]], ()
+
+
+def described(tools: Tools) -> str:
+    """Describe tools in the words that Hermes and Qwen models are trained on."""
+    listed = "\n".join([json.dumps(tool, ensure_ascii=False) for tool in tools])
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
+
+
+def written_out(messages: Sequence[Message]) -> list[Message]:
+    """Write calls into the text of their messages, and results into user messages; results in a row come into one."""
+    out: list[Message] = []
+    for before, message in zip([{}, *messages], messages, strict=False):
+        content = message["content"]
+        if message["role"] == "tool":
+            earlier = [out.pop()["content"]] if before.get("role") == "tool" else []
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            out.append({"role": "user", "content": "\n".join([*earlier, result])})
+        elif calls := message.get("tool_calls"):
+            asked = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
+            said = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in asked]
+            rest = {key: value for key, value in message.items() if key != "tool_calls"}
+            out.append({**rest, "content": "\n".join([*filter(None, [content]), *said])})
+        else:
+            out.append(message)
+    return out
+
+
+def calls_with_dicts(message: Message) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as dicts: chat templates turn these into JSON themselves."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InputError(
+                f"a message calls a tool by {call!r}; pass {{'function': {{'name': ..., 'arguments': ...}}}}"
+            )
+        arguments = function.get("arguments") or {}
+        with suppress(ValueError):  # what is no JSON is shown as it is
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message.get("content"), "tool_calls": calls}

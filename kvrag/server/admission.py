@@ -1,0 +1,53 @@
+"""How many requests run and wait: one too many is told when to come again, before memory is at risk."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvrag.server.errors import APIError
+
+_SMOOTHING = 0.1  # weight of the newest request in the mean of seconds
+
+
+class Admission:
+    """Turns of an event loop's requests, first come, first served."""
+
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self._turns, self._max_running, self._max_waiting = asyncio.Semaphore(max_running), max_running, max_waiting
+        self._seconds, self.running, self.waiting, self.is_draining = 1.0, 0, 0, False
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds after which those who wait now have probably been answered."""
+        return max(1, math.ceil(self._seconds * (self.waiting + 1) / self._max_running))
+
+    def check(self) -> None:
+        """Raise ``APIError`` if no more requests are taken."""
+        if self.is_draining:
+            raise self._refusal("the server is shutting down; ask another one, or come again", "draining")
+        if self._turns.locked() and self.waiting >= self._max_waiting:
+            raise self._refusal(f"{self.running} requests run and {self.waiting} wait; come again later", "overloaded")
+
+    def _refusal(self, message: str, code: str) -> APIError:
+        return APIError(503, message, code, headers={"Retry-After": str(self.retry_after_s)})
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn, and keep it until the context ends."""
+        self.check()
+        self.waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self.waiting -= 1
+        self.running, start = self.running + 1, time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds += _SMOOTHING * (time.monotonic() - start - self._seconds)
+            self.running -= 1
+            self._turns.release()

@@ -1,0 +1,96 @@
+"""The application: routes, health, and the way down."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import kvrag
+from kvrag.engine import KVRagEngine
+from kvrag.server import completions, documents
+from kvrag.server.admission import Admission
+from kvrag.server.config import ServerConfig
+from kvrag.server.errors import handle_errors
+from kvrag.server.gate import Gate
+from kvrag.server.metrics import Metrics
+from kvrag.server.service import Service, service_of
+
+
+def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastAPI:
+    """Make the ASGI application of an engine.
+
+    It loads the model when it starts; until then ``/ready`` answers 503. Run it with any ASGI server, in one process: each process would
+    load the model again. ``kvrag serve`` does.
+
+    Parameters
+    ----------
+    engine
+        What answers.
+    config
+        Keys, limits and the model's name.
+    """
+    config = config or ServerConfig()
+    app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life)
+    admission = Admission(config.max_running, config.max_waiting)
+    service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
+    app.state.is_loaded = False
+    app.include_router(completions.router)
+    app.include_router(documents.router)
+    app.get("/health")(health)
+    app.get("/ready")(ready)
+    app.get("/metrics")(metrics)
+    app.get("/v1/models")(models)
+    app.get("/v1/models/{name:path}")(model)
+    handle_errors(app)
+    app.add_middleware(Gate, config=config, responses=service.metrics.responses)
+    return app
+
+
+@asynccontextmanager
+async def _life(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    await run_in_threadpool(lambda: service.engine.loaded)
+    app.state.is_loaded = True
+    yield
+    service.admission.is_draining = True
+
+
+async def health() -> dict[str, str]:
+    """Say that the process is alive."""
+    return {"status": "ok"}
+
+
+async def ready(request: Request) -> JSONResponse:
+    """Say whether requests are taken."""
+    draining = service_of(request).admission.is_draining
+    if draining or not request.app.state.is_loaded:
+        return JSONResponse({"status": "draining" if draining else "loading"}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+async def metrics(request: Request) -> Response:
+    """Return what Prometheus reads."""
+    text = await run_in_threadpool(service_of(request).metrics.text)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {"id": service.name, "object": "model", "created": 0, "owned_by": "kvrag"}
+
+
+async def models(request: Request) -> dict[str, Any]:
+    """List the one model."""
+    return {"object": "list", "data": [_card(service_of(request))]}
+
+
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """Describe the model."""
+    service = service_of(request)
+    service.check_model(name)
+    return _card(service)

@@ -1,0 +1,56 @@
+"""Options of the server."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvrag.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Options of :func:`kvrag.server.create_app`.
+
+    Parameters
+    ----------
+    model_name
+        Name that clients ask for; default: the model's own.
+    api_keys
+        Tenant of each key. With keys, ``/v1`` asks for one, and the chunks of each tenant are in a namespace of its own. Without, whoever
+        reaches the port may ask, and all share the engine's namespace.
+    max_running, max_waiting
+        Requests that are answered at once; those that wait for their turn, beyond which one is refused with 503.
+    max_body_bytes, max_tokens
+        Largest body of a request; most tokens of an answer.
+    timeout_s, drain_s
+        Seconds that an answer may take, its turn included; seconds that running answers are given when the server shuts down.
+    """
+
+    model_name: str | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    max_running: int = 8
+    max_waiting: int = 256
+    max_body_bytes: int = 8 * 2**20
+    max_tokens: int = 4096
+    timeout_s: float = 600.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_body_bytes", "max_tokens", "timeout_s", "drain_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"ServerConfig.{name} is {getattr(self, name)!r}; it must be above 0")
+        if self.max_waiting < 0:
+            raise ConfigError(f"ServerConfig.max_waiting is {self.max_waiting!r}; it must not be below 0")
+        if not all(key and tenant for key, tenant in self.api_keys.items()):
+            raise ConfigError("ServerConfig.api_keys has an empty key or tenant; give each key a tenant")
+
+    def tenant_of(self, key: str) -> str | None:
+        """Return the tenant of a key, or ``None``; takes as long for a wrong key as for any other."""
+        digest, found = hashlib.sha256(key.encode()).digest(), None
+        for known, tenant in self.api_keys.items():
+            if hmac.compare_digest(hashlib.sha256(known.encode()).digest(), digest):
+                found = tenant
+        return found

@@ -1,0 +1,70 @@
+"""The index side: ``/v1/kv/…`` precomputes, lists, explains, deletes and counts, each in the namespace of the request's key."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+
+from kvrag.server.completions import chat_prompt, text_prompt
+from kvrag.server.errors import APIError
+from kvrag.server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
+from kvrag.server.service import service_of
+
+router = APIRouter(prefix="/v1/kv")
+
+
+@router.post("/precompute")
+async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any]:
+    """Compute and store the KV of documents."""
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    texts, ids = [document.text for document in body.documents], [document.id for document in body.documents]
+    async with service.admission.turn():
+        report = await run_in_threadpool(
+            service.engine.precompute, texts, ids=ids, collection=body.collection, namespace=namespace
+        )
+    return asdict(report)
+
+
+@router.get("/documents")
+async def documents(request: Request, collection: str | None = None) -> dict[str, Any]:
+    """List the ids of the documents that have KV."""
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    found = await run_in_threadpool(service.engine.document_ids, collection=collection, namespace=namespace)
+    return {"object": "list", "data": found}
+
+
+@router.post("/delete")
+async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
+    """Delete documents, and erase the KV that no other one needs."""
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    gone = await run_in_threadpool(service.engine.delete, body.ids, collection=body.collection, namespace=namespace)
+    return {"erased_chunks": gone}
+
+
+@router.post("/explain")
+async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
+    """Say which chunks of a prompt are known, which have KV, and why the others don't."""
+    service = service_of(request)
+    if (body.messages is None) == (body.prompt is None):
+        raise APIError(400, "pass either messages or prompt", "invalid_value", param="messages")
+    prompt = (
+        text_prompt(body.prompt, body.kvrag)
+        if body.prompt is not None
+        else chat_prompt(body.messages or (), body.kvrag)
+    )
+    options = service.reuse(body.kvrag, request.state.tenant)
+    return asdict(await run_in_threadpool(service.engine.explain, prompt, **options))
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """Return the engine's totals and those of its store, and how many requests run and wait."""
+    service = service_of(request)
+    counted = await run_in_threadpool(service.engine.stats)
+    return {**counted, "running": service.admission.running, "waiting": service.admission.waiting}

@@ -1,0 +1,64 @@
+"""What the routes share: the engine, its options, and who may ask for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import Request
+
+from kvrag.engine import KVRagEngine
+from kvrag.errors import InputError
+from kvrag.server.admission import Admission
+from kvrag.server.config import ServerConfig
+from kvrag.server.errors import APIError
+from kvrag.server.metrics import Metrics
+from kvrag.server.schema import Completion, Reuse
+
+_SAMPLING = ("top_p", "top_k", "repetition_penalty", "stop", "tools", "tool_choice", "response_format")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """An engine behind the API."""
+
+    engine: KVRagEngine
+    config: ServerConfig
+    admission: Admission
+    metrics: Metrics
+
+    @property
+    def name(self) -> str:
+        """Name of the model, as clients say it."""
+        return self.config.model_name or self.engine.source.name
+
+    def check_model(self, name: str) -> None:
+        """Raise ``APIError`` if a client asks for a model that isn't here."""
+        if name != self.name:
+            message = f"the model {name!r} is not served here; ask for {self.name!r}"
+            raise APIError(404, message, "model_not_found", param="model")
+
+    def namespace(self, tenant: str | None) -> str:
+        """Return the namespace of a tenant's chunks; ``None``, where there are no keys: the engine's."""
+        return self.engine.namespace if tenant is None else f"{self.engine.namespace}/{tenant}"
+
+    def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
+        """Return the engine's options of reuse."""
+        return {"mode": reuse.mode, "repair": reuse.config, "namespace": self.namespace(tenant)}
+
+    def options(self, body: Completion, index: int, *, tenant: str | None) -> dict[str, Any]:
+        """Return the engine's options for the choice ``index`` of a request."""
+        limit, most = body.max_completion_tokens or body.max_tokens, self.config.max_tokens
+        if limit is not None and limit > most:
+            raise InputError(f"max_tokens is {limit}; this server gives at most {most}")
+        given = {name: value for name in _SAMPLING if (value := getattr(body, name, None)) is not None}
+        if body.temperature is not None:
+            given["temperature"] = float(body.temperature)
+        if body.seed is not None:
+            given["seed"] = body.seed + index
+        return {"max_new_tokens": limit or min(most, 256), **given, **self.reuse(body.kvrag, tenant)}
+
+
+def service_of(request: Request) -> Service:
+    """Return what the application of a request serves."""
+    return cast(Service, request.app.state.service)

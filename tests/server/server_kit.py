@@ -1,0 +1,26 @@
+"""A real server on a real socket."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import uvicorn
+
+from kvrag.server import create_app
+
+
+@contextmanager
+def served(engine, config=None):
+    """Serve an engine on a free port; give the application and its address."""
+    app = create_app(engine, config)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield app, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,307 @@
+"""Errors, limits, keys, and the index side, over a real socket."""
+
+import json
+import time
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_kit import served
+
+from kvrag import ConfigError, KVRagEngine
+from kvrag.cli.serve import read_keys
+from kvrag.server import ServerConfig
+
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
+
+FAULTS = {
+    "no JSON": (b"{", 400, None),
+    "an unknown field": ({**ASK, "max_tokenz": 3}, 400, "max_tokenz"),
+    "no messages": ({**ASK, "messages": []}, 400, "messages"),
+    "a field that would do nothing": ({**ASK, "logit_bias": {"5": 3}}, 400, None),
+    "an image": ({**ASK, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
+    "another model": ({**ASK, "model": "other"}, 404, "model"),
+    "no such temperature": ({**ASK, "temperature": 3}, 400, "temperature"),
+    "too many tokens": ({**ASK, "max_tokens": 10**6}, 400, None),
+    "a prompt that is too long": ({**ASK, "messages": [{"role": "user", "content": "word " * 5000}]}, 400, None),
+    "no such mode": ({**ASK, "kvrag": {"mode": "fast"}}, 400, "kvrag.mode"),
+    "no such repair": ({**ASK, "kvrag": {"repair": {"strategy": "fast"}}}, 400, None),
+    "a role that is a number": ({**ASK, "messages": [{"role": 3, "content": "x"}]}, 400, "messages.0.role"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_has_a_status_and_openais_shape(http, fault, stream):
+    body, status, param = FAULTS[fault]
+    content = body if isinstance(body, bytes) else json.dumps({**body, "stream": stream})
+    response = http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert isinstance(error["code"], str)
+    assert param is None or error["param"] == param
+    assert "Traceback" not in error["message"]
+
+
+def test_context_length_has_openais_code(http):
+    got = http.post("/v1/completions", json={"model": "tiny", "prompt": "word " * 5000})
+    assert got.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_unknown_paths_and_methods_have_the_shape_too(http):
+    assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
+    assert http.get("/v1/chat/completions").json()["error"]["code"] == "method_not_allowed"
+
+
+def test_a_fault_inside_tells_the_client_nothing(http, app, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("the password is swordfish")
+
+    monkeypatch.setattr(app.state.service.engine, "astream", fail)
+    response = http.post("/v1/chat/completions", json=ASK)
+    assert response.status_code == 500
+    assert "swordfish" not in response.text
+    assert response.headers["x-should-retry"] == "false"
+
+
+def test_an_error_after_the_first_byte_is_an_event(http, app, engine, monkeypatch):
+    class Failing:
+        async def _texts(self):
+            yield "some"
+            raise RuntimeError("broken")
+
+        def __aiter__(self):
+            return self._texts()
+
+        def cancel(self):
+            pass
+
+    monkeypatch.setattr(app.state.service.engine, "astream", lambda *_, **__: Failing())
+    with http.stream("POST", "/v1/chat/completions", json={**ASK, "stream": True}) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert response.status_code == 200
+    assert events[1]["choices"][0]["delta"]["content"] == "some"
+    assert events[-1]["error"]["code"] == "server_error"
+
+
+def test_requests_have_ids(http):
+    assert http.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(http.get("/health").headers["x-request-id"]) == 32
+
+
+def test_health_and_readiness_and_models(http, client, app, monkeypatch):
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/ready").status_code == 200
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    monkeypatch.setattr(app.state.service.admission, "is_draining", True)
+    assert http.get("/ready").status_code == 503
+    refused = http.post("/v1/chat/completions", json=ASK)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+
+
+@pytest.fixture
+def slow(app, monkeypatch):
+    """Let answers take as long as a test wants."""
+    from kvrag.generate import sequence
+
+    real, steps = sequence.decode, []
+
+    def decode(extend, *args, **options):
+        def waiting(ids):
+            steps.append(time.monotonic())
+            time.sleep(0.05)
+            return extend(ids)
+
+        return real(waiting, *args, **options)
+
+    monkeypatch.setattr(sequence, "decode", decode)
+    return steps
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_stops_the_decoding_within_two_tokens(url, app, slow, stream):
+    admission, ask = app.state.service.admission, {**ASK, "max_tokens": 500, "stream": stream}
+    with httpx.Client(base_url=url) as http:
+        if stream:
+            with http.stream("POST", "/v1/chat/completions", json=ask) as response:
+                until(lambda: len(slow) > 3)
+                assert next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/chat/completions", json=ask, timeout=1.0)
+    left = time.monotonic()
+    until(lambda: not admission.running)
+    assert time.monotonic() - left < 5
+    time.sleep(0.2)
+    count = len(slow)
+    time.sleep(0.3)
+    assert len(slow) == count
+    assert len([step for step in slow if step > left + 0.5]) <= 2
+
+
+def test_one_too_many_is_told_when_to_come_again(engine, slow):
+    config = ServerConfig(model_name="tiny", max_running=1, max_waiting=1)
+    with served(engine, config) as (app, url), httpx.Client(base_url=url, timeout=60) as http:
+        import concurrent.futures
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            ask = lambda _: http.post("/v1/chat/completions", json={**ASK, "max_tokens": 10})  # noqa: E731
+            first = pool.submit(ask, 0)
+            until(lambda: app.state.service.admission.running)
+            responses = [first.result(), *pool.map(ask, range(1))]
+            busy = pool.submit(ask, 0)
+            until(lambda: app.state.service.admission.running)
+            responses += pool.map(ask, range(4))
+            responses.append(busy.result())
+    statuses = [response.status_code for response in responses]
+    assert statuses.count(503) == 3
+    assert statuses.count(200) == 4
+    refused = next(response for response in responses if response.status_code == 503)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "overloaded"
+
+
+def test_an_answer_that_takes_too_long_is_a_timeout(engine, slow):
+    config = ServerConfig(model_name="tiny", timeout_s=0.4)
+    with served(engine, config) as (app, url), httpx.Client(base_url=url, timeout=60) as http:
+        response = http.post("/v1/chat/completions", json={**ASK, "max_tokens": 100})
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+        until(lambda: not app.state.service.admission.running)
+
+
+def test_large_bodies_are_refused_whatever_they_say_of_their_length(engine):
+    with served(engine, ServerConfig(model_name="tiny", max_body_bytes=1000)) as (_, url):
+        assert httpx.post(f"{url}/v1/chat/completions", content=b"x" * 2000).status_code == 413
+        pieces = httpx.post(f"{url}/v1/chat/completions", content=(b"x" * 100 for _ in range(30)))
+        assert pieces.status_code == 413
+        assert pieces.json()["error"]["code"] == "request_too_large"
+
+
+class TestKeys:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def url(tiny_dir):
+        engine = KVRagEngine.from_pretrained(tiny_dir, context=None)
+        with served(engine, ServerConfig(model_name="tiny", api_keys={"ka": "a", "kb": "b"})) as (_, url):
+            yield url
+        engine.close()
+
+    @pytest.mark.parametrize(
+        "headers", [{}, {"Authorization": "Bearer kc"}, {"Authorization": "Basic ka"}, {"api-key": "ka"}]
+    )
+    def test_without_a_known_one_nothing_is_answered(self, url, headers):
+        for path in ("/v1/models", "/v1/kv/stats", "/v1/kv/documents"):
+            response = httpx.get(url + path, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(f"{url}/health").status_code == 200
+
+    def test_each_has_its_own_documents(self, url, chunks):
+        a, b = ({"Authorization": f"Bearer {key}"} for key in ("ka", "kb"))
+        body = {"documents": [{"id": "one", "text": chunks[0]}]}
+        made = httpx.post(f"{url}/v1/kv/precompute", json=body, headers=a, timeout=60).json()
+        assert made["stored"] == 1
+        listed = [httpx.get(f"{url}/v1/kv/documents", headers=who).json()["data"] for who in (a, b)]
+        assert listed == [["one"], []]
+        ask = {**ASK, "messages": [{"role": "user", "content": f"{chunks[0]}\n\nWho?"}], "kvrag": {"mode": "stitch"}}
+        cached = [
+            httpx.post(f"{url}/v1/chat/completions", json=ask, headers=who, timeout=60).json()["kvrag"][0][
+                "cached_tokens"
+            ]
+            for who in (a, b)
+        ]
+        assert cached[0] > 50
+        assert cached[1] < 30
+        assert httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=b).json()["erased_chunks"] == 0
+        assert httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=a).json()["erased_chunks"] == 1
+
+
+def test_explain_says_what_is_found(http, chunks):
+    got = http.post("/v1/kv/explain", json={"messages": [{"role": "user", "content": f"{chunks[0]}\n\nWho?"}]}).json()
+    assert [span["hit"] for span in got["spans"] if span["kind"] == "chunk"] == [True]
+    assert http.post("/v1/kv/explain", json={"prompt": chunks[0]}).json()["prompt_tokens"] > 50
+    assert http.post("/v1/kv/explain", json={}).status_code == 400
+
+
+def test_stats_count(http):
+    before = http.get("/v1/kv/stats").json()
+    http.post("/v1/chat/completions", json=ASK)
+    after = http.get("/v1/kv/stats").json()
+    assert after["requests"] == before.get("requests", 0) + 1
+    assert after["running"] == after["waiting"] == 0
+
+
+def sample(http, name, **labels):
+    """The value of a metric, and 0 where there is none yet."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    samples = [
+        s for family in families for s in family.samples if s.name == name and labels.items() <= s.labels.items()
+    ]
+    return sum(s.value for s in samples)
+
+
+def test_metrics_count_what_was_answered(http, client, chunks):
+    def read():
+        tokens = {
+            source: sample(http, "kvrag_prompt_tokens_by_source_total", source=source)
+            for source in ("cached", "computed")
+        }
+        names = ("time_to_first_token", "request_queue_time", "e2e_request_latency", "inter_token_latency")
+        times = {name: sample(http, f"kvrag_{name}_seconds_count") for name in names}
+        codes = {
+            code: sample(http, "kvrag_requests_total", endpoint="/v1/chat/completions", code=code)
+            for code in ("200", "404")
+        }
+        return tokens | times | codes | {"generated": sample(http, "kvrag_generation_tokens_total")}
+
+    before = read()
+    ask = {
+        **ASK,
+        "messages": [{"role": "user", "content": "\n\n".join([*chunks, "Who?"])}],
+        "max_tokens": 5,
+        "temperature": 0,
+    }
+    usage = client.chat.completions.create(**ask).usage
+    http.post("/v1/chat/completions", json={**ASK, "model": "other"})
+    grown = {name: value - before[name] for name, value in read().items()}
+    assert grown.pop("cached") == usage.prompt_tokens_details.cached_tokens
+    assert grown.pop("computed") > 0
+    assert 1 <= grown.pop("inter_token_latency") <= 5
+    assert grown == {
+        "time_to_first_token": 1,
+        "request_queue_time": 1,
+        "e2e_request_latency": 1,
+        "200": 1,
+        "404": 1,
+        "generated": 5,
+    }
+    assert sample(http, "kvrag_store_chunks", tier="disk") >= 4
+    assert sample(http, "kvrag_chunk_lookups_total", result="hit") >= 4
+    assert sample(http, "kvrag_requests_running") == 0
+
+
+@pytest.mark.parametrize("text", ["key", "=key", "a="])
+def test_keys_without_a_tenant_are_refused(text):
+    with pytest.raises(ConfigError, match="tenant=key"):
+        read_keys(text)
+    assert read_keys("a=x, b=y=z") == {"x": "a", "y=z": "b"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_running": 0}, {"max_waiting": -1}, {"timeout_s": 0}, {"api_keys": {"": "a"}}]
+)
+def test_impossible_options_are_refused(options):
+    with pytest.raises(ConfigError, match="ServerConfig"):
+        ServerConfig(**options)

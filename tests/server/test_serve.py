@@ -1,0 +1,47 @@
+"""`kvrag serve` as a process: it starts, answers, and goes down without losing what it has taken."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvrag.cli.app import app
+
+
+@pytest.fixture
+def process(tiny_dir, tmp_path):
+    command = [sys.executable, "-m", "kvrag", "serve", str(tiny_dir), "--kv-dir", str(tmp_path / "kv"), "--port", "0"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
+        yield process
+        process.kill()
+
+
+def test_a_running_answer_is_finished_after_sigterm(process, tiny_dir):
+    address = next(found[0] for line in process.stderr if (found := re.search(r"http://127.0.0.1:\d+", line)))
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    with httpx.Client(base_url=address, timeout=60) as http:
+        name = http.get("/v1/models").json()["data"][0]["id"]
+        ask = {"model": name, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 200, "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json=ask | {"temperature": 0}) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            text = "\n".join([first, *lines])
+    assert '"finish_reason": "length"' in text or '"finish_reason": "stop"' in text
+    assert text.rstrip().endswith("data: [DONE]")
+    assert process.wait(30) == 0
+
+
+def test_listening_beyond_this_machine_asks_for_keys(tiny_dir, monkeypatch):
+    monkeypatch.delenv("KVRAG_API_KEYS", raising=False)
+    result = CliRunner().invoke(app, ["serve", str(tiny_dir), "--host", "0.0.0.0"])
+    assert result.exit_code == 2
+    assert "KVRAG_API_KEYS" in result.output
