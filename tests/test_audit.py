@@ -19,8 +19,8 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.generate.audit import Audit
 from kvrag.generate.sequence import TURNS
 from kvrag.model import CausalLM
-from kvrag.model.forward import lock_of
 from kvrag.model.lm import LoadedModel
+from kvrag.model.turns import turns_of
 from kvrag.threads import Turns
 from kvrag.verify import kl_divergence
 
@@ -174,7 +174,7 @@ def test_an_adapter_that_is_switched_meanwhile_spoils_no_figure(engine, monkeypa
 def test_closing_ends_it_without_a_word(engine, caplog):
     audit = engine._answering.stats.audit
     with caplog.at_level(logging.WARNING):
-        with lock_of(engine.loaded.lm.model):
+        with turns_of(engine.loaded.lm.model):
             audit.offer(engine.loaded, *offered(engine))
             engine.close()
         settle()

@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "config", "fields", "threads", "together", "layers", "buffers"},
+    {"types", "errors", "config", "fields", "threads", "layers", "buffers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -46,7 +46,6 @@ FACADE = {
     "config",
     "fields",
     "threads",
-    "together",
     "layers",
     "buffers",
     "engine",

@@ -14,7 +14,7 @@ from texts import make_chunks
 
 import kvrag.generate.sequence
 from kvrag import RepairConfig
-from kvrag.model.forward import lock_of
+from kvrag.model.turns import turns_of
 
 CHUNKS = make_chunks(4, words=30, seed=3)
 PROMPT = [{"role": "user", "content": "\n\n".join(CHUNKS[:3]) + "\n\nWho?"}]
@@ -99,7 +99,7 @@ def test_a_child_that_is_forked_during_a_stream_answers(engine, monkeypatch):
     real, inside = engine.loaded.lm.forward, threading.Event()
 
     def slow(*args, **options):
-        with lock_of(engine.loaded.lm.model):
+        with turns_of(engine.loaded.lm.model):
             inside.set()
             time.sleep(0.2)
             return real(*args, **options)

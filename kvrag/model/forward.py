@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.model.turns import ModelTurns
 from kvrag.threads import fork_lock
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
@@ -63,7 +64,7 @@ class Forward(Cache):  # type: ignore[misc]
     """One forward over chosen rows of a buffer; see :meth:`~kvrag.model.CausalLM.forward`.
 
     ``mass`` is collected from the modules ``weighed`` (their ``id``s). Of what the module ``final`` returns only the last ``outputs`` rows
-    matter: nothing mixes rows after it.
+    matter: nothing mixes rows after it. In each layer it gives way to steps that wait in ``turns``.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Forward(Cache):  # type: ignore[misc]
         mass: Mass | None = None,
         outputs: int = 0,
         before_write: BeforeWrite | None = None,
+        turns: ModelTurns | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.hi = rows.indices(attentions.device)
@@ -85,11 +87,14 @@ class Forward(Cache):  # type: ignore[misc]
         self.weighed: Sequence[int] = ()
         self.observed: Observed | None = None
         self._rows, self._kv, self._before_write, self._tells_offsets = rows, kv, before_write, attentions.tells_offsets
+        self._turns = turns
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
+        if self._turns is not None and self._turns.wishes:
+            self._turns.give_way()
         stop, slots = self._rows.stop, self._rows.slots if isinstance(self._rows.slots, slice) else self.hi
         if self._kv.arrivals:
             self._kv.wait_for(layer_idx)
@@ -195,11 +200,10 @@ class _Current(threading.local):
 
 @dataclass(slots=True)
 class _Own:
-    """What a model has outside kvrag's forwards, and the lock of who switches it."""
+    """What a model has outside kvrag's forwards."""
 
     attention: str = EAGER
     is_dense: bool = False
-    lock: threading.RLock = field(default_factory=fork_lock)
 
 
 _current = _Current()
@@ -208,13 +212,12 @@ _own: dict[int, _Own] = {}  # by id of the config, which the switch is part of
 _guard = fork_lock()
 
 
-def lock_of(model: PreTrainedModel) -> threading.RLock:
-    """Return the one lock of a model, shared by all engines that use it."""
+def _own_of(model: PreTrainedModel) -> _Own:
     with _guard:
         if id(model.config) not in _own:
             _own[id(model.config)] = _Own()
             weakref.finalize(model.config, _own.pop, id(model.config), None)
-        return _own[id(model.config)].lock
+        return _own[id(model.config)]
 
 
 def running() -> Forward | str | None:
@@ -224,9 +227,12 @@ def running() -> Forward | str | None:
 
 @contextmanager
 def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
-    """Run the model's forwards of this thread as ``what``, without dropout; the caller holds the model's lock."""
-    config, own = model.config, _own[id(model.config)]
-    if config._attn_implementation != ATTENTION:  # else a forked process found it so
+    """Run the model's forwards of this thread as ``what``, without dropout; the caller has the model's turn.
+
+    Inside a forward that gives way, another one may run.
+    """
+    config, own, outer = model.config, _own_of(model), _current.running
+    if config._attn_implementation != ATTENTION:  # else it is within another one, or a forked process found it so
         own.attention = config._attn_implementation or EAGER
         own.is_dense = isinstance(what, Forward) and what.is_dense
     config._attn_implementation = ATTENTION
@@ -235,8 +241,9 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
         with evaluating(model):
             yield
     finally:
-        config._attn_implementation = own.attention
-        _current.running = None
+        _current.running = outer
+        if outer is None:
+            config._attn_implementation = own.attention
 
 
 @contextmanager

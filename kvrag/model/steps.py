@@ -8,7 +8,7 @@ answer outgrows it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -70,16 +70,8 @@ class Extension:
         if len(ids) > 1:
             return self._model.forward(ids, Rows.span(start, self._length), self._kv, logits=len(ids))[0][0]
         row = NextRow(ids, self._kv, start, lambda: self._alone(ids, start))
-        if not self._model.can_share_forwards:
-            return row.alone()
-        return self._model.together.do(row, self._next_rows)
-
-    def _next_rows(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]:
-        """Compute a row of each of several requests of this model."""
-        if len(rows) == 1:
-            return [rows[0].alone()]
-        ids = torch.cat([row.token_id for row in rows])
-        return self._model.next_rows(ids, [(row.kv, row.position) for row in rows])[:, None].unbind()
+        limit = MAX_TOGETHER if self._model.can_share_forwards else 1
+        return self._model.turns.step(row, self._model.step, limit=limit)
 
     def _alone(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Compute a row by a recording, if there is one or it is time for one."""
