@@ -15,11 +15,11 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, NextRows, StopForward, running, switched
+from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, running, switched
 from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVArena, KVBuffer, Rows
-from kvrag.model.steps import Extension, NextRow
+from kvrag.model.steps import Extension, NextRow, NextRows
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
 from kvrag.model.turns import turns_of
 
