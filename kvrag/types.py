@@ -299,6 +299,15 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of the probability that the model gave to a token of an answer, and to the likeliest ones in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult(Accounting):
     """A generated answer.
@@ -318,6 +327,8 @@ class GenerationResult(Accounting):
         Wall time of the whole call; decoding speed after the first token.
     tool_calls
         The tools that the answer calls.
+    logprobs
+        One for each of ``token_ids``, if they were asked for.
     """
 
     text: str
@@ -327,6 +338,7 @@ class GenerationResult(Accounting):
     total_ms: float
     tokens_per_s: float
     tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

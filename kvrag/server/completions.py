@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from kvrag.generate.logprobs import Delta, Writer
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.template import Prompt
 from kvrag.server.errors import as_api_error
-from kvrag.server.schema import ChatRequest, Completion, Message, Reuse, TextRequest
+from kvrag.server.schema import ChatRequest, Message, Reuse, TextRequest
 from kvrag.server.service import Service, service_of
 from kvrag.types import Chunk, GenerationResult
 
@@ -28,6 +30,8 @@ SEND_TIMEOUT_S = 60.0  # after which a client that reads nothing is left
 
 Piece = tuple[int, str | GenerationResult]
 """Index of a choice, and more of its text, or, at its end, its result."""
+
+Body = ChatRequest | TextRequest
 
 router = APIRouter()
 
@@ -40,21 +44,24 @@ class Shape:
     prefix: str
     is_chat: bool
 
-    def whole(self, index: int, result: GenerationResult) -> dict[str, Any]:
+    def whole(self, index: int, result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
         """Return a finished choice."""
+        logprobs = result.logprobs and Writer(tokenizer, is_chat=self.is_chat).write(result.logprobs)
         own: dict[str, Any] = {"text": result.text}
         if self.is_chat:
             calls = {"tool_calls": _calls(result)} if result.tool_calls else {}
             content = None if calls and not result.text else result.text
             own = {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
-        return {"index": index, **own, "logprobs": None, "finish_reason": result.finish_reason}
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": result.finish_reason}
 
-    def delta(self, index: int, text: str | None, finish_reason: str | None = None) -> dict[str, Any]:
+    def delta(
+        self, index: int, text: str | None, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return a piece of a choice; ``None``: its beginning."""
         own: dict[str, Any] = {"text": text or ""}
         if self.is_chat:
             own = {"delta": {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}}
-        return {"index": index, **own, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _calls(result: GenerationResult) -> list[dict[str, Any]]:
@@ -64,6 +71,22 @@ def _calls(result: GenerationResult) -> list[dict[str, Any]]:
         function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
         made.append({"id": call.id, "type": "function", "function": function})
     return made
+
+
+class Told:
+    """The log-probabilities of a stream's choices, each sent once: with the text that its token ended, or at the end."""
+
+    def __init__(self, tokenizer: Any, *, is_chat: bool) -> None:
+        self._writers: dict[int, Writer] = defaultdict(lambda: Writer(tokenizer, is_chat=is_chat))
+        self._counts: Counter[int] = Counter()
+
+    def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
+        """Return those of a piece, or of what is left at the end; ``None`` if there are none."""
+        new = piece.logprobs if isinstance(piece, Delta) else ()
+        if isinstance(piece, GenerationResult):
+            new = (piece.logprobs or ())[self._counts[index] :]
+        self._counts[index] += len(new)
+        return self._writers[index].write(new) if new else None
 
 
 CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion", "cmpl", False)
@@ -103,7 +126,7 @@ def _chunks(reuse: Reuse) -> list[str | Chunk]:
     return [part for document in reuse.documents for part in (Chunk(document.text), "\n\n")]
 
 
-async def _complete(shape: Shape, body: Completion, request: Request, prompts: Sequence[Prompt]) -> Response:
+async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequence[Prompt]) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     pieces = _pieces(service, body, request, prompts)
@@ -112,14 +135,16 @@ async def _complete(shape: Shape, body: Completion, request: Request, prompts: S
         async with aclosing(pieces):
             results = await _unless_gone(request, asyncio.create_task(_results(pieces)), None)
             assert results is not None
-        choices = [shape.whole(index, result) for index, result in sorted(results.items())]
+        tokenizer = service.engine.tokenizer
+        choices = [shape.whole(index, result, tokenizer) for index, result in sorted(results.items())]
         made = [results[index] for index in sorted(results)]
         return JSONResponse({**head, "object": shape.object, "choices": choices, **_usage(made, body.n)})
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
-    events = _events(shape, body, head, first, pieces)
+    told = Told(service.engine.tokenizer, is_chat=shape.is_chat)
+    events = _events(shape, body, head, first, pieces, told)
     return EventSourceResponse(
         events,
         ping=PING_S,
@@ -155,7 +180,7 @@ async def _left(request: Request) -> None:
 
 
 async def _pieces(
-    service: Service, body: Completion, request: Request, prompts: Sequence[Prompt]
+    service: Service, body: Body, request: Request, prompts: Sequence[Prompt]
 ) -> AsyncGenerator[Piece, None]:
     """Yield the choices' text as it comes, ``n`` choices for each prompt; leaving ends all of them."""
     deadline, timer = asyncio.get_running_loop().time() + service.config.timeout_s, service.metrics.timer()
@@ -199,10 +224,11 @@ async def _read(index: int, stream: AsyncTokenStream, arrived: asyncio.Queue[Any
 
 async def _events(
     shape: Shape,
-    body: Completion,
+    body: Body,
     head: dict[str, Any],
     first: asyncio.Task[Piece],
     pieces: AsyncGenerator[Piece, None],
+    told: Told,
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield a completion as OpenAI's events; an error after the first byte is an event too."""
     kind = shape.object + ".chunk" if shape.is_chat else shape.object
@@ -221,12 +247,12 @@ async def _events(
                     yield event([shape.delta(index, None)])
                 begun.add(index)
                 if isinstance(piece, str):
-                    yield event([shape.delta(index, piece)])
+                    yield event([shape.delta(index, piece, logprobs=told.of(index, piece))])
                 else:
                     results[index] = piece
                     if calls := [{"index": at, **call} for at, call in enumerate(_calls(piece))]:
                         yield event([{**shape.delta(index, ""), "delta": {"tool_calls": calls}}])
-                    yield event([shape.delta(index, "", piece.finish_reason)])
+                    yield event([shape.delta(index, "", piece.finish_reason, told.of(index, piece))])
         if wants_usage:
             yield event([], **_usage([results[index] for index in sorted(results)], body.n))
     except Exception as error:

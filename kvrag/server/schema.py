@@ -10,11 +10,6 @@ from kvrag.config import RepairConfig, as_config
 from kvrag.types import Mode
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -67,6 +62,9 @@ class Completion(_Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
     stop: str | list[str] | None = None
     seed: int | None = Field(default=None, ge=0)
     n: int = Field(default=1, ge=1, le=8)
@@ -97,15 +95,34 @@ class ChatRequest(Completion):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens' log-probabilities are wanted beside the chosen one's; ``None``: none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
 
 
 class TextRequest(Completion):
     """Body of ``/v1/completions``."""
 
     prompt: str | list[str]
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As :attr:`ChatRequest.num_logprobs`."""
+        return self.logprobs
 
 
 class KVDocument(_Body):
