@@ -463,6 +463,11 @@ class KVRagEngine:
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         return {**self._stats.snapshot(), **extra, "store": self.store.stats()}
 
+    @property
+    def running_kv_bytes(self) -> int:
+        """Bytes of KV that requests hold while they are answered."""
+        return self._stats.held_bytes
+
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""
         return self._digest_of(self.namespace if namespace is None else documents.check_namespace(namespace))

@@ -21,6 +21,9 @@ FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
 
+Stage = tuple[str, float, float]
+"""Name of a stage, and when it began and ended: seconds on ``time.perf_counter``'s clock."""
+
 HoleReason = Literal["late", "absent", "damaged", "unreadable"]
 """Why a stored chunk was not loaded."""
 
@@ -238,6 +241,8 @@ class Accounting:
         ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse; ``"full"``: none.
     timings_ms
         Milliseconds per stage.
+    stages
+        When each began and ended, as the process' clock has it (:data:`Stage`).
     loaded_bytes
         Bytes of KV loaded from the store.
     fallback_reason
@@ -262,6 +267,7 @@ class Accounting:
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
+    stages: tuple[Stage, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def kv_reuse_ratio(self) -> float:

@@ -26,16 +26,17 @@ from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Stage
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Clock:
-    """Milliseconds per stage."""
+    """Milliseconds per stage, and when each began and ended, in seconds on ``time.perf_counter``'s clock."""
 
     timings_ms: dict[str, float] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -44,7 +45,9 @@ class Clock:
         try:
             yield
         finally:
-            self.timings_ms[name] = self.timings_ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+            end = time.perf_counter()
+            self.timings_ms[name] = self.timings_ms.get(name, 0.0) + (end - start) * 1e3
+            self.stages.append((name, start, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Prefilled:
             "repaired_tokens": self.num_repaired,
             "computed_tokens": self.num_live,
             "timings_ms": clock.timings_ms,
+            "stages": tuple(clock.stages),
         }
 
 

@@ -181,8 +181,10 @@ class Answering:
         )
         with TURNS.turn(cancel):
             done = _retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self.store.release)
+            layers = () if done.buffer is None else done.buffer.layers
             try:
-                yield replace(done, missed=missed) if missed else done, clock
+                with self.stats.holding(sum([t.nbytes for pair in layers for t in pair])):
+                    yield replace(done, missed=missed) if missed else done, clock
             finally:
                 done.release()
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
-from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect
 
-from kvrag.generate.logprobs import Delta, Writer
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.template import Prompt
 from kvrag.server.errors import as_api_error
+from kvrag.server.metrics import Timer
+from kvrag.server.record import Record
 from kvrag.server.schema import ChatRequest, Message, Reuse, TextRequest
 from kvrag.server.service import Service, service_of
+from kvrag.server.shapes import CHAT, TEXT, Shape, Told, calls_of, usage_of
 from kvrag.types import Chunk, GenerationResult
 
 PATIENCE_S = 10.0  # after which a stream without a first token begins, so that its client sees a sign of life
@@ -33,63 +35,9 @@ Piece = tuple[int, str | GenerationResult]
 
 Body = ChatRequest | TextRequest
 
+logging.getLogger("sse_starlette.sse").setLevel(logging.INFO)  # below, it writes the text of every event
+
 router = APIRouter()
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How a kind of completion looks: its name, the prefix of its ids, and whether its text is in messages."""
-
-    object: str
-    prefix: str
-    is_chat: bool
-
-    def whole(self, index: int, result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
-        """Return a finished choice."""
-        logprobs = result.logprobs and Writer(tokenizer, is_chat=self.is_chat).write(result.logprobs)
-        own: dict[str, Any] = {"text": result.text}
-        if self.is_chat:
-            calls = {"tool_calls": _calls(result)} if result.tool_calls else {}
-            content = None if calls and not result.text else result.text
-            own = {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
-        return {"index": index, **own, "logprobs": logprobs, "finish_reason": result.finish_reason}
-
-    def delta(
-        self, index: int, text: str | None, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return a piece of a choice; ``None``: its beginning."""
-        own: dict[str, Any] = {"text": text or ""}
-        if self.is_chat:
-            own = {"delta": {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}}
-        return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _calls(result: GenerationResult) -> list[dict[str, Any]]:
-    """Return an answer's calls of tools as OpenAI writes them."""
-    made = []
-    for call in result.tool_calls:
-        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        made.append({"id": call.id, "type": "function", "function": function})
-    return made
-
-
-class Told:
-    """The log-probabilities of a stream's choices, each sent once: with the text that its token ended, or at the end."""
-
-    def __init__(self, tokenizer: Any, *, is_chat: bool) -> None:
-        self._writers: dict[int, Writer] = defaultdict(lambda: Writer(tokenizer, is_chat=is_chat))
-        self._counts: Counter[int] = Counter()
-
-    def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
-        """Return those of a piece, or of what is left at the end; ``None`` if there are none."""
-        new = piece.logprobs if isinstance(piece, Delta) else ()
-        if isinstance(piece, GenerationResult):
-            new = (piece.logprobs or ())[self._counts[index] :]
-        self._counts[index] += len(new)
-        return self._writers[index].write(new) if new else None
-
-
-CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion", "cmpl", False)
 
 
 @router.post("/v1/chat/completions")
@@ -129,6 +77,8 @@ def _chunks(reuse: Reuse) -> list[str | Chunk]:
 async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequence[Prompt]) -> Response:
     service = service_of(request)
     service.check_model(body.model)
+    record: Record = request.state.record
+    record.model, record.is_stream = service.name, body.stream
     pieces = _pieces(service, body, request, prompts)
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if not body.stream:
@@ -138,13 +88,13 @@ async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequenc
         tokenizer = service.engine.tokenizer
         choices = [shape.whole(index, result, tokenizer) for index, result in sorted(results.items())]
         made = [results[index] for index in sorted(results)]
-        return JSONResponse({**head, "object": shape.object, "choices": choices, **_usage(made, body.n)})
+        return JSONResponse({**head, "object": shape.object, "choices": choices, **usage_of(made, body.n)})
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
     told = Told(service.engine.tokenizer, is_chat=shape.is_chat)
-    events = _events(shape, body, head, first, pieces, told)
+    events = _events(shape, body, head, first, pieces, told, record)
     return EventSourceResponse(
         events,
         ping=PING_S,
@@ -166,6 +116,7 @@ async def _unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: flo
         if not task.done() and leaving.done():
             task.cancel()
             await asyncio.wait({task})
+            raise ClientDisconnect
         return task.result() if task.done() else None
     except asyncio.CancelledError:
         task.cancel()
@@ -183,43 +134,60 @@ async def _pieces(
     service: Service, body: Body, request: Request, prompts: Sequence[Prompt]
 ) -> AsyncGenerator[Piece, None]:
     """Yield the choices' text as it comes, ``n`` choices for each prompt; leaving ends all of them."""
-    deadline, timer = asyncio.get_running_loop().time() + service.config.timeout_s, service.metrics.timer()
+    loop, record = asyncio.get_running_loop(), cast(Record, request.state.record)
+    deadline, timer = loop.time() + service.config.timeout_s, service.metrics.timer(record)
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
-    async with service.admission.turn():
-        timer.began()
-        streams = [
-            service.engine.astream(prompt, **service.options(body, index, tenant=request.state.tenant))
-            for prompt in prompts
-            for index in range(body.n)
-        ]
-        readers = [asyncio.create_task(_read(index, stream, arrived)) for index, stream in enumerate(streams)]
-        left = len(streams)
-        try:
-            while left:
-                seconds = deadline - asyncio.get_running_loop().time()
-                index, piece = await asyncio.wait_for(arrived.get(), seconds)
-                if isinstance(piece, Exception):
-                    raise piece
-                if isinstance(piece, GenerationResult):
-                    left -= 1
-                    service.metrics.count(piece)
-                else:
-                    timer.took(index)
-                yield index, piece
-        finally:
-            timer.ended()
-            for stream, reader in zip(streams, readers, strict=True):
-                stream.cancel()
-                reader.cancel()
-
-
-async def _read(index: int, stream: AsyncTokenStream, arrived: asyncio.Queue[Any]) -> None:
+    streams = [
+        service.engine.astream(prompt, **service.options(body, index, tenant=request.state.tenant))
+        for prompt in prompts
+        for index in range(body.n)
+    ]
+    left, work = len(streams), asyncio.create_task(_work(service, request, streams, arrived, timer))
     try:
-        async for text in stream:
-            arrived.put_nowait((index, text))
-        arrived.put_nowait((index, stream.result))
+        while left:
+            index, piece = await asyncio.wait_for(arrived.get(), deadline - loop.time())
+            if isinstance(piece, Exception):
+                raise piece
+            if isinstance(piece, GenerationResult):
+                left -= 1
+                record.results.append(piece)
+            yield index, piece
+    except TimeoutError:
+        record.ended = "timeout"
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        record.ended = "client_left"
+        raise
+    finally:
+        for stream in streams:
+            stream.cancel()
+        work.cancel()
+
+
+async def _work(
+    service: Service,
+    request: Request,
+    streams: Sequence[AsyncTokenStream],
+    arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]],
+    timer: Timer,
+) -> None:
+    """Read streams as soon as there is a turn, and keep it no longer than they last, however slow the client is."""
+
+    async def read(index: int, stream: AsyncTokenStream) -> None:
+        try:
+            async for text in stream:
+                timer.took(index)
+                arrived.put_nowait((index, text))
+            arrived.put_nowait((index, stream.result))
+        except Exception as error:
+            arrived.put_nowait((index, error))
+
+    try:
+        async with service.admission.turn():
+            timer.began()
+            await asyncio.gather(*[read(index, stream) for index, stream in enumerate(streams)])
     except Exception as error:
-        arrived.put_nowait((index, error))
+        arrived.put_nowait((0, error))
 
 
 async def _events(
@@ -229,6 +197,7 @@ async def _events(
     first: asyncio.Task[Piece],
     pieces: AsyncGenerator[Piece, None],
     told: Told,
+    record: Record,
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield a completion as OpenAI's events; an error after the first byte is an event too."""
     kind = shape.object + ".chunk" if shape.is_chat else shape.object
@@ -250,13 +219,15 @@ async def _events(
                     yield event([shape.delta(index, piece, logprobs=told.of(index, piece))])
                 else:
                     results[index] = piece
-                    if calls := [{"index": at, **call} for at, call in enumerate(_calls(piece))]:
+                    if calls := [{"index": at, **call} for at, call in enumerate(calls_of(piece))]:
                         yield event([{**shape.delta(index, ""), "delta": {"tool_calls": calls}}])
                     yield event([shape.delta(index, "", piece.finish_reason, told.of(index, piece))])
         if wants_usage:
-            yield event([], **_usage([results[index] for index in sorted(results)], body.n))
+            yield event([], **usage_of([results[index] for index in sorted(results)], body.n))
     except Exception as error:
-        yield ServerSentEvent(json.dumps(as_api_error(error).body))
+        fault = as_api_error(error)
+        record.code = fault.code
+        yield ServerSentEvent(json.dumps(fault.body))
     yield ServerSentEvent("[DONE]")
 
 
@@ -268,24 +239,3 @@ async def _chained(first: asyncio.Task[Piece], pieces: AsyncGenerator[Piece, Non
     finally:
         first.cancel()
         await pieces.aclose()
-
-
-def _usage(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
-    """Return tokens as OpenAI counts them (a prompt once for its ``n`` choices), and how each answer was made."""
-    prompts = results[::n]
-    num_in, num_out = sum(r.prompt_tokens for r in prompts), sum(len(r.token_ids) for r in results)
-    details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
-    usage = {
-        "prompt_tokens": num_in,
-        "completion_tokens": num_out,
-        "total_tokens": num_in + num_out,
-        "prompt_tokens_details": details,
-    }
-    return {"usage": usage, "kvrag": [_made(result) for result in results]}
-
-
-def _made(result: GenerationResult) -> dict[str, Any]:
-    """Return how an answer was made, as plain JSON values."""
-    names = ("exactness", "cached_tokens", "repaired_tokens", "computed_tokens", "fallback_reason", "kv_dtype")
-    made = {name: getattr(result, name) for name in names}
-    return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,8 +22,25 @@ _IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cac
 """Fields that change no answer."""
 
 
+MAX_DEPTH = 64
+"""Of lists and objects inside each other, in a body: schemas of tools need a dozen, and what reads them recursively has an end."""
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_depth(cls, data: Any) -> Any:
+        level, depth = [data], 0
+        while level := [inner for each in level for inner in _inside(each)]:
+            if (depth := depth + 1) > MAX_DEPTH:
+                raise ValueError(f"it nests deeper than {MAX_DEPTH} levels; make it flatter")
+        return data
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class Document(_Body):
