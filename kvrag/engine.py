@@ -19,6 +19,7 @@ from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
 from kvrag.errors import ConfigError, ModelError
+from kvrag.generate.scheduler import Load, scheduler_of
 from kvrag.generate.sequence import Answering, Request, check_options
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
@@ -459,9 +460,14 @@ class KVRagEngine:
     calibrate = calibrate_repair
 
     def stats(self) -> dict[str, Any]:
-        """Return totals over requests, counters of the audit and of the write-back, if any, and of each tier of the store."""
+        """Return totals over requests, counters of the audit, of the write-back, if any, and of each tier of the store, and the load."""
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
-        return {**self._stats.snapshot(), **extra, "store": self.store.stats()}
+        return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": self.store.stats()}
+
+    @property
+    def load(self) -> Load:
+        """Requests that run and wait on the model's device, and the bytes of KV that they have reserved."""
+        return scheduler_of(self._loaded).load if self._loaded else Load(0, 0, 0)
 
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""

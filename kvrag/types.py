@@ -21,6 +21,9 @@ FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
 
+Stage = tuple[str, float, float]
+"""Name of a stage, and when it began and ended: seconds on ``time.perf_counter``'s clock."""
+
 HoleReason = Literal["late", "absent", "damaged", "unreadable"]
 """Why a stored chunk was not loaded."""
 
@@ -238,6 +241,8 @@ class Accounting:
         ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse; ``"full"``: none.
     timings_ms
         Milliseconds per stage.
+    stages
+        When each began and ended, as the process' clock has it (:data:`Stage`).
     loaded_bytes
         Bytes of KV loaded from the store.
     fallback_reason
@@ -262,6 +267,7 @@ class Accounting:
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
+    stages: tuple[Stage, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -299,6 +305,15 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of the probability that the model gave to a token of an answer, and to the likeliest ones in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult(Accounting):
     """A generated answer.
@@ -318,6 +333,8 @@ class GenerationResult(Accounting):
         Wall time of the whole call; decoding speed after the first token.
     tool_calls
         The tools that the answer calls.
+    logprobs
+        One for each of ``token_ids``, if they were asked for.
     """
 
     text: str
@@ -327,6 +344,7 @@ class GenerationResult(Accounting):
     total_ms: float
     tokens_per_s: float
     tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

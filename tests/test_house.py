@@ -72,7 +72,7 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 516, "kvrag/config.py": 360, "kvrag/types.py": 404, "kvrag/testing/store.py": 410}
+LONGER_FILES = {"kvrag/engine.py": 520, "kvrag/config.py": 372, "kvrag/types.py": 424, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 59,

@@ -27,7 +27,7 @@ from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.model.turns import lost_s
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,13 @@ NOTABLE_S = 0.001  # a shorter wait for a turn is none
 
 @dataclass(slots=True)
 class Clock:
-    """Milliseconds per stage; what a request waits for others, or works for them, is a stage of its own, ``wait``."""
+    """Milliseconds per stage, and when each began and ended, in seconds on ``time.perf_counter``'s clock.
+
+    What a request waits for others, or works for them, is a stage of its own, ``wait``.
+    """
 
     timings_ms: dict[str, float] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -47,8 +51,9 @@ class Clock:
         try:
             yield
         finally:
-            lost = lost_s() - lost
-            self._add(name, time.perf_counter() - start - lost)
+            end, lost = time.perf_counter(), lost_s() - lost
+            self._add(name, end - start - lost)
+            self.stages.append((name, start, end))
             if lost > 0:
                 self._add("wait", lost)
 
@@ -59,6 +64,7 @@ class Clock:
         with turn:
             if (waited := time.perf_counter() - start) > NOTABLE_S:
                 self._add("wait", waited)
+                self.stages.append(("wait", start, start + waited))
             yield
 
     def _add(self, name: str, seconds: float) -> None:
@@ -104,6 +110,7 @@ class Prefilled:
             "repaired_tokens": self.num_repaired,
             "computed_tokens": self.num_live,
             "timings_ms": clock.timings_ms,
+            "stages": tuple(clock.stages),
         }
 
 

@@ -208,10 +208,11 @@ class Answering:
         with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
             ids, plain = done.token_ids, (encoder.decode, None)
             show, calls = calls_in(form, encoder, ids, eos_ids) if form.tools else plain
+            sampler = Sampler(config, ids, repetition_penalty=penalty, constraint=constraint)
             answer = decode(
                 done.extend,
                 done.logits,
-                Sampler(config, ids, repetition_penalty=penalty, constraint=constraint),
+                sampler,
                 TextStream(show, config.stop),
                 max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids),
@@ -233,6 +234,7 @@ class Answering:
             total_ms=(end - start) * 1e3,
             tokens_per_s=more / (end - first) if more else 0.0,
             tool_calls=answer.calls,
+            logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
         )
 
 

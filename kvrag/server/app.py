@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -21,6 +21,9 @@ from kvrag.server.gate import Gate
 from kvrag.server.metrics import Metrics
 from kvrag.server.service import Service, service_of
 
+_QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
+"""Of newer FastAPIs' own telemetry, which would tell of bodies that can't be read and of exceptions' messages; kvrag has its own."""
+
 
 def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastAPI:
     """Make the ASGI application of an engine.
@@ -36,7 +39,7 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
         Keys, limits and the model's name.
     """
     config = config or ServerConfig()
-    app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life)
+    app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=_QUIET)
     admission = Admission(config.max_running, config.max_waiting)
     service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
     app.state.is_loaded = False
@@ -48,7 +51,7 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     app.get("/v1/models")(models)
     app.get("/v1/models/{name:path}")(model)
     handle_errors(app)
-    app.add_middleware(Gate, config=config, responses=service.metrics.responses)
+    app.add_middleware(Gate, config=config, count=service.metrics.count)
     return app
 
 

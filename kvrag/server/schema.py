@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,11 +11,6 @@ from kvrag.config import RepairConfig, as_config
 from kvrag.types import Mode
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -26,8 +22,25 @@ _IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cac
 """Fields that change no answer."""
 
 
+MAX_DEPTH = 64
+"""Of lists and objects inside each other, in a body: schemas of tools need a dozen, and what reads them recursively has an end."""
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_depth(cls, data: Any) -> Any:
+        level, depth = [data], 0
+        while level := [inner for each in level for inner in _inside(each)]:
+            if (depth := depth + 1) > MAX_DEPTH:
+                raise ValueError(f"it nests deeper than {MAX_DEPTH} levels; make it flatter")
+        return data
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class Document(_Body):
@@ -67,6 +80,9 @@ class Completion(_Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
     stop: str | list[str] | None = None
     seed: int | None = Field(default=None, ge=0)
     n: int = Field(default=1, ge=1, le=8)
@@ -97,15 +113,34 @@ class ChatRequest(Completion):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens' log-probabilities are wanted beside the chosen one's; ``None``: none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
 
 
 class TextRequest(Completion):
     """Body of ``/v1/completions``."""
 
     prompt: str | list[str]
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As :attr:`ChatRequest.num_logprobs`."""
+        return self.logprobs
 
 
 class KVDocument(_Body):
