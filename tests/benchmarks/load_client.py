@@ -6,12 +6,14 @@ What comes back is kept as it came, with the time of each piece. Nothing of kvra
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -234,6 +236,18 @@ class Server:
         request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", headers=headers)
         with urllib.request.urlopen(request, timeout=60) as response:
             return str(response.read().decode())
+
+    def post(self, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:
+        """Send JSON that asks for no completion, and return status and body; status 0 where the server is gone."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except (OSError, http.client.HTTPException) as error:
+            return 0, str(error)
 
     def metrics(self) -> dict[str, float]:
         """Return ``/metrics``: value by name and labels, as they are written there."""
