@@ -258,7 +258,7 @@ class Server:
         """Return its resident bytes, now and at their peak, threads and open files (Linux)."""
         folder = Path(f"/proc/{self.process.pid}")
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        kilobytes = {"rss": status["VmRSS"], "peak": status["VmHWM"]}
+        kilobytes = {"rss": status.get("VmRSS", "0"), "peak": status.get("VmHWM", "0")}  # neither where it has ended
         found = {name: 1024 * int(value.split()[0]) for name, value in kilobytes.items()}
         return found | {"threads": int(status["Threads"]), "files": len(list((folder / "fd").iterdir()))}
 

@@ -180,10 +180,11 @@ class Load:
                 index, stream = rng.randrange(len(self.singles.asks)), rng.random() < 0.6
                 leaves = stream and rng.random() < self.leaving
                 rude = Rude(rng.randrange(1, 8) if leaves else None, self.pause_s)
-                self.done.append(
-                    (index, await self.singles.asks[index].send(self.server.port, stream=stream, rude=rude))
-                )
-                if len(self.done) % 50 == 0 and self.server.process.poll() is None:
+                answer = await self.singles.asks[index].send(self.server.port, stream=stream, rude=rude)
+                self.done.append((index, answer))
+                if answer.status == 0:
+                    return  # the server is gone
+                if len(self.done) % 50 == 0:
                     self.sizes.append(self.server.size())
 
         tasks = [asyncio.create_task(client()) for _ in range(self.clients)]
