@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,27 +24,45 @@ from kvrag.layers import parts
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, LayerShape
+from kvrag.model.turns import lost_s
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
 from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
 
+NOTABLE_S = 0.001  # a shorter wait for a turn is none
+
 
 @dataclass(slots=True)
 class Clock:
-    """Milliseconds per stage."""
+    """Milliseconds per stage; what a request waits for others, or works for them, is a stage of its own, ``wait``."""
 
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time spent inside to a stage."""
-        start = time.perf_counter()
+        start, lost = time.perf_counter(), lost_s()
         try:
             yield
         finally:
-            self.timings_ms[name] = self.timings_ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+            lost = lost_s() - lost
+            self._add(name, time.perf_counter() - start - lost)
+            if lost > 0:
+                self._add("wait", lost)
+
+    @contextmanager
+    def waiting(self, turn: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter a context that is waited for."""
+        start = time.perf_counter()
+        with turn:
+            if (waited := time.perf_counter() - start) > NOTABLE_S:
+                self._add("wait", waited)
+            yield
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.timings_ms[name] = self.timings_ms.get(name, 0.0) + seconds * 1e3
 
 
 @dataclass(frozen=True, slots=True)

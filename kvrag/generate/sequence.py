@@ -21,6 +21,7 @@ from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
+from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
@@ -35,14 +36,11 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.prompt.tools import TEXT, Form
 from kvrag.store import TieredStore
-from kvrag.threads import Deadline, Turns, fork_lock
+from kvrag.threads import Deadline, fork_lock
 from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
-
-MAX_RUNNING = 8  # requests of this process that hold the KV of their prompts at once; the others wait for their turn
-TURNS = Turns(MAX_RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,7 @@ class Answering:
             load_timeout_s=deadline.left_s,
             clock=clock,
         )
-        with TURNS.turn(cancel):
+        with clock.waiting(scheduler_of(self.loaded).turn(kv_bytes(self.loaded, total), cancel)):
             done = _retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self.store.release)
             try:
                 yield replace(done, missed=missed) if missed else done, clock
@@ -225,7 +223,7 @@ class Answering:
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
         if request.repair.audit:
-            self.stats.audit.offer(self.loaded, done, request.repair.audit, TURNS)
+            self.stats.audit.offer(self.loaded, done, request.repair.audit, scheduler_of(self.loaded))
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
