@@ -56,12 +56,12 @@ MALFORMED: tuple[Any, ...] = (
 )
 
 
-def answers(folder: Path, *, requests: int, clients: int, limit: float | None = None) -> Outcome:
+def answers(folder: Path, *, requests: int, clients: int, different: int, limit: float | None = None) -> Outcome:
     """Ask so many times with so many clients at once, some of whom leave; judge everything that came and what is counted."""
     outcome, tiny = Outcome(), Tiny(folder)
     with tiny.start() as server:
         precompute_all(server, outcome)
-        singles = Singles(asks(96)).run(server, outcome)
+        singles = Singles(asks(different)).run(server, outcome)
         before = server.metrics()
         load = Load(server, singles, outcome, clients, leaving=0.05).run(lambda sent: sent >= requests)
         load.judge()
@@ -265,7 +265,7 @@ def malformed(folder: Path, *, requests: int) -> Outcome:
 
 
 SHORT: dict[str, run.Scenario] = {
-    "answers": partial(answers, requests=300, clients=24),
+    "answers": partial(answers, requests=300, clients=24, different=32),
     "kills": partial(kills, rounds=1),
     "full disk": full_disk,
     "slow clients": partial(slow_clients, requests=60),
@@ -275,7 +275,7 @@ SHORT: dict[str, run.Scenario] = {
 }
 LONG: dict[str, run.Scenario] = {
     **SHORT,
-    "answers": partial(answers, requests=10_000, clients=32, limit=0.02),
+    "answers": partial(answers, requests=10_000, clients=32, different=96, limit=0.02),
     "kills": partial(kills, rounds=20),
     "slow clients": partial(slow_clients, requests=600),
     "64 streams": partial(soak, seconds=600, limit=0.02),
