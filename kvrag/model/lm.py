@@ -176,7 +176,7 @@ class CausalLM:
             forward.final = self._switch.final if logits else forward.weighed[-1]
         with self.turns:
             out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
-            if self._captured is not None and not self.turns.is_stepping:
+            if self._captured is not None:  # of steps between its layers, too; those of this forward come last
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total
 
