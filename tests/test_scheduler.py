@@ -113,6 +113,18 @@ def test_requests_that_do_not_fit_together_are_all_answered(engine_of, monkeypat
     assert room.load == (0, 0, 0)
 
 
+def test_the_engine_says_what_runs(engine_of):
+    engine = engine_of("llama")
+    assert engine.load == (0, 0, 0), "before the model is loaded"
+    stream = engine.stream("Who?", max_new_tokens=200)
+    next(stream)
+    load = engine.stats()["load"]
+    assert load["running"] == 1
+    assert load["kv_bytes"] >= 200 * engine.loaded.lm.kv_bytes_per_token
+    stream.close()
+    assert settled(scheduler_of(engine.loaded), 0, 0)
+
+
 def test_a_request_that_fails_gives_its_room_back(engine_of, monkeypatch):
     engine, room = engine_of("llama"), Scheduler(1, 1)
     monkeypatch.setattr(sequence, "scheduler_of", lambda _: room)
