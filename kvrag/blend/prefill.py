@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
-from kvrag.blend.stitch import filling, stitch
+from kvrag.blend.stitch import Past, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
@@ -24,73 +23,11 @@ from kvrag.layers import parts
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, LayerShape
-from kvrag.model.turns import lost_s
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Stage
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
 
 logger = logging.getLogger(__name__)
-
-Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Rotated keys and values of each layer, ``(1, H_kv, T, D)``."""
-
-NOTABLE_S = 0.001  # a shorter wait for a turn is none
-
-
-@dataclass(slots=True)
-class Clock:
-    """Milliseconds per stage, and when each began and ended, in seconds on ``time.perf_counter``'s clock.
-
-    What a request waits for others, or works for them, is a stage of its own, ``wait``.
-    """
-
-    timings_ms: dict[str, float] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
-        start, lost = time.perf_counter(), lost_s()
-        try:
-            yield
-        finally:
-            end, lost = time.perf_counter(), lost_s() - lost
-            self._add(name, end - start - lost)
-            self.stages.append((name, start, end))
-            if lost > 0:
-                self._add("wait", lost)
-
-    @contextmanager
-    def waiting(self, turn: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter a context that is waited for."""
-        start = time.perf_counter()
-        with turn:
-            if (waited := time.perf_counter() - start) > NOTABLE_S:
-                self._add("wait", waited)
-                self.stages.append(("wait", start, start + waited))
-            yield
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.timings_ms[name] = self.timings_ms.get(name, 0.0) + seconds * 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """Rows of earlier requests that a prompt begins with: the first ``num_exact`` of ``num_rows`` equal a full prefill's."""
-
-    parts: tuple[tuple[Layers, int], ...]
-    num_exact: int
-    num_rows: int
-
-    def fill(self, layers: Layers, num_rows: int) -> None:
-        """Copy the first ``num_rows`` rows into a request's buffer."""
-        at = 0
-        for part, count in self.parts:
-            count = min(count, num_rows - at)
-            for own, kept in zip(layers, part, strict=True):
-                for side, rows in zip(own, kept, strict=True):
-                    side[:, :, at : at + count] = rows[:, :, :count]
-            at += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +129,7 @@ def prefill(
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     with filling(buffer):
         if past and layout.history:
-            with clock.stage("stitch"):
+            with clock.stage("history"):
                 past.fill(buffer.layers, layout.history.num_rows)
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     if price is not None:

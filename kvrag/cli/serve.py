@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvrag.cli.options import ENGINE, LIMITS, REPAIR, Given, open_engine, takes
+from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, open_engine, takes
 from kvrag.errors import ConfigError, require
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
@@ -22,7 +22,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 _MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 
 
-@takes(engine=ENGINE[1:], repair=REPAIR, limits=LIMITS)
+@takes(engine=ENGINE[1:], repair=REPAIR, limits=SERVED)
 def serve(
     model: Annotated[str, _MODEL],
     engine: Given,

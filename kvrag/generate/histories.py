@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrag.blend.prefill import Layers, Past
+from kvrag.blend.stitch import Layers, Past
 from kvrag.threads import renew_after_fork
 
 

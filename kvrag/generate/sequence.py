@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-import torch
-
+from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel
-from kvrag.blend.prefill import Clock, Past, Prefilled, outcome_of, prefill, refusal_of
+from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
+from kvrag.blend.stitch import Past
 from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
-from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
+from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
 from kvrag.generate.histories import Histories
+from kvrag.generate.retry import retry_without_reuse
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
@@ -183,7 +183,7 @@ class Answering:
         )
         with clock.waiting(scheduler_of(self.loaded).turn(kv_bytes(self.loaded, total), cancel)):
             past, mode = self._past(request, plan), "full" if plan.refusal else request.mode
-            done = _retry_without_reuse(partial(attempt, past=past), mode, self._release)
+            done = retry_without_reuse(partial(attempt, past=past), mode, self._release)
             del past
             try:
                 yield replace(done, missed=missed) if missed else done, clock
@@ -291,31 +291,3 @@ def _missed(request: Request, plan: Plan, erasures: int, again: str | None, *, s
     head = plan.pieces[0].piece.text if again is None else again
     prefix = head if head in (again, *request.prefixes) else request.prefixes[0]  # nothing is encoded behind a question
     return Missed(tuple(dict.fromkeys(chunks)), prefix, request.namespace, erasures, is_again=again is not None)
-
-
-def _retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]) -> Prefilled:
-    """Run a prefill; when memory runs out, once more without reuse, where ``release`` has freed the store's memory."""
-    done, reason = _attempt(attempt, mode)
-    if done is not None:
-        return done
-    if release() or mode != "full":
-        logger.warning("out of memory with reuse (%s); trying once more without", reason)
-        gc.collect()  # the failed attempt's buffers go before the next one allocates
-        torch.cuda.empty_cache()
-        done, reason = _attempt(attempt, "full")
-    if done is None:
-        raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
-            f"or use a smaller model or dtype ({reason})"
-        )
-    return done if mode == "full" else replace(done, fallback_reason="memory ran out with reuse")
-
-
-def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
-    """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
-    try:
-        return attempt(mode=mode), ""
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, str(error)
