@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrag.config import RepairConfig, as_config
+from kvrag.prompt.tokenizer import check_encodable
 from kvrag.types import Mode
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -31,16 +32,19 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_depth(cls, data: Any) -> Any:
+    def _check_all(cls, data: Any) -> Any:
         level, depth = [data], 0
         while level := [inner for each in level for inner in _inside(each)]:
             if (depth := depth + 1) > MAX_DEPTH:
                 raise ValueError(f"it nests deeper than {MAX_DEPTH} levels; make it flatter")
+            for text in level:
+                if isinstance(text, str) and not text.isascii():
+                    check_encodable(text)
         return data
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class Document(_Body):
