@@ -215,10 +215,19 @@ def test_what_is_no_http_is_hung_up_on(url, http, raw):
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(("num", "n"), [(10_000, 1), (17, 2), (0, 1)])
+def test_a_request_asks_for_a_few_answers_at_most(http, num, n):
+    response = http.post("/v1/completions", json={"model": "tiny", "prompt": ["x"] * num, "max_tokens": 1, "n": n})
+    assert response.status_code == 400
+
+
 @pytest.mark.parametrize(
     ("change", "place"),
     [
         ({"n": 99}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1001}, "stop"),
+        ({"logit_bias": {str(n): 1 for n in range(2000)}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"stop": [""]}, "stop"),
