@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,8 @@ from kit import raising
 from texts import make_chunks
 
 from kvrag import threads
-from kvrag.threads import MAX_IDLE, Deadline, Pool, Turns, fork_lock
+from kvrag.generate.scheduler import Scheduler
+from kvrag.threads import MAX_IDLE, Deadline, Pool, fork_lock
 
 WAIT_S = 60.0
 
@@ -170,10 +171,10 @@ def test_without_threads_the_answer_is_computed(engine_of, pool, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool, go_on):
-    lock, turns, inside = fork_lock(), Turns(1), threading.Event()
+    lock, turns, inside = fork_lock(), Scheduler(1, 10), threading.Event()
 
     def hold():
-        with lock, turns.turn():
+        with lock, turns.turn(10):
             inside.set()
             go_on.wait(WAIT_S)
 
@@ -182,7 +183,7 @@ def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool, go_on):
     pid = os.fork()
     if not pid:
         is_free = lock.acquire(timeout=1)
-        with turns.turn():
+        with turns.turn(10):
             os._exit(0 if is_free and Deadline(20.0).ask(lambda: 1, 0, what="it") == 1 else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
@@ -214,18 +215,6 @@ def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what, wait_s, 
     script = [sys.executable, "-c", AT_EXIT, what, str(wait_s)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
-
-
-# -- turns -----------------------------------------------------------------------------------------------------------------
-
-
-def test_turns_let_so_many_in_and_give_up_when_cancelled():
-    turns, cancel = Turns(2), threading.Event()
-    cancel.set()
-    with turns.turn(), turns.turn(), pytest.raises(CancelledError), turns.turn(cancel):
-        pytest.fail("a third one got in")
-    with turns.turn(), turns.turn(cancel):
-        pass
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------------------

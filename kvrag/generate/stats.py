@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvrag.generate.audit import Audit
@@ -23,20 +21,7 @@ class EngineStats:
     def __init__(self) -> None:
         self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
-        self.audit, self.watch, self.held_bytes = Audit(), Watch(), 0
-
-    @contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
-        """Count the KV of a running request until the context ends."""
-        self._hold(num_bytes)
-        try:
-            yield
-        finally:
-            self._hold(-num_bytes)
-
-    def _hold(self, num_bytes: int) -> None:
-        with self._lock:
-            self.held_bytes += num_bytes
+        self.audit, self.watch = Audit(), Watch()
 
     def count(self, result: Counted) -> Counted:
         """Add one request, and return it."""

@@ -15,11 +15,11 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, NextRows, StopForward, running, switched
+from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, running, switched
 from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
 from kvrag.model.rope import Rotations
-from kvrag.model.rows import KVArena, KVBuffer, Rows
-from kvrag.model.steps import Extension, NextRow
+from kvrag.model.rows import KVBuffer, Rows
+from kvrag.model.steps import Extension, NextRow, NextRows
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
 from kvrag.model.turns import turns_of
 
@@ -95,14 +95,12 @@ class CausalLM:
                     f"the rotary angles of {name} change with the prompt's length, so stored keys can't be moved exactly"
                 )
 
-    def arena(self, slots: int, *, batch: int = 1) -> KVArena:
-        """Allocate KV in slots, for one request or several."""
-        keeps_ids = self.reuse_window < self.context_window and batch == 1
-        return KVArena(self.shapes, slots, dtype=self.dtype, device=self.device, batch=batch, keeps_ids=keeps_ids)
-
     def buffer(self, capacity: int, *, batch: int = 1) -> KVBuffer:
         """Allocate the KV of one request, or of a batch of chunks."""
-        return self.arena(capacity, batch=batch).view(0, capacity)
+        keeps_ids = self.reuse_window < self.context_window and batch == 1
+        return KVBuffer.empty(
+            self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, keeps_ids=keeps_ids
+        )
 
     def rotary(self, num_positions: int) -> Rotations:
         """Return the rotations of positions 0 to ``num_positions - 1`` in every layer, float32."""
@@ -144,7 +142,7 @@ class CausalLM:
         rows
             What to compute.
         kv
-            The request's buffer, or the arena for several requests. A slot that a row sees must be written before, or be among ``rows``.
+            The request's buffer. A slot that a row sees must be written before, or be among ``rows``.
         logits
             How many last rows need logits; 0 skips the language model's head.
         mass_rows, mass_layers
@@ -178,7 +176,7 @@ class CausalLM:
             forward.final = self._switch.final if logits else forward.weighed[-1]
         with self.turns:
             out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
-            if self._captured is not None and not self.turns.is_stepping:
+            if self._captured is not None:  # of steps between its layers, too; those of this forward come last
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -23,6 +24,9 @@ from kvrag.server.service import Service, service_of
 
 _QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
 """Of newer FastAPIs' own telemetry, which would tell of bodies that can't be read and of exceptions' messages; kvrag has its own."""
+
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastAPI:
@@ -58,7 +62,9 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
-    await run_in_threadpool(lambda: service.engine.loaded)
+    loaded = await run_in_threadpool(lambda: service.engine.loaded)
+    if not getattr(loaded.lm, "can_share_forwards", False):
+        logger.warning("answers of this model are decoded one after the other; see docs/support.md")
     app.state.is_loaded = True
     yield
     service.admission.is_draining = True

@@ -33,7 +33,7 @@ class ServerConfig:
 
     model_name: str | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    max_running: int = 8
+    max_running: int = 64
     max_waiting: int = 256
     max_per_key: int | None = None
     max_body_bytes: int = 8 * 2**20

@@ -69,7 +69,7 @@ class Metrics:
         self._loaded = counter("loaded_bytes", "Bytes of KV that were loaded for prompts.")
         gauge("requests_running", "Requests that are answered.", lambda: admission.running)
         gauge("requests_waiting", "Requests that wait.", lambda: admission.waiting)
-        gauge("running_kv_bytes", "Bytes of KV that running requests hold.", lambda: engine.running_kv_bytes)
+        gauge("running_kv_bytes", "Bytes of KV that running requests hold.", lambda: engine.load.kv_bytes)
         self._removed = counter("store_evictions", "Chunks that left a tier.", "tier", "reason")
         engine.store.listen(self._hear)
         own.register(_OfStore(engine))

@@ -305,3 +305,10 @@ def test_keys_without_a_tenant_are_refused(text):
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match="ServerConfig"):
         ServerConfig(**options)
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("llama", False), ("bloom", True)])
+def test_a_model_whose_requests_take_turns_says_so(engine_of, name, is_said, caplog):
+    with served(engine_of(name), ServerConfig(model_name="tiny")):
+        pass
+    assert ("decoded one after the other" in caplog.text) == is_said
