@@ -76,7 +76,7 @@ def test_leaving_while_decoding_ends_it_within_two_tokens(url, app, steps, strea
     until(lambda: not app.state.service.admission.running)
     count = len(steps.made)
     steps.gate.set()
-    until(lambda: app.state.service.engine.running_kv_bytes == 0)
+    until(lambda: app.state.service.engine.load.kv_bytes == 0)
     assert len(steps.made) - count <= 2
     assert samples(url, "kvrag_requests_cancelled_total", reason="client_left") == before + 1
 
@@ -96,7 +96,7 @@ def test_leaving_while_queueing_gives_the_place_up(engine, steps, stream):
         first.close()
         until(lambda: not admission.running)
         steps.gate.set()
-        until(lambda: engine.running_kv_bytes == 0)
+        until(lambda: engine.load.kv_bytes == 0)
         assert len(steps.made) <= 3  # of the first alone
         assert samples(url, "kvrag_requests_cancelled_total", reason="client_left") == 2
 
@@ -116,7 +116,7 @@ def test_leaving_while_prefilling_leaves_nothing_to_decode(url, app, engine, ste
     peer.close()
     until(lambda: not app.state.service.admission.running)
     gate.set()
-    until(lambda: sequence.TURNS.is_idle)
+    until(lambda: engine.load.kv_bytes == 0)
     assert len(steps.made) <= 2
 
 

@@ -93,6 +93,10 @@ def nested(depth, kind):
     return b'{"a":' * depth + b"1" + b"}" * depth if kind == "object" else b"[" * depth + b"]" * depth
 
 
+def nested_list(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
 def places(value, path=()):
     """All paths inside a value, its own too."""
     yield path
@@ -233,6 +237,8 @@ def test_a_request_asks_for_a_few_answers_at_most(http, num, n):
         ({"stop": [""]}, "stop"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"stream_options": {"include_usage": 7}}, "stream_options"),
+        ({"tools": nested_list(65)}, "nests"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": math.nan}}}}, "JSON schema"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
