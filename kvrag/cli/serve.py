@@ -38,11 +38,7 @@ def serve(
     """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
     uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
     require("sse_starlette", extra="server", purpose="kvrag serve")
-    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
-    if host not in _LOCAL and not keys and not insecure:
-        raise ConfigError(
-            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
-        )
+    keys = _keys(host, is_insecure=insecure)
     from kvrag.server import ServerConfig, create_app
 
     warnings.filterwarnings(
@@ -67,6 +63,15 @@ def serve(
         )
         with suppress(KeyboardInterrupt):
             Server(options).run()
+
+
+def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
+    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
+    if host not in _LOCAL and not keys and not is_insecure:
+        raise ConfigError(
+            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
+        )
+    return keys
 
 
 def log_config(log_format: str) -> dict[str, Any]:

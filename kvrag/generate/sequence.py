@@ -248,10 +248,7 @@ class Answering:
             show, calls = calls_in(form, encoder, ids, eos_ids) if form.tools else plain
             sampler = Sampler(config, ids, repetition_penalty=penalty, constraint=constraint)
             answer = decode(
-                done.extend,
-                done.logits,
-                sampler,
-                TextStream(show, config.stop),
+                *(done.extend, done.logits, sampler, TextStream(show, config.stop)),
                 max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,

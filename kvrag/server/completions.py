@@ -183,7 +183,7 @@ async def _work(
             arrived.put_nowait((index, error))
 
     try:
-        async with service.admission.turn():
+        async with service.admission.turn(request.state.tenant):
             timer.began()
             await asyncio.gather(*[read(index, stream) for index, stream in enumerate(streams)])
     except Exception as error:
