@@ -37,7 +37,7 @@ def renew_after_fork(thing: Any) -> None:
 
 
 def at_thread_end(thing: Any) -> None:
-    """Have ``thing._at_thread_end()`` called in each of a pool's threads before it ends, for what the thread keeps there."""
+    """Have ``thing.at_thread_end()`` called in each of a pool's threads before it ends, for what the thread keeps there."""
     _threaded.add(thing)
 
 
@@ -152,7 +152,7 @@ class Pool:
                 job.future.set_result(result)
             del job, result, error  # they may hold chunks, and the next job may be long in coming
         for each in list(_threaded):
-            each._at_thread_end()
+            each.at_thread_end()
 
     def _next(self, thread: threading.Thread) -> _Job | None:
         """Wait for a job; ``None`` where the thread is not needed any more."""

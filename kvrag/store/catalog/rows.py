@@ -161,7 +161,7 @@ class Rows:
             if self._private:
                 shutil.rmtree(self._private, ignore_errors=True)
 
-    def _at_thread_end(self) -> None:
+    def at_thread_end(self) -> None:
         """Close this thread's connection: it is part of a cycle, and would stay open with its memory until Python looks for garbage."""
         with self._looking, suppress(*FAULTS):
             if self._cache is not None:
