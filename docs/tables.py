@@ -529,8 +529,9 @@ def _behind(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 def load_figures(result: dict[str, Any]) -> str:
     """Set the single figures beside their goals."""
-    parts, figures = result["parts"], result["parts"]["figures"]
-    rows = []
+    parts, rows = result["parts"], []
+    if (figures := parts.get("figures")) is None:
+        return NOT_MEASURED
     for d in figures["decode"]:
         what = f"decode throughput of 8 streams over one's, {d['prompt_tokens']:,} tokens, {d['where']}"
         rows.append([what, f"{d['ratio']:.2f}× (prefills included: {d['ratio_whole']:.2f}×)", "≥ 3×"])

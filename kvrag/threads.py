@@ -28,11 +28,17 @@ EXIT_WAIT_S = 10.0  # how long the end of the process waits for actions under wa
 EXIT_GRACE_S = 1.0  # after this, an action that has a cancel event and goes on all the same gets a SystemExit
 
 _forkable: weakref.WeakSet[Any] = weakref.WeakSet()
+_threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_after_fork(thing: Any) -> None:
     """Have ``thing._at_fork_reinit()`` called in a forked child, where the threads that it knows of are gone."""
     _forkable.add(thing)
+
+
+def at_thread_end(thing: Any) -> None:
+    """Have ``thing.at_thread_end()`` called in each of a pool's threads before it ends, for what the thread keeps there."""
+    _threaded.add(thing)
 
 
 def fork_lock() -> threading.RLock:
@@ -145,6 +151,8 @@ class Pool:
             elif not job.future.cancelled():
                 job.future.set_result(result)
             del job, result, error  # they may hold chunks, and the next job may be long in coming
+        for each in list(_threaded):
+            each.at_thread_end()
 
     def _next(self, thread: threading.Thread) -> _Job | None:
         """Wait for a job; ``None`` where the thread is not needed any more."""

@@ -1,12 +1,16 @@
 """The threads of the package: kept, never waited behind, fresh after a fork; and budgets of time over what they do."""
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +18,9 @@ from kit import raising
 from texts import make_chunks
 
 from kvrag import threads
+from kvrag.config import StoreConfig
 from kvrag.generate.scheduler import Scheduler
+from kvrag.store import open_store
 from kvrag.threads import MAX_IDLE, Deadline, Pool, fork_lock
 
 WAIT_S = 60.0
@@ -116,6 +122,37 @@ def test_no_more_threads_stay_than_are_of_use(pool, started):
     assert len(pool._threads) == MAX_IDLE
     assert pool.submit(lambda: 1).result(WAIT_S) == 1
     assert len(started) == 3 * MAX_IDLE
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's list of open files")
+def test_threads_that_end_leave_no_connection_open(pool, tmp_path):
+    """One that is left to the garbage collector stays open for a long time: under load there were hundreds."""
+    store, count = open_store(tmp_path / "kv", StoreConfig(min_free_bytes=0)), 20
+    everyone = threading.Barrier(count)
+
+    def look():
+        store.catalog.documents("default")
+        everyone.wait(60)
+
+    def connections():
+        found = 0
+        for each in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # the listing's own
+                name = os.readlink(each)
+                found += name.startswith(str(tmp_path)) and name.endswith("-wal")
+        return found
+
+    gc.disable()
+    try:
+        for future in [pool.submit(look) for _ in range(count)]:
+            future.result(60)
+        end = time.monotonic() + WAIT_S
+        while (left := connections()) > MAX_IDLE + 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert 0 < left <= MAX_IDLE + 1
+    finally:
+        gc.enable()
+        store.close()
 
 
 def test_a_limited_pool_keeps_the_rest_waiting_and_they_can_be_cancelled(go_on):

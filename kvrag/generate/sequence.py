@@ -240,22 +240,21 @@ class Answering:
         """
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
         penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
-        space = self._space(request)  # an erasure from here on counts
         form, eos_ids = request.form, eos_token_ids(defaults, encoder.tokenizer)
         constraint = None if form is TEXT else constraint_of(form, encoder.tokenizer, eos_ids)
+        space = self._space(request)  # an erasure from here on counts
         with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
-            ids, plain = done.token_ids, (encoder.decode, None)
-            show, calls = calls_in(form, encoder, ids, eos_ids) if form.tools else plain
-            sampler = Sampler(config, ids, repetition_penalty=penalty, constraint=constraint)
+            read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
+            sampler = Sampler(config, done.token_ids, repetition_penalty=penalty, constraint=constraint)
             answer = decode(
-                *(done.extend, done.logits, sampler, TextStream(show, config.stop)),
+                *(done.extend, done.logits, sampler, TextStream(read[0], config.stop)),
                 max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,
                 cancel=cancel,
-                calls=calls,
+                calls=read[1],
             )
-            end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
+            end, first = time.perf_counter(), answer.first_s
             self._remember(request, space, done, answer.ids)
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
@@ -268,7 +267,7 @@ class Answering:
             finish_reason=answer.finish_reason,
             ttft_ms=(first - start) * 1e3,
             total_ms=(end - start) * 1e3,
-            tokens_per_s=more / (end - first) if more else 0.0,
+            tokens_per_s=(len(answer.ids) - 1) / max(end - first, 1e-9),
             tool_calls=answer.calls,
             logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
         )
