@@ -36,6 +36,33 @@ def source(result: dict[str, Any], file: str) -> str:
     return f"\n{result['model']}; {device}; {versions}; commit {m['commit'][:10]}; all repeats in `tests/benchmarks/results/{file}`.\n"
 
 
+def chat(result: dict[str, Any]) -> str:
+    """Set the turns of a chat over documents beside each other: what is computed, the first token's time, the divergence in turn 2."""
+    rows, chats = [], result["chats"]
+    for turn in range(len(chats[0])):
+        each = [c[turn] for c in chats]
+
+        def middle(name: str, what: str, each: list[dict[str, Any]] = each) -> float:
+            return statistics.median(row[name][what] for row in each)
+
+        ratios = [middle("full", "ttft_ms") / middle(name, "ttft_ms") for name in ("stitch", "history")]
+        made = [f"{middle(name, 'made'):.1%}" for name in ("stitch", "history")]
+        rows.append([str(turn + 1), f"{middle('full', 'prompt_tokens'):.0f}", *made, *(f"{r:.1f}×" for r in ratios)])
+    words = []
+    for name, label in (("stitch", "stitched again"), ("history", "going on")):
+        own, first = (statistics.fmean(c[1]["kl"][name][what] for c in chats) for what in ("kl_own", "kl_first"))
+        words.append(f"{label} {own:.3f} / {first:.3f}")
+    header = ["turn", "tokens", "computed or repaired: chunks alone", "with histories"]
+    header += ["first token sooner: chunks alone", "with histories"]
+        f"{label} {own:.3f} / {first:.3f}"
+        for label, (own, first) in zip(("stitched again", "going on"), kls.values(), strict=True)
+    )
+    copied = result["copying_2500_ms"]
+    note = f"\nMedians of {len(chats)} chats. Mean KL to a full prefill in turn 2, own answer / first token: {'; '.join(words)}. "
+    note += f"Keeping 2,500 rows took {copied['keep']:.0f} ms, copying them {copied['copy']:.0f} ms.\n"
+    return table(header, rows) + note + source(result, "chat.json")
+
+
 def ttft(result: dict[str, Any]) -> str:
     """Time to first token by ratio and by prompt length."""
     rows = []
@@ -828,6 +855,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "contexts-short": ("context_short.json", contexts),
     "heads": ("heads.json", heads),
     "speed": ("speed.json", speed),
+    "chat": ("chat.json", chat),
     "check": ("check.json", check),
     "check-targets": ("check.json", check_targets),
     "memory": ("memory.json", memory),

@@ -100,7 +100,8 @@ def run(count: int, threads: int) -> dict[str, Any]:
             each.precompute(item.chunks)
         rows.append(turns(engines, item.messages))
         print(f"chat {number + 1} of {count}", flush=True)
-    return {**machine(), "answer_tokens": ANSWER, "copying_2500_ms": copying(engines["plain"]), "chats": rows}
+    about = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "answer_tokens": ANSWER}
+    return {**about, "copying_2500_ms": copying(engines["plain"]), "chats": rows}
 
 
 def main() -> None:
