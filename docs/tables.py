@@ -54,9 +54,6 @@ def chat(result: dict[str, Any]) -> str:
         words.append(f"{label} {own:.3f} / {first:.3f}")
     header = ["turn", "tokens", "computed or repaired: chunks alone", "with histories"]
     header += ["first token sooner: chunks alone", "with histories"]
-        f"{label} {own:.3f} / {first:.3f}"
-        for label, (own, first) in zip(("stitched again", "going on"), kls.values(), strict=True)
-    )
     copied = result["copying_2500_ms"]
     note = f"\nMedians of {len(chats)} chats. Mean KL to a full prefill in turn 2, own answer / first token: {'; '.join(words)}. "
     note += f"Keeping 2,500 rows took {copied['keep']:.0f} ms, copying them {copied['copy']:.0f} ms.\n"
