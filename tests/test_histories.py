@@ -304,3 +304,16 @@ def test_a_closed_engine_keeps_nothing(engine_of):
     histories = engine._answering.histories
     engine.close()
     assert histories.stats()["tokens"] == 0
+
+
+def test_who_asks_for_another_repair_does_not_get_rows_of_this_one(engine_of):
+    engine, plain = engine_of("llama", store_config=KEPT), engine_of("llama")
+    for each in (engine, plain):
+        each.precompute(CHUNKS)
+    prompt = "\n\n".join([*CHUNKS[:3], QUESTIONS[0]])
+    answer = engine.generate(prompt, mode="stitch", max_new_tokens=6).text
+    more, options = f"{prompt}{answer}\n\n{QUESTIONS[1]}", {"mode": "stitch", "repair": {"strategy": "all"}}
+    assert engine.prefill(more, mode="stitch").history_tokens > len(plain.prefill(prompt).prompt_ids) - 1
+    results = [each.prefill(more, **options) for each in (engine, plain)]
+    assert [r.exactness for r in results] == ["exact", "exact"]
+    torch.testing.assert_close(results[0].logits, results[1].logits, atol=1e-4, rtol=1e-3)

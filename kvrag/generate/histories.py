@@ -19,13 +19,14 @@ from kvrag.threads import renew_after_fork
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Rows behind those of ``parent``: ids, int64 ``(T,)``, and KV; at least ``needed`` of them are used, or none."""
+    """Rows behind those of ``parent``: ids, int64 ``(T,)``, and KV; at least ``needed`` of them are used, or none; ``repair`` made approximate ones."""
 
     parent: _Node | None
     ids: np.ndarray
     layers: Layers
     is_exact: bool = True
     needed: int = 1
+    repair: Hashable = None
     children: list[_Node] = field(default_factory=list)
 
     @property
@@ -71,16 +72,28 @@ class Histories:
             self._nodes.clear()
             return freed
 
-    def find(self, space: Hashable, token_ids: Sequence[int], *, only_exact: bool = False) -> Past | None:
-        """Return the rows to begin a prompt with; ``None`` where there are none. Its last row is always left to compute."""
+    def find(
+        self, space: Hashable, token_ids: Sequence[int], *, only_exact: bool = False, repair: Hashable = None
+    ) -> Past | None:
+        """Return the rows to begin a prompt with; ``None`` where there are none. The last row is left to compute.
+
+        Approximate rows are those that the same ``repair`` made: who asks for a better one doesn't get another's.
+        """
         with self._lock:
-            path = self._walk(space, np.asarray(token_ids[:-1]), only_exact=only_exact)
+            path = self._walk(space, np.asarray(token_ids[:-1]), only_exact=only_exact, repair=repair)
             exact = sum(count for node, count in path if node.is_exact)
             parts = tuple((node.layers, count) for node, count in path)
         return Past(parts, exact, sum(count for _, count in parts)) if parts else None
 
     def keep(
-        self, space: Hashable, token_ids: Sequence[int], layers: Layers, *, num_exact: int, num_prompt: int
+        self,
+        space: Hashable,
+        token_ids: Sequence[int],
+        layers: Layers,
+        *,
+        num_exact: int,
+        num_prompt: int,
+        repair: Hashable = None,
     ) -> None:
         """Keep the rows of a finished request: of its prompt, ``num_prompt``, and of the tokens of its answer that have some.
 
@@ -92,13 +105,17 @@ class Histories:
             node = self._roots.setdefault(space, _Node(None, ids[:0], ()))
             node, at = self._add(node, ids[:num_exact], layers, 0, num_prompt=0)
             if num_exact < len(ids):
-                self._add(node, ids, layers, at, num_prompt=num_prompt)
+                self._add(node, ids, layers, at, num_prompt=num_prompt, repair=repair)
             self._evict()
 
-    def _walk(self, space: Hashable, ids: np.ndarray, *, only_exact: bool) -> list[tuple[_Node, int]]:
+    def _walk(self, space: Hashable, ids: np.ndarray, *, only_exact: bool, repair: Hashable) -> list[tuple[_Node, int]]:
         node, at, path = self._roots.get(space), 0, list[tuple[_Node, int]]()
         while node is not None:
-            fitting = [(c.match(ids[at:]), c.is_exact, c) for c in node.children if c.is_exact or not only_exact]
+            fitting = [
+                (c.match(ids[at:]), c.is_exact, c)
+                for c in node.children
+                if c.is_exact or (c.repair == repair and not only_exact)
+            ]
             count, _, child = max(fitting, key=lambda each: each[:2], default=(0, True, None))
             if child is None or not count:
                 break
@@ -107,11 +124,13 @@ class Histories:
             at, node = at + count, child if count == len(child.ids) else None
         return path
 
-    def _add(self, node: _Node, ids: np.ndarray, layers: Layers, at: int, *, num_prompt: int) -> tuple[_Node, int]:
+    def _add(
+        self, node: _Node, ids: np.ndarray, layers: Layers, at: int, *, num_prompt: int, repair: Hashable = None
+    ) -> tuple[_Node, int]:
         """Add what is missing of ``ids[at:]`` below a node, exact rows if ``num_prompt`` is 0; return the last node, and where it ends."""
         is_exact = num_prompt == 0
         while at < len(ids):
-            known = [(c.match(ids[at:]), c) for c in node.children if c.is_exact == is_exact]
+            known = [(c.match(ids[at:]), c) for c in node.children if c.is_exact == is_exact and c.repair == repair]
             count, child = max(known, key=lambda each: each[0], default=(0, None))
             if child is None or not count or (not is_exact and count < len(child.ids)):
                 break
@@ -121,7 +140,7 @@ class Histories:
         if len(ids) - at < needed or self._size(layers, len(ids) - at) > self.max_bytes:
             return node, at
         copied = [(keys[:, :, at : len(ids)].clone(), values[:, :, at : len(ids)].clone()) for keys, values in layers]
-        added = _Node(node, ids[at:].copy(), copied, is_exact, needed)
+        added = _Node(node, ids[at:].copy(), copied, is_exact, needed, repair)
         node.children.append(added)
         self._use(added)
         self._num_bytes += added.num_bytes

@@ -194,7 +194,9 @@ class Answering:
         """Return rows of earlier requests that a prompt begins with."""
         if request.mode == "full" or plan.refusal or not self.histories.max_bytes:
             return None
-        return self.histories.find(self._space(request), plan.token_ids, only_exact=request.mode == "prefix")
+        return self.histories.find(
+            self._space(request), plan.token_ids, only_exact=request.mode == "prefix", repair=request.repair
+        )
 
     def _space(self, request: Request) -> Hashable:
         """Return what KV depends on besides token ids; after an erasure, nothing that was there before is found."""
@@ -213,7 +215,9 @@ class Answering:
         try:
             is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
             num_exact = len(rows) if is_exact else done.num_exact
-            self.histories.keep(space, rows, done.buffer.layers, num_exact=num_exact, num_prompt=num_prompt)
+            self.histories.keep(
+                space, rows, done.buffer.layers, num_exact=num_exact, num_prompt=num_prompt, repair=request.repair
+            )
         except (RuntimeError, MemoryError) as error:
             self.histories.clear()
             logger.warning("the KV of a finished request could not be kept (%s)", error)
