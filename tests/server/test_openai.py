@@ -164,7 +164,7 @@ def test_logprobs_are_openais_whole_and_streamed(client, engine, asked):
     assert client.chat.completions.create(**asked).choices[0].logprobs is None
     text = client.chat.completions.create(**asked).choices[0].message.content
     pieces = list(
-        client.chat.completions.create(**ask, stop=[text[2:4]], stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(**ask, stop=[text[:3]], stream=True, stream_options={"include_usage": True})
     )
     told = [piece.choices[0].logprobs for piece in pieces[:-1]]
     assert (
