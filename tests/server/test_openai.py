@@ -162,6 +162,14 @@ def test_logprobs_are_openais_whole_and_streamed(client, engine, asked):
     assert [each.bytes for each in streamed] == [each.bytes for each in whole]
     assert [each.logprob for each in streamed] == pytest.approx([each.logprob for each in whole], abs=1e-4)
     assert client.chat.completions.create(**asked).choices[0].logprobs is None
+    text = client.chat.completions.create(**asked).choices[0].message.content
+    pieces = list(
+        client.chat.completions.create(**ask, stop=[text[:3]], stream=True, stream_options={"include_usage": True})
+    )
+    told = [piece.choices[0].logprobs for piece in pieces[:-1]]
+    assert (
+        sum(len(piece.content) for piece in told if piece) == pieces[-1].usage.completion_tokens
+    )  # the stop string's too
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
         client.chat.completions.create(**asked, top_logprobs=2)
 
