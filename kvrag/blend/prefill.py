@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvrag.blend.cost import CostModel, Price
-from kvrag.blend.layout import Layout, num_rows_of
+from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
@@ -27,7 +27,7 @@ from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.model.turns import lost_s
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Stage
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class Prefilled:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     missed: Missed | None = None
+    sources: tuple[tuple[Source, int], ...] = ()
 
     def release(self) -> None:
         """Free the buffer's memory now, whoever still holds this."""
@@ -102,7 +103,7 @@ class Prefilled:
     def accounting(self, clock: Clock) -> dict[str, Any]:
         """Return the fields of :class:`~kvrag.types.Accounting`."""
         total = len(self.token_ids)
-        same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype")
+        same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype", "sources")
         return {name: getattr(self, name) for name in same} | {
             "prompt_ids": self.token_ids,
             "prompt_tokens": total,
@@ -157,13 +158,13 @@ def prefill(
     price = _price(plan, mode, config, store, costs)
     layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
-    dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
+    rounded = {s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     with filling(buffer):
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
-    kv_dtype, exactness = _outcome(layout, dtypes, len(selected))
+    kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
     return Prefilled(
         extend=model.extension(buffer, layout.num_tokens),
         buffer=buffer,
@@ -177,6 +178,7 @@ def prefill(
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
+        sources=sources_of(layout, selected, rounded),
     )
 
 
@@ -194,7 +196,8 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
     with clock.stage("prefill"):
         logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
         logits = logits.cpu()
-    return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal)
+    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
+    return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal, sources=sources)
 
 
 def _read(
