@@ -16,7 +16,8 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_NAMES = ("index.html", "page.css", "page.js", "corpus.json", "icon.svg")
+NAMES = ("index.html", "page.css", "page.js", "corpus.json", "icon.svg")
+"""The files that are the page; nothing else is served."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -30,10 +31,15 @@ async def index(request: Request) -> Response:
 @router.get("/page/{name}")
 async def part(name: str, request: Request) -> Response:
     """Return one of the page's files, or 304 if the browser has it."""
-    if name not in _NAMES:
+    if name not in NAMES:
         raise HTTPException(404)
-    content = files("kvrag.server").joinpath("static", name).read_bytes()
+    content = read(name)
     headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=mimetypes.guess_type(name)[0])
+
+
+def read(name: str) -> bytes:
+    """Return one of the page's files."""
+    return files("kvrag.server").joinpath("static", name).read_bytes()

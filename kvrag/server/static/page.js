@@ -246,6 +246,7 @@ async function ask(signal) {
   await prepare(passages, signal);
   $("answers").hidden = false;
   $("headline").textContent = "Answering…";
+  if (matchMedia("(max-width: 56rem)").matches) $("answers").scrollIntoView();
   const reuse = await answer($("mode").value, passages, question, $("answer-reuse"), signal);
   $("account").textContent = accountOf(reuse);
   $("headline").textContent = `First token after ${ms(reuse.ttft_ms)}`;
@@ -289,7 +290,8 @@ async function connect(signal) {
   $("model").textContent = "no connection";
   model = (await (await call("v1/models", null, signal)).json()).data[0].id;
   $("model").textContent = model;
-  prepared = new Set((await (await call(`v1/kv/documents?collection=${COLLECTION}`, null, signal)).json()).data);
+  const { data } = await (await call(`v1/kv/documents?collection=${COLLECTION}`, null, signal)).json();
+  prepared = new Set(data.map((id) => id.replace(`${COLLECTION}/`, "")));
   listPassages();
 }
 
