@@ -249,6 +249,9 @@ class StoreConfig:
         None
     )
     """Called with each :class:`kvrag.store.StoreEvent`; must return quickly, and not use the store."""
+    history_bytes: Count = 0
+    """Budget of finished requests' KV, in bytes of the model's device: a prompt that begins as an earlier one, such as the next turn of a
+    chat, computes only what is new. 0: none is kept."""
     load_timeout_s: NonNegative = 10.0
     """Seconds that a request waits for the store in all. Chunks that are not loaded by then are computed."""
     min_chunk_tokens: Positive = 32

@@ -345,6 +345,7 @@ class KVRagEngine:
         space = self._namespace(namespace)
         chosen = documents.chosen_documents(self.store.catalog, space, ids, collection)
         with self._erasures.erasing(space):
+            self._forget()
             return sum(self.store.forget(space, doc_id) for doc_id in chosen)
 
     def retain(
@@ -375,7 +376,13 @@ class KVRagEngine:
         """
         space = None if namespace is None else self._namespace(namespace)
         with self._erasures.erasing(EVERYWHERE if space is None else space):
+            self._forget()
             return self.store.clear(space)
+
+    def _forget(self) -> None:
+        """Forget earlier requests: documents that are erased may have been in them."""
+        if self._query_side is not None:
+            self._query_side.histories.clear()
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents (of a collection) that were precomputed and not deleted, including evicted ones."""
@@ -462,6 +469,8 @@ class KVRagEngine:
     def stats(self) -> dict[str, Any]:
         """Return totals over requests, counters of the audit, of the write-back, if any, and of each tier of the store, and the load."""
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
+        if self._query_side is not None and self.store_config.history_bytes:
+            extra["histories"] = self._query_side.histories.stats()
         return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": self.store.stats()}
 
     @property
@@ -487,7 +496,7 @@ class KVRagEngine:
                 if (config.on_miss == "store" or self._learner) and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
                 own = self._write_back, ids, self._stats, self._learner
-                self._query_side = Answering(loaded, self.store, config, *own)
+                self._query_side = Answering(loaded, self.store, config, *own, self._erasures)
                 self._resources.callback(self._query_side.close)
             return self._query_side
 

@@ -240,6 +240,8 @@ class Accounting:
         Rows with stored KV that were recomputed.
     computed_tokens
         Rows without stored KV: prefix, glue, missing chunks, the question.
+    history_tokens
+        Of the cached rows, those of an earlier request (``StoreConfig.history_bytes``).
     exactness
         ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse; ``"full"``: none.
     timings_ms
@@ -268,6 +270,7 @@ class Accounting:
     computed_tokens: int
     exactness: Exactness
     timings_ms: Mapping[str, float]
+    history_tokens: int = 0
     loaded_bytes: int = 0
     fallback_reason: str | None = None
     has_other_prefix: bool = False

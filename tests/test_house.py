@@ -72,11 +72,12 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 520, "kvrag/config.py": 372, "kvrag/types.py": 436, "kvrag/testing/store.py": 410}
+LONGER_FILES = {"kvrag/engine.py": 530, "kvrag/config.py": 376, "kvrag/types.py": 440, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 59,
     "kvrag/engine.py::KVRagEngine.precompute": 45,
+    "kvrag/blend/prefill.py::prefill": 52,
     "kvrag/hooks.py::precompute_kv": 48,
     "kvrag/model/lm.py::CausalLM.forward": 60,
     "kvrag/verify.py::verify_prompts": 48,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.blend.layout import place, sources_of
+from kvrag.blend.layout import Layout, Segment, place, sources_of
 from kvrag.config import STRATEGIES
 
 CHUNKS = make_chunks(4, words=30)
@@ -89,6 +89,14 @@ def test_rounded_kv_is_never_called_exact(engine_of):
 def test_answers_and_scores_tell_it_too(kept):
     assert "reused" in check(kept.generate(PROMPT, mode="stitch", max_new_tokens=2))
     assert "reused" in check(kept.score(PROMPT, "Nobody.", mode="stitch"))
+
+
+def test_rows_of_an_earlier_turn_are_exact_as_far_as_they_are():
+    after = Layout((Segment(0, 10, "history"), Segment(10, 14, "chunk", source=0), Segment(14, 16, "live")))
+    runs = sources_of(after, torch.tensor([10]), num_exact=6)
+    assert runs == (("exact", 6), ("reused", 4), ("repaired", 1), ("reused", 3), ("computed", 2))
+    exact = Layout((Segment(0, 10, "history", exact=True), Segment(10, 12, "live")))
+    assert sources_of(exact, torch.tensor([], dtype=torch.int64), num_exact=20) == (("exact", 10), ("computed", 2))
 
 
 @settings(deadline=None, max_examples=100)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
-from kvrag.blend.stitch import filling, stitch
+from kvrag.blend.stitch import Past, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
@@ -24,51 +23,11 @@ from kvrag.layers import parts
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, LayerShape
-from kvrag.model.turns import lost_s
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source, Stage
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source
 
 logger = logging.getLogger(__name__)
-
-NOTABLE_S = 0.001  # a shorter wait for a turn is none
-
-
-@dataclass(slots=True)
-class Clock:
-    """Milliseconds per stage, and when each began and ended, in seconds on ``time.perf_counter``'s clock.
-
-    What a request waits for others, or works for them, is a stage of its own, ``wait``.
-    """
-
-    timings_ms: dict[str, float] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
-        start, lost = time.perf_counter(), lost_s()
-        try:
-            yield
-        finally:
-            end, lost = time.perf_counter(), lost_s() - lost
-            self._add(name, end - start - lost)
-            self.stages.append((name, start, end))
-            if lost > 0:
-                self._add("wait", lost)
-
-    @contextmanager
-    def waiting(self, turn: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter a context that is waited for."""
-        start = time.perf_counter()
-        with turn:
-            if (waited := time.perf_counter() - start) > NOTABLE_S:
-                self._add("wait", waited)
-                self.stages.append(("wait", start, start + waited))
-            yield
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.timings_ms[name] = self.timings_ms.get(name, 0.0) + seconds * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +35,8 @@ class Prefilled:
     """A prefilled prompt, ready to decode.
 
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV
-    (``None`` where the model keeps it in a cache of its own). ``missed`` may be stored after the answer; the rest is
+    (``None`` where the model keeps it in a cache of its own), of which the first ``num_exact`` rows equal a full prefill's, and the first
+    ``num_history`` are an earlier request's. ``missed`` may be stored after the answer; the rest is
     :class:`~kvrag.types.Accounting`.
     """
 
@@ -93,6 +53,8 @@ class Prefilled:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     missed: Missed | None = None
+    num_history: int = 0
+    num_exact: int = 0
     sources: tuple[tuple[Source, int], ...] = ()
 
     def release(self) -> None:
@@ -110,6 +72,7 @@ class Prefilled:
             "cached_tokens": total - self.num_live - self.num_repaired,
             "repaired_tokens": self.num_repaired,
             "computed_tokens": self.num_live,
+            "history_tokens": self.num_history,
             "timings_ms": clock.timings_ms,
             "stages": tuple(clock.stages),
         }
@@ -151,20 +114,30 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
+    past: Past | None = None,
 ) -> Prefilled:
-    """Prefill a prompt, with room for the answer; ``load_timeout_s`` is what planning has left of the time that the store has."""
+    """Prefill a prompt, with room for the answer.
+
+    ``load_timeout_s`` is what planning has left of the time that the store has; ``past`` are rows of earlier requests that it begins with.
+    """
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
     price = _price(plan, mode, config, store, costs)
-    layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock)
+    history = (past.num_rows, past.num_exact) if past else None
+    layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock, history)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     rounded = {s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     with filling(buffer):
+        if past and layout.history:
+            with clock.stage("history"):
+                past.fill(buffer.layers, layout.history.num_rows)
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
+    num_history = layout.history.num_rows if layout.history else 0
+    num_exact = layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
     return Prefilled(
         extend=model.extension(buffer, layout.num_tokens),
         buffer=buffer,
@@ -178,16 +151,28 @@ def prefill(
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
-        sources=sources_of(layout, selected, rounded),
+        num_history=num_history,
+        num_exact=num_exact,
+        sources=sources_of(layout, selected, rounded, history[1] if history else 0),
     )
+
+
+def _num_exact(layout: Layout, kv_dtype: KVDtype, history: tuple[int, int] | None) -> int:
+    """Return how many first rows equal a full prefill's in a prompt that as a whole doesn't."""
+    if layout.history and not layout.history.exact and history:
+        return history[1]
+    return next(s.start for s in (layout.stale if kv_dtype == "auto" else layout.reused))
 
 
 def _outcome(layout: Layout, dtypes: set[KVDtype], num_repaired: int) -> tuple[KVDtype, Exactness]:
     """Return what the prompt's KV was rounded to, and its label; where every row was computed, nothing rounded is left."""
-    if not layout.reused:
+    if not layout.reused and not layout.history:
         return "auto", "full"
+    is_exact = layout.history is None or layout.history.exact
     kv_dtype: KVDtype = dtypes.pop() if dtypes and num_rows_of(layout.reused) > num_repaired else "auto"
-    return kv_dtype, "exact" if kv_dtype == "auto" and num_repaired == num_rows_of(layout.stale) else "repaired"
+    return kv_dtype, "exact" if kv_dtype == "auto" and is_exact and num_repaired == num_rows_of(
+        layout.stale
+    ) else "repaired"
 
 
 def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock) -> Prefilled:
@@ -201,11 +186,18 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
 
 
 def _read(
-    model: CausalLM, store: TieredStore, plan: Plan, mode: Mode, price: Price | None, timeout_s: float, clock: Clock
+    model: CausalLM,
+    store: TieredStore,
+    plan: Plan,
+    mode: Mode,
+    price: Price | None,
+    timeout_s: float,
+    clock: Clock,
+    history: tuple[int, int] | None,
 ) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
     """Decide what is reused, load it, and decide again where chunks could not be loaded."""
     cheapest = None if price is None else price.cheapest
-    layout, reason = decide_plan(plan, mode, cheapest)
+    layout, reason = decide_plan(plan, mode, cheapest, history)
     if not layout.reused:  # nothing is read for a prompt that will be prefilled anyway
         return layout, reason, [], {}
     with clock.stage("load"):
@@ -292,7 +284,7 @@ def _blend(
                 change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
             likeness = Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
             selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
-    with clock.stage("repair" if layout.reused else "prefill"):
+    with clock.stage("repair" if layout.reused or layout.history else "prefill"):
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
         logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
     return selected, logits

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvrag.cli.options import ENGINE, LIMITS, REPAIR, Given, open_engine, takes
+from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, open_engine, takes
 from kvrag.errors import ConfigError, require
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
@@ -25,7 +25,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 _MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 
 
-@takes(engine=ENGINE[1:], repair=REPAIR, limits=LIMITS)
+@takes(engine=ENGINE[1:], repair=REPAIR, limits=SERVED)
 def serve(
     model: Annotated[str, _MODEL],
     engine: Given,
@@ -41,11 +41,7 @@ def serve(
     """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
     uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
     require("sse_starlette", extra="server", purpose="kvrag serve")
-    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
-    if host not in _LOCAL and not keys and not insecure:
-        raise ConfigError(
-            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
-        )
+    keys = _keys(host, is_insecure=insecure)
     from kvrag.server import ServerConfig, create_app
 
     warnings.filterwarnings(
@@ -80,6 +76,15 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
             super().handle_exit(sig, frame)
 
     return Server(options)
+
+
+def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
+    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
+    if host not in _LOCAL and not keys and not is_insecure:
+        raise ConfigError(
+            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
+        )
+    return keys
 
 
 def log_config(log_format: str) -> dict[str, Any]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-import torch
-
+from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel
-from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
+from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
+from kvrag.blend.stitch import Past
 from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
-from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
+from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
+from kvrag.generate.histories import Histories
+from kvrag.generate.retry import retry_without_reuse
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
@@ -27,7 +28,7 @@ from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
-from kvrag.precompute.on_miss import WriteBack
+from kvrag.precompute.on_miss import Erasures, WriteBack
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.learn import Learner
 from kvrag.prompt.partial import text_of
@@ -77,6 +78,8 @@ class Answering:
     context_ids: Sequence[int] = ()
     stats: EngineStats = field(default_factory=EngineStats)
     learner: Learner | None = None
+    erasures: Erasures = field(default_factory=Erasures)
+    histories: Histories = field(init=False)
     costs: CostModel = field(init=False)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
@@ -85,11 +88,12 @@ class Answering:
 
     def __post_init__(self) -> None:
         self._read_dtype, self._context = self.store_config.read_dtype, context_digest(self.context_ids)
-        self.costs = CostModel(self.loaded)
+        self.costs, self.histories = CostModel(self.loaded), Histories(self.store_config.history_bytes)
 
     def close(self) -> None:
-        """Do nothing more in the background."""
+        """Do nothing more in the background, and forget earlier requests."""
         self.stats.audit.close()
+        self.histories.clear()
         if self.write_back:
             self.write_back.close()
 
@@ -155,7 +159,7 @@ class Answering:
         """
         clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
         stores = self.write_back is not None and self.store_config.on_miss == "store"
-        erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
+        erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
             learner = self.learner if request.mode != "full" else None
@@ -178,11 +182,44 @@ class Answering:
             clock=clock,
         )
         with clock.waiting(scheduler_of(self.loaded).turn(kv_bytes(self.loaded, total), cancel)):
-            done = _retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self.store.release)
+            past, mode = self._past(request, plan), "full" if plan.refusal else request.mode
+            done = retry_without_reuse(partial(attempt, past=past), mode, self._release)
+            del past
             try:
                 yield replace(done, missed=missed) if missed else done, clock
             finally:
                 done.release()
+
+    def _past(self, request: Request, plan: Plan) -> Past | None:
+        """Return rows of earlier requests that a prompt begins with."""
+        if request.mode == "full" or plan.refusal or not self.histories.max_bytes:
+            return None
+        return self.histories.find(self._space(request), plan.token_ids, only_exact=request.mode == "prefix")
+
+    def _space(self, request: Request) -> Hashable:
+        """Return what KV depends on besides token ids; after an erasure, nothing that was there before is found."""
+        return self.histories.max_bytes and (
+            self.loaded.fingerprint,
+            request.namespace,
+            self.erasures.count(request.namespace),
+        )
+
+    def _remember(self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]) -> None:
+        """Keep a finished request's KV; a fault costs the next turn time, nothing else."""
+        rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
+        is_kept = self.histories.max_bytes and request.mode != "full"
+        if not is_kept or done.buffer is None or refusal_of(self.loaded.lm, len(rows)) is not None:
+            return
+        try:
+            is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
+            num_exact = len(rows) if is_exact else done.num_exact
+            self.histories.keep(space, rows, done.buffer.layers, num_exact=num_exact, num_prompt=num_prompt)
+        except (RuntimeError, MemoryError) as error:
+            self.histories.clear()
+            logger.warning("the KV of a finished request could not be kept (%s)", error)
+
+    def _release(self) -> int:
+        return self.store.release() + self.histories.clear()
 
     def _check_length(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the tokens of prompt and answer together; raise if the model's context window is smaller."""
@@ -203,6 +240,7 @@ class Answering:
         """
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
         penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
+        space = self._space(request)  # an erasure from here on counts
         form, eos_ids = request.form, eos_token_ids(defaults, encoder.tokenizer)
         constraint = None if form is TEXT else constraint_of(form, encoder.tokenizer, eos_ids)
         with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
@@ -210,10 +248,7 @@ class Answering:
             show, calls = calls_in(form, encoder, ids, eos_ids) if form.tools else plain
             sampler = Sampler(config, ids, repetition_penalty=penalty, constraint=constraint)
             answer = decode(
-                done.extend,
-                done.logits,
-                sampler,
-                TextStream(show, config.stop),
+                *(done.extend, done.logits, sampler, TextStream(show, config.stop)),
                 max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,
@@ -221,6 +256,7 @@ class Answering:
                 calls=calls,
             )
             end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
+            self._remember(request, space, done, answer.ids)
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
         if request.repair.audit:
@@ -252,31 +288,3 @@ def _missed(request: Request, plan: Plan, erasures: int, again: str | None, *, s
     head = plan.pieces[0].piece.text if again is None else again
     prefix = head if head in (again, *request.prefixes) else request.prefixes[0]  # nothing is encoded behind a question
     return Missed(tuple(dict.fromkeys(chunks)), prefix, request.namespace, erasures, is_again=again is not None)
-
-
-def _retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]) -> Prefilled:
-    """Run a prefill; when memory runs out, once more without reuse, where ``release`` has freed the store's memory."""
-    done, reason = _attempt(attempt, mode)
-    if done is not None:
-        return done
-    if release() or mode != "full":
-        logger.warning("out of memory with reuse (%s); trying once more without", reason)
-        gc.collect()  # the failed attempt's buffers go before the next one allocates
-        torch.cuda.empty_cache()
-        done, reason = _attempt(attempt, "full")
-    if done is None:
-        raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
-            f"or use a smaller model or dtype ({reason})"
-        )
-    return done if mode == "full" else replace(done, fallback_reason="memory ran out with reuse")
-
-
-def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
-    """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
-    try:
-        return attempt(mode=mode), ""
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, str(error)

@@ -44,7 +44,7 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     """
     config = config or ServerConfig()
     app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=_QUIET)
-    admission = Admission(config.max_running, config.max_waiting)
+    admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
     service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
     app.state.is_loaded = False
     app.include_router(completions.router)

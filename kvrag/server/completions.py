@@ -88,14 +88,8 @@ async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequenc
         tokenizer = service.engine.tokenizer
         choices = [shape.whole(index, result, tokenizer) for index, result in sorted(results.items())]
         made = [results[index] for index in sorted(results)]
-        return JSONResponse(
-            {
-                **head,
-                "object": shape.object,
-                "choices": choices,
-                **usage_of(made, body.n, tokenizer if body.kvrag.trace else None),
-            }
-        )
+        usage = usage_of(made, body.n, tokenizer if body.kvrag.trace else None)
+        return JSONResponse({**head, "object": shape.object, "choices": choices, **usage})
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
@@ -190,7 +184,7 @@ async def _work(
             arrived.put_nowait((index, error))
 
     try:
-        async with service.admission.turn():
+        async with service.admission.turn(request.state.tenant):
             timer.began()
             await asyncio.gather(*[read(index, stream) for index, stream in enumerate(streams)])
     except Exception as error:

@@ -47,12 +47,13 @@ class Gate:
             state["tenant"] = record.tenant = self._tenant(scope["path"], headers)
             await self._app(scope, self._limited(headers, receive), send_named)
         except Exception as error:
-            told = as_api_error(error)
-            record.code, is_begun = told.code, record.status > 0
-            if is_begun:  # the server closes the connection, and logs no more than this
-                record.ended = "client_too_slow" if isinstance(error, SendTimeoutError) else "broken_off"
-                raise ConnectionAbortedError("the response was broken off") from None
-            await told.response(scope, receive, send_named)
+            if record.status:  # it has begun; uvicorn closes the connection of what has no end
+                record.ended = "client_too_slow" if _is_too_slow(error) else "broken_off"
+            if record.ended != "client_too_slow":
+                told = as_api_error(error)
+                record.code = told.code
+                if not record.status:
+                    await told.response(scope, receive, send_named)
         finally:
             route = scope.get("route")  # the path of one, not what was asked for: that has no end
             record.endpoint = getattr(route, "path", "none")
@@ -87,3 +88,9 @@ class Gate:
             return message
 
         return counted
+
+
+def _is_too_slow(error: BaseException) -> bool:
+    """Return whether an error comes of a client that read nothing for too long; others are wrapped around that one."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else [error.__cause__] if error.__cause__ else ()
+    return isinstance(error, SendTimeoutError) or any([_is_too_slow(each) for each in inner])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrag.config import RepairConfig, as_config
+from kvrag.prompt.tokenizer import check_encodable
 from kvrag.types import Mode
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -26,21 +27,30 @@ MAX_DEPTH = 64
 """Of lists and objects inside each other, in a body: schemas of tools need a dozen, and what reads them recursively has an end."""
 
 
+MAX_CHOICES = 32
+"""Answers to one request, which has one place in the queue."""
+
+Stop = Annotated[str, Field(max_length=1000)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _check_depth(cls, data: Any) -> Any:
+    def _check_all(cls, data: Any) -> Any:
         level, depth = [data], 0
         while level := [inner for each in level for inner in _inside(each)]:
             if (depth := depth + 1) > MAX_DEPTH:
                 raise ValueError(f"it nests deeper than {MAX_DEPTH} levels; make it flatter")
+            for text in level:
+                if isinstance(text, str) and not text.isascii():
+                    check_encodable(text)
         return data
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class Document(_Body):
@@ -88,8 +98,8 @@ class Completion(_Body):
     repetition_penalty: float | None = Field(default=None, gt=0)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = None
-    stop: str | list[str] | None = None
+    logit_bias: dict[int, float] | None = Field(default=None, max_length=1024)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=0)
     n: int = Field(default=1, ge=1, le=8)
     kvrag: Making = Field(default_factory=Making)
@@ -140,13 +150,19 @@ class ChatRequest(Completion):
 class TextRequest(Completion):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
     logprobs: int | None = Field(default=None, ge=0, le=5)
 
     @property
     def num_logprobs(self) -> int | None:
         """As :attr:`ChatRequest.num_logprobs`."""
         return self.logprobs
+
+    @model_validator(mode="after")
+    def _check(self) -> TextRequest:
+        if isinstance(self.prompt, list) and len(self.prompt) * self.n > MAX_CHOICES:
+            raise ValueError(f"n choices of each prompt are more than {MAX_CHOICES}; send several requests")
+        return self
 
 
 class KVDocument(_Body):

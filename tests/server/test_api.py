@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 
 import httpx
 import openai
@@ -9,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_kit import served
 
-from kvrag import ConfigError, KVRagEngine
+from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.cli.serve import read_keys
 from kvrag.server import ServerConfig
 
@@ -312,3 +313,17 @@ def test_a_model_whose_requests_take_turns_says_so(engine_of, name, is_said, cap
     with served(engine_of(name), ServerConfig(model_name="tiny")):
         pass
     assert ("decoded one after the other" in caplog.text) == is_said
+
+
+def test_the_next_turn_of_a_chat_goes_on_with_the_last(engine_of):
+    engine = engine_of("llama", store_config=StoreConfig(history_bytes=2**24))
+    with served(engine, ServerConfig(model_name="tiny")) as (_, url), httpx.Client(base_url=url, timeout=60) as http:
+        messages, counts = [{"role": "user", "content": "Who keeps the lamp?"}], []
+        for _ in range(3):
+            body = {"model": "tiny", "messages": messages, "max_tokens": 5}
+            answer = http.post("/v1/chat/completions", json=body).json()
+            counts.append((answer["kvrag"][0]["history_tokens"], answer["usage"]["prompt_tokens"]))
+            messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    assert counts[0][0] == 0
+    assert all(now[0] >= before[1] - 8 for before, now in pairwise(counts)), counts
+    assert engine.stats()["histories"]["tokens"] > 0

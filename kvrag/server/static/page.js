@@ -8,7 +8,7 @@ const KINDS = {
   computed: "computed for this prompt",
 };
 const STAGES = {
-  plan: "find passages", wait: "wait for others", load: "read kept KV", stitch: "place it", select: "choose rows",
+  plan: "find passages", wait: "wait for others", history: "take earlier turns", load: "read kept KV", stitch: "place it", select: "choose rows",
   repair: "repair, compute the rest", prefill: "compute all rows", decode: "first token", other: "between stages",
 };
 
