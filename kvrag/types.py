@@ -17,6 +17,9 @@ ChunkKey = NewType("ChunkKey", str)
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
+Source = Literal["exact", "reused", "repaired", "computed"]
+"""Where a row's KV came from: a full prefill's own, kept; an approximation, kept; kept, and computed again; computed."""
+
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
@@ -255,6 +258,9 @@ class Accounting:
         Stored chunks that could not be loaded and were recomputed.
     kv_dtype
         How the reused KV is stored. Unless ``"auto"``, it was rounded, and the answer is not exact.
+    sources
+        Where each row's KV came from, as runs: ``(source, rows)`` from the prompt's first row to its last. ``exact`` and ``reused`` rows
+        together are the cached ones.
     """
 
     prompt_ids: list[int]
@@ -271,6 +277,7 @@ class Accounting:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     stages: tuple[Stage, ...] = field(default=(), repr=False, compare=False)
+    sources: tuple[tuple[Source, int], ...] = field(default=(), repr=False)
 
     @property
     def kv_reuse_ratio(self) -> float:

@@ -43,6 +43,7 @@ def test_a_refused_model_answers_like_plain_transformers(plain):
     assert "".join(pieces) == answer.text
     assert (answer.exactness, answer.cached_tokens, answer.repaired_tokens) == ("full", 0, 0)
     assert answer.computed_tokens == answer.prompt_tokens
+    assert answer.sources == (("computed", answer.prompt_tokens),)
     assert answer.fallback_reason is not None
     assert answer.fallback_reason.startswith("KV of this model is not reused: ")
 

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from kvrag.prompt.plan import Plan
+from kvrag.types import Source
 
 Kind = Literal["history", "prefix", "chunk", "live"]
 
@@ -168,6 +169,28 @@ def num_rows_of(segments: Iterable[Segment]) -> int:
 def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
     """Return the rows of segments, int64, ascending."""
     return torch.cat([torch.arange(0), *[torch.arange(s.start, s.stop) for s in segments]])
+
+
+_SOURCES: tuple[Source, ...] = "computed", "reused", "exact", "repaired"
+
+
+def sources_of(
+    layout: Layout, repaired: torch.Tensor, rounded: Collection[int] = (), num_exact: int = 0
+) -> tuple[tuple[Source, int], ...]:
+    """Return where each row's KV came from, as runs ``(source, rows)``.
+
+    ``repaired`` are the rows of stale chunks that were recomputed, int64 on the host; ``rounded`` the sources whose stored KV is not what
+    was computed once; ``num_exact`` the first rows of an earlier request that equal a full prefill's.
+    """
+    codes = torch.zeros(layout.num_tokens, dtype=torch.uint8)
+    for segment in layout.segments:
+        if segment.kind != "live":
+            codes[segment.start : segment.stop] = 2 if segment.exact and segment.source not in rounded else 1
+    if layout.history:
+        codes[: min(num_exact, layout.history.stop)] = 2
+    codes[repaired] = 3
+    values, counts = torch.unique_consecutive(codes, return_counts=True)
+    return tuple([(_SOURCES[code], rows) for code, rows in zip(values.tolist(), counts.tolist(), strict=True)])
 
 
 def mask_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:

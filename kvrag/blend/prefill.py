@@ -11,7 +11,7 @@ import torch
 
 from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel, Price
-from kvrag.blend.layout import Layout, num_rows_of
+from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
@@ -25,7 +25,7 @@ from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode
+from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Prefilled:
     missed: Missed | None = None
     num_history: int = 0
     num_exact: int = 0
+    sources: tuple[tuple[Source, int], ...] = ()
 
     def release(self) -> None:
         """Free the buffer's memory now, whoever still holds this."""
@@ -64,7 +65,7 @@ class Prefilled:
     def accounting(self, clock: Clock) -> dict[str, Any]:
         """Return the fields of :class:`~kvrag.types.Accounting`."""
         total = len(self.token_ids)
-        same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype")
+        same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype", "sources")
         return {name: getattr(self, name) for name in same} | {
             "prompt_ids": self.token_ids,
             "prompt_tokens": total,
@@ -125,7 +126,7 @@ def prefill(
     history = (past.num_rows, past.num_exact) if past else None
     layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock, history)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
-    dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
+    rounded = {s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"}
     buffer = model.buffer(layout.num_tokens + max_new_tokens)
     with filling(buffer):
         if past and layout.history:
@@ -134,7 +135,7 @@ def prefill(
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
-    kv_dtype, exactness = _outcome(layout, dtypes, len(selected))
+    kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
     num_history = layout.history.num_rows if layout.history else 0
     num_exact = layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
     return Prefilled(
@@ -152,6 +153,7 @@ def prefill(
         kv_dtype=kv_dtype,
         num_history=num_history,
         num_exact=num_exact,
+        sources=sources_of(layout, selected, rounded, history[1] if history else 0),
     )
 
 
@@ -179,7 +181,8 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
     with clock.stage("prefill"):
         logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
         logits = logits.cpu()
-    return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal)
+    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
+    return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal, sources=sources)
 
 
 def _read(

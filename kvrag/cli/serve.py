@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import warnings
@@ -15,6 +16,8 @@ from kvrag.errors import ConfigError, require
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
 """Holds ``tenant=key`` pairs, separated by commas; there is no option, because the arguments of a process can be seen by others."""
+
+logger = logging.getLogger(__name__)
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -47,14 +50,6 @@ def serve(
     config = ServerConfig(model_name=model_name, api_keys=keys, max_waiting=max_waiting)
     with closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
         app = create_app(opened, config)
-
-        class Server(uvicorn.Server):  # type: ignore[misc,name-defined]
-            """Says that it is going down as soon as it is told to, while it still answers what it has taken."""
-
-            def handle_exit(self, sig: int, frame: object) -> None:
-                app.state.service.admission.is_draining = True
-                super().handle_exit(sig, frame)
-
         # uvicorn raises the signal again when all is answered; the store is still to be closed then.
         signal.signal(signal.SIGTERM, lambda *_: None)
         grace_s = int(config.drain_s) + 5
@@ -62,7 +57,25 @@ def serve(
             *(app, host, port), timeout_graceful_shutdown=grace_s, access_log=False, log_config=log_config(log_format)
         )
         with suppress(KeyboardInterrupt):
-            Server(options).run()
+            _server_of(uvicorn, options, app).run()
+
+
+def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
+    """Return uvicorn's server, which says where its page is, and that it is going down while it still answers what it has taken."""
+
+    class Server(uvicorn.Server):  # type: ignore[misc]
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                host, port = self.servers[0].sockets[0].getsockname()[:2]
+                shown = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+                logger.info("ask it in a browser: http://%s:%d/", shown, port)
+
+        def handle_exit(self, sig: int, frame: object) -> None:
+            app.state.service.admission.is_draining = True
+            super().handle_exit(sig, frame)
+
+    return Server(options)
 
 
 def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:

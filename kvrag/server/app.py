@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import kvrag
 from kvrag.engine import KVRagEngine
-from kvrag.server import completions, documents
+from kvrag.server import completions, documents, page
 from kvrag.server.admission import Admission
 from kvrag.server.config import ServerConfig
 from kvrag.server.errors import handle_errors
@@ -49,6 +49,7 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     app.state.is_loaded = False
     app.include_router(completions.router)
     app.include_router(documents.router)
+    app.include_router(page.router)
     app.get("/health")(health)
     app.get("/ready")(ready)
     app.get("/metrics")(metrics)

@@ -88,7 +88,8 @@ async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequenc
         tokenizer = service.engine.tokenizer
         choices = [shape.whole(index, result, tokenizer) for index, result in sorted(results.items())]
         made = [results[index] for index in sorted(results)]
-        return JSONResponse({**head, "object": shape.object, "choices": choices, **usage_of(made, body.n)})
+        usage = usage_of(made, body.n, tokenizer if body.kvrag.trace else None)
+        return JSONResponse({**head, "object": shape.object, "choices": choices, **usage})
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
@@ -223,7 +224,8 @@ async def _events(
                         yield event([{**shape.delta(index, ""), "delta": {"tool_calls": calls}}])
                     yield event([shape.delta(index, "", piece.finish_reason, told.of(index, piece))])
         if wants_usage:
-            yield event([], **usage_of([results[index] for index in sorted(results)], body.n))
+            tokenizer = told.tokenizer if body.kvrag.trace else None
+            yield event([], **usage_of([results[index] for index in sorted(results)], body.n, tokenizer))
     except Exception as error:
         fault = as_api_error(error)
         record.code = fault.code

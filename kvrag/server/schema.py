@@ -72,6 +72,12 @@ class Reuse(_Body):
         return as_config(RepairConfig, self.repair, option="repair")
 
 
+class Making(Reuse):
+    """The field ``kvrag`` of what is answered: with ``trace``, its account names each token of the prompt and where its KV came from."""
+
+    trace: bool = False
+
+
 class StreamOptions(_Body):
     """Whether the last event of a stream has the usage."""
 
@@ -96,7 +102,7 @@ class Completion(_Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=0)
     n: int = Field(default=1, ge=1, le=8)
-    kvrag: Reuse = Field(default_factory=Reuse)
+    kvrag: Making = Field(default_factory=Making)
 
     @model_validator(mode="before")
     @classmethod

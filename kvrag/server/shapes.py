@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ class Told:
     """The log-probabilities of a stream's choices, each sent once: with the text that its token ended, or at the end."""
 
     def __init__(self, tokenizer: Any, *, is_chat: bool) -> None:
+        self.tokenizer = tokenizer
         self._writers: dict[int, Writer] = defaultdict(lambda: Writer(tokenizer, is_chat=is_chat))
         self._counts: Counter[int] = Counter()
 
@@ -68,8 +70,8 @@ class Told:
 CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion", "cmpl", False)
 
 
-def usage_of(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
-    """Return tokens as OpenAI counts them (a prompt once for its ``n`` choices), and how each answer was made."""
+def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None) -> dict[str, Any]:
+    """Return tokens as OpenAI counts them (a prompt once for its ``n`` choices), and how each answer was made: in detail by a tokenizer."""
     prompts = results[::n]
     num_in, num_out = sum(r.prompt_tokens for r in prompts), sum(len(r.token_ids) for r in results)
     details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
@@ -79,7 +81,7 @@ def usage_of(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
         "total_tokens": num_in + num_out,
         "prompt_tokens_details": details,
     }
-    return {"usage": usage, "kvrag": [_made(result) for result in results]}
+    return {"usage": usage, "kvrag": [_made(r) | ({} if tokenizer is None else _trace(r, tokenizer)) for r in results]}
 
 
 def _made(result: GenerationResult) -> dict[str, Any]:
@@ -87,3 +89,15 @@ def _made(result: GenerationResult) -> dict[str, Any]:
     counts = ("cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens")
     made = {name: getattr(result, name) for name in ("exactness", *counts, "fallback_reason", "kv_dtype")}
     return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}
+
+
+def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
+    """Return the prompt's tokens as text, where their KV came from, and the stages in milliseconds from the first one's begin.
+
+    The texts of the tokens, joined, are the prompt: a token that ends inside a character is empty, and the one that ends it has it.
+    """
+    writer, characters = Writer(tokenizer, is_chat=True), codecs.getincrementaldecoder("utf-8")("replace")
+    tokens = [characters.decode(writer.bytes_of(token)) for token in result.prompt_ids]
+    zero = min([start for _, start, _ in result.stages], default=0.0)
+    stages = [[name, (start - zero) * 1e3, (end - zero) * 1e3] for name, start, end in result.stages]
+    return {"tokens": tokens, "sources": [list(run) for run in result.sources], "stages": stages}

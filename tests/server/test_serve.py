@@ -26,7 +26,8 @@ def process(tiny_dir, tmp_path):
 
 
 def test_a_running_answer_is_finished_after_sigterm(process, tiny_dir):
-    address = next(found[0] for line in process.stderr if (found := re.search(r"http://127.0.0.1:\d+", line)))
+    page = r"ask it in a browser: (http://127.0.0.1:\d+)/"
+    address = next(found[1] for line in process.stderr if (found := re.search(page, line)))
     threading.Thread(target=process.stderr.read, daemon=True).start()
     with httpx.Client(base_url=address, timeout=60) as http:
         name = http.get("/v1/models").json()["data"][0]["id"]
