@@ -18,6 +18,8 @@ ChunkKey = NewType("ChunkKey", str)
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+MaxContext = Literal["raise", "slide"]
+"""Where prompt and answer exceed the context window: raise an error, or let the oldest rows leave (:mod:`kvrag.blend.slide`)."""
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
 
@@ -235,19 +237,22 @@ class Accounting:
     computed_tokens
         Rows without stored KV: prefix, glue, missing chunks, the question.
     exactness
-        ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse; ``"full"``: none.
+        ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse, or rows left the
+        context window; ``"full"``: none.
     timings_ms
         Milliseconds per stage.
     loaded_bytes
         Bytes of KV loaded from the store.
     fallback_reason
-        Why there was less reuse than requested, or why this model's KV is never reused; else ``None``.
+        Why there was less reuse than requested, why this model's KV is never reused, or that rows left the window; else ``None``.
     has_other_prefix
         Whether chunks were used that had been encoded behind another prefix than this prompt's; they are not exact.
     holes
         Stored chunks that could not be loaded and were recomputed.
     kv_dtype
         How the reused KV is stored. Unless ``"auto"``, it was rounded, and the answer is not exact.
+    evicted_tokens
+        Rows of prompt and answer that left the context window (``max_context="slide"``): what followed didn't see them.
     """
 
     prompt_ids: list[int]
@@ -262,6 +267,7 @@ class Accounting:
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
+    evicted_tokens: int = 0
 
     @property
     def kv_reuse_ratio(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
+from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
@@ -52,8 +54,8 @@ class Prefilled:
     """A prefilled prompt, ready to decode.
 
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV
-    (``None`` where the model keeps it in a cache of its own). ``missed`` may be stored after the answer; the rest is
-    :class:`~kvrag.types.Accounting`.
+    (``None`` where the model keeps it in a cache of its own). ``missed`` may be stored after the answer; ``window`` is what ``extend`` is
+    where rows may leave the buffer; the rest is :class:`~kvrag.types.Accounting`.
     """
 
     extend: Extend
@@ -69,6 +71,7 @@ class Prefilled:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     missed: Missed | None = None
+    window: SlidingWindow | None = None
 
     def release(self) -> None:
         """Free the buffer's memory now, whoever still holds this."""
@@ -76,8 +79,11 @@ class Prefilled:
             self.buffer.layers = ()
 
     def accounting(self, clock: Clock) -> dict[str, Any]:
-        """Return the fields of :class:`~kvrag.types.Accounting`."""
-        total = len(self.token_ids)
+        """Return the fields of :class:`~kvrag.types.Accounting`, as they are by now: rows may leave while the answer is decoded."""
+        total, found = len(self.token_ids), dict[str, Any]()
+        if self.window and (evicted := self.window.evicted_tokens):  # approximate, though nothing stored was used
+            reason = because(self.fallback_reason, f"{evicted} of the oldest tokens left the context window")
+            found = {"exactness": "repaired", "fallback_reason": reason, "evicted_tokens": evicted}
         same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype")
         return {name: getattr(self, name) for name in same} | {
             "prompt_ids": self.token_ids,
@@ -86,6 +92,7 @@ class Prefilled:
             "repaired_tokens": self.num_repaired,
             "computed_tokens": self.num_live,
             "timings_ms": clock.timings_ms,
+            **found,
         }
 
 
@@ -125,22 +132,31 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
+    slides: bool = False,
+    cancel: threading.Event | None = None,
 ) -> Prefilled:
-    """Prefill a prompt, with room for the answer; ``load_timeout_s`` is what planning has left of the time that the store has."""
+    """Prefill a prompt, with room for the answer.
+
+    ``load_timeout_s`` is what planning has left of the time that the store has. ``slides``: the context window takes less than prompt and
+    answer, so rows leave it. A prompt that exceeds it alone is computed in pieces; ``cancel`` ends that with ``CancelledError``.
+    """
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
+    if slides and len(plan.token_ids) > model.context_window:
+        return _in_window(model, plan, clock, cancel)
     price = _price(plan, mode, config, store, costs)
     layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
-    buffer = model.buffer(layout.num_tokens + max_new_tokens)
+    buffer = model.buffer(model.context_window if slides else layout.num_tokens + max_new_tokens)
     with filling(buffer):
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, dtypes, len(selected))
+    window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
-        extend=model.extension(buffer, layout.num_tokens),
+        extend=window or model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
         token_ids=plan.token_ids,
@@ -152,6 +168,7 @@ def prefill(
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
+        window=window,
     )
 
 
@@ -268,3 +285,12 @@ def _blend(
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
         logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
     return selected, logits
+
+
+def _in_window(model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Event | None) -> Prefilled:
+    """Prefill a prompt that is longer than the context window, in a window that slides."""
+    ids, buffer = torch.tensor(plan.token_ids), model.buffer(model.context_window)
+    window = SlidingWindow(model, buffer)
+    with clock.stage("prefill"):
+        logits = window.prefill(ids, cancel).cpu()
+    return Prefilled(window, buffer, logits, plan.token_ids, 0, len(ids), "full", plan.refusal, window=window)

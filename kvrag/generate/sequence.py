@@ -16,7 +16,8 @@ import torch
 
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
-from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
+from kvrag.blend.slide import cannot_slide
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
 from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
@@ -36,7 +37,17 @@ from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.prompt.tools import TEXT, Form
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline, Turns, fork_lock
-from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, Mode, TextEntry
+from kvrag.types import (
+    Accounting,
+    Explanation,
+    GenerationResult,
+    KVDtype,
+    MaxContext,
+    Missed,
+    MissedChunk,
+    Mode,
+    TextEntry,
+)
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
@@ -55,12 +66,12 @@ class Request:
     namespace: str
     prefixes: tuple[str, ...]
     form: Form = TEXT
+    max_context: MaxContext = "raise"
 
 
-def check_options(mode: Mode, repair: object) -> RepairConfig | None:
-    """Raise ``ConfigError`` for a wrong mode, and return the repair as a config."""
-    if mode not in MODES:
-        check_mode(mode)
+def check_options(mode: Mode, repair: object, max_context: MaxContext = "raise") -> RepairConfig | None:
+    """Raise ``ConfigError`` for a wrong mode or ``max_context``, and return the repair as a config."""
+    check_mode(mode, max_context)
     return None if repair is None else as_config(RepairConfig, repair, option="repair")
 
 
@@ -134,7 +145,7 @@ class Answering:
     def explain(self, request: Request) -> Explanation:
         """Describe what a prompt would find and how it would be prefilled, without loading anything."""
         plan = self.plan(request)
-        plan = self._checked(plan, request.mode, len(plan.token_ids) + 1)
+        plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
         return explain_plan(plan, *outcome, self._known(request.namespace))
 
@@ -142,10 +153,15 @@ class Answering:
         read = partial(text_of, self.store, self.loaded.encoder, self.loaded.fingerprint, namespace)
         return Known(self._spans[namespace][0], read, self.store_config)
 
-    def _checked(self, plan: Plan, mode: Mode, total: int) -> Plan:
-        """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any."""
-        refusal = None if mode == "full" else refusal_of(self.loaded.lm, total)
-        return plan if refusal is None else plan.without_reuse(refusal)
+    def _checked(self, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
+        """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any, and whether the window slides."""
+        lm, window = self.loaded.lm, self.loaded.lm.context_window
+        slides, refusal = request.max_context == "slide" and total > window and cannot_slide(lm) is None, None
+        if slides and (num_tokens := len(plan.token_ids)) > window:
+            refusal = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
+        elif request.mode != "full":
+            refusal = refusal_of(lm, min(total, window) if slides else total)
+        return plan if refusal is None else plan.without_reuse(refusal), slides
 
     @contextmanager
     def prefilled(
@@ -165,9 +181,9 @@ class Answering:
             if request.mode in ("auto", "stitch") and again is None:
                 known = partial(self._known, request.namespace)
                 self.stats.watch.notice(plan, known, is_stored_later=stores, is_learning=learner is not None)
-        total = self._check_length(len(plan.token_ids), max_new_tokens)
+        total = self._check_length(len(plan.token_ids), max_new_tokens, request.max_context)
         missed = _missed(request, plan, erasures, again, stores=stores) if stores or again is not None else None
-        plan = self._checked(plan, request.mode, total)
+        plan, slides = self._checked(plan, request, total)
         attempt = partial(
             prefill,
             self.loaded.lm,
@@ -178,6 +194,8 @@ class Answering:
             max_new_tokens=max_new_tokens,
             load_timeout_s=deadline.left_s,
             clock=clock,
+            slides=slides,
+            cancel=cancel,
         )
         with TURNS.turn(cancel):
             done = _retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self.store.release)
@@ -186,13 +204,15 @@ class Answering:
             finally:
                 done.release()
 
-    def _check_length(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the tokens of prompt and answer together; raise if the model's context window is smaller."""
+    def _check_length(self, num_tokens: int, max_new_tokens: int, max_context: MaxContext) -> int:
+        """Return the tokens of prompt and answer together; raise if the model's context window is smaller, and doesn't slide."""
         total, window = num_tokens + max_new_tokens, self.loaded.lm.context_window
-        if total > window:
+        fault = cannot_slide(self.loaded.lm) if max_context == "slide" else ""
+        if total > window and fault is not None:
+            why = f" and can't slide ({fault})" if fault else ""
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's context window of "
-                f"{window}; retrieve fewer chunks or lower max_new_tokens"
+                f"{window}{why}; retrieve fewer chunks or lower max_new_tokens"
             )
         return total
 

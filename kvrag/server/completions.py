@@ -261,5 +261,5 @@ def _usage(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
 def _made(result: GenerationResult) -> dict[str, Any]:
     """Return how an answer was made, as plain JSON values."""
     names = ("exactness", "cached_tokens", "repaired_tokens", "computed_tokens", "fallback_reason", "kv_dtype")
-    made = {name: getattr(result, name) for name in names}
+    made = {name: getattr(result, name) for name in (*names, "evicted_tokens")}
     return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrag.config import RepairConfig, as_config
-from kvrag.types import Mode
+from kvrag.types import MaxContext, Mode
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
@@ -41,6 +41,7 @@ class Reuse(_Body):
 
     mode: Mode = "auto"
     repair: dict[str, Any] | None = None
+    max_context: MaxContext = "raise"
     documents: list[Document] = Field(default_factory=list)
 
     @property
