@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -116,6 +116,13 @@ bench-store: setup ## Writes, verified reads, look-ups and opening of the store 
 
 reliability: setup ## Faults below the store, long form (about half an hour); ARGS=--short is what CI runs
 	$(BIN)/python tests/reliability/run.py $(ARGS)
+
+load: setup ## kvrag serve with reuse and without, and transformers serve, under load (twenty minutes on two cores); ARGS="--only kvrag,full" runs parts
+	$(PIP) install --quiet -c constraints.txt 'transformers[serving]'
+	cd tests/benchmarks && ../../$(BIN)/python load.py $(ARGS)
+
+load-check: setup ## Every answer of a loaded server beside its own single run, kills, a full disk, 64 streams for ten minutes (half an hour or more); ARGS=--short
+	$(BIN)/python tests/reliability/serve.py $(ARGS)
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
 	$(BIN)/python tests/benchmarks/support.py

@@ -30,6 +30,8 @@ STAGES = {"plan": PURPLE, "load": SKY, "stitch": ORANGE, "select": GREEN, "repai
 LENGTHS = ("500", "1000", "2500", "5800")
 DEFAULT_OF = {"500": "stitch", "1000": "stitch"}
 
+LOADED = {"kvrag": "kvrag", "full": "kvrag, reuse off", "transformers": "transformers serve"}
+
 Data = dict[str, Any]
 
 
@@ -120,6 +122,22 @@ def stages() -> Data | None:
                 tokens = found[length]["summary"][name]["tokens"]
                 bars[f"{tokens:,.0f} tokens, {label}"] = {s: round(ms, 1) for s, ms in mean.items()}
     return bars
+
+
+def load() -> Data | None:
+    """TTFT, median and p95, by the number of clients that ask again as soon as they are answered."""
+    found = result("load")
+    if found is None:
+        return None
+    return {
+        name: [
+            [row["size"], row["ttft_s"]["p50"], row["ttft_s"]["p95"]]
+            for row in found["parts"][part]["levels"]
+            if row["kind"] == "closed"
+        ]
+        for part, name in LOADED.items()
+        if part in found["parts"]
+    }
 
 
 # -- how it is drawn ---------------------------------------------------------------------------------------------------
@@ -227,6 +245,20 @@ def draw_stages(axes: Any, data: Data, theme: dict[str, str]) -> None:
     legend(axes, theme, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(STAGES))
 
 
+def draw_load(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Lines by clients on logarithmic axes: p95, and the median thin below it."""
+    for (name, line), color, marker in zip(data.items(), (BLUE, theme["ink"], ORANGE), "osv", strict=False):
+        clients, median, p95 = zip(*line, strict=True)
+        axes.plot(clients, p95, color=color, marker=marker, ms=5, lw=1.5, label=f"{name}, p95")
+        axes.plot(clients, median, color=color, lw=0.9, ls="--", label=f"{name}, median")
+    axes.set(xscale="log", yscale="log", xlabel="clients", ylabel="time to first token, s")
+    ticks = sorted({x for line in data.values() for x, *_ in line})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+    legend(axes, theme, loc="upper left")
+
+
 def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
     """Write a legend without a frame."""
     axes.legend(frameon=False, fontsize=9, labelcolor=theme["ink"], **options)
@@ -238,6 +270,7 @@ PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str,
     "stages": (stages, draw_stages),
     "peers": (peers, draw_peers),
     "warm-up": (warm_up, draw_warm_up),
+    "load": (load, draw_load),
 }
 
 

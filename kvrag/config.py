@@ -148,6 +148,8 @@ Count = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[int, Field(strict=True, ge=1)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 NonNegative = Annotated[float, Field(strict=True, ge=0)]
+Bias = Annotated[float, Field(strict=True, ge=-100, le=100, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(strict=True, ge=-2, le=2, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
@@ -168,6 +170,11 @@ def _stop_strings(value: object) -> object:
         if not isinstance(item, str) or not item:
             raise ConfigError(f"SamplingConfig.stop holds {item!r}; every stop must be a non-empty string")
     return items
+
+
+def _pairs(value: object) -> object:
+    """Accept ``None``, and a dict for its items."""
+    return tuple(value.items()) if isinstance(value, Mapping) else value or ()
 
 
 def _callback(value: object) -> object:
@@ -244,6 +251,9 @@ class StoreConfig:
         None
     )
     """Called with each :class:`kvrag.store.StoreEvent`; must return quickly, and not use the store."""
+    history_bytes: Count = 0
+    """Budget of finished requests' KV, in bytes of the model's device: a prompt that begins as an earlier one, such as the next turn of a
+    chat, computes only what is new. 0: none is kept."""
     load_timeout_s: NonNegative = 10.0
     """Seconds that a request waits for the store in all. Chunks that are not loaded by then are computed."""
     min_chunk_tokens: Positive = 32
@@ -344,6 +354,15 @@ class SamplingConfig:
     """``None`` takes the model's own generation config."""
     seed: Count | None = None
     """Seed for sampling; ``None`` draws one."""
+    frequency_penalty: Penalty = 0.0
+    """Taken off a token's logit for each time that the answer has it; from -2 to 2, as OpenAI's."""
+    presence_penalty: Penalty = 0.0
+    """Taken off the logits of tokens that the answer has."""
+    logit_bias: Annotated[tuple[tuple[Count, Bias], ...], BeforeValidator(_pairs)] = ()
+    """Added to the logits of tokens: a dict of their ids, or pairs; from -100 (never) to 100 (always)."""
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    """Return each token's log-probability, and those of so many likeliest ones. They are of the model's own logits, float32: before
+    temperature, filters, penalties and biases."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
     """Strings that end the answer; they are not part of it."""
     stop_token_ids: tuple[Count, ...] = ()

@@ -19,6 +19,7 @@ from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
 from kvrag.errors import ConfigError, ModelError
+from kvrag.generate.scheduler import Load, scheduler_of
 from kvrag.generate.sequence import Answering, Request, check_options
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
@@ -349,6 +350,7 @@ class KVRagEngine:
         space = self._namespace(namespace)
         chosen = documents.chosen_documents(self.store.catalog, space, ids, collection)
         with self._erasures.erasing(space):
+            self._forget()
             return sum(self.store.forget(space, doc_id) for doc_id in chosen)
 
     def retain(
@@ -379,7 +381,13 @@ class KVRagEngine:
         """
         space = None if namespace is None else self._namespace(namespace)
         with self._erasures.erasing(EVERYWHERE if space is None else space):
+            self._forget()
             return self.store.clear(space)
+
+    def _forget(self) -> None:
+        """Forget earlier requests: documents that are erased may have been in them."""
+        if self._query_side is not None:
+            self._query_side.histories.clear()
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents (of a collection) that were precomputed and not deleted, including evicted ones."""
@@ -464,9 +472,16 @@ class KVRagEngine:
     calibrate = calibrate_repair
 
     def stats(self) -> dict[str, Any]:
-        """Return totals over requests, counters of the audit and of the write-back, if any, and of each tier of the store."""
+        """Return totals over requests, counters of the audit, of the write-back, if any, and of each tier of the store, and the load."""
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
-        return {**self._stats.snapshot(), **extra, "store": self.store.stats()}
+        if self._query_side is not None and self.store_config.history_bytes:
+            extra["histories"] = self._query_side.histories.stats()
+        return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": self.store.stats()}
+
+    @property
+    def load(self) -> Load:
+        """Requests that run and wait on the model's device, and the bytes of KV that they have reserved."""
+        return scheduler_of(self._loaded).load if self._loaded else Load(0, 0, 0)
 
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""
@@ -486,7 +501,7 @@ class KVRagEngine:
                 if (config.on_miss == "store" or self._learner) and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
                 own = self._write_back, ids, self._stats, self._learner
-                self._query_side = Answering(loaded, self.store, config, *own)
+                self._query_side = Answering(loaded, self.store, config, *own, self._erasures)
                 self._resources.callback(self._query_side.close)
             return self._query_side
 
@@ -502,7 +517,9 @@ class KVRagEngine:
     ) -> Request:
         checked, space = check_options(mode, repair, max_context) or self.repair, self._namespace(namespace)
         prefixes = self.prefix_text, *self._prefix_texts.get(space, ())
-        return Request(prompt, mode, checked, space, prefixes, answer_form(**form) if form else TEXT, max_context)
+        return Request(
+            prompt, mode, checked, space, prefixes, answer_form(**form) if form else TEXT, max_context == "slide"
+        )
 
     def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""

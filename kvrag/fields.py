@@ -12,9 +12,9 @@ from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.types import MaxContext, Mode, Prove
 
-_Sampled: type[BaseModel] = create_model(
-    "_Sampled", **config.option_fields(SamplingConfig, "temperature", "top_p", "top_k", "repetition_penalty", "seed")
-)
+_SAMPLED = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+_PENALTIES = ("frequency_penalty", "presence_penalty")
+_Sampled: type[BaseModel] = create_model("_Sampled", **config.option_fields(SamplingConfig, *_SAMPLED, *_PENALTIES))
 
 
 class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the config
@@ -34,6 +34,8 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     context: str | None = Field(default=None, repr=False)
     """What chunks are encoded behind besides the prefix: ``default`` (a text that ships with kvrag; ``default:250``: 250 tokens of
     it), your own text, or ``None``."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logits of tokens, by id; from -100 (never) to 100 (always)."""
     namespace: str = "default"
     """Chunks of one namespace are never found from another."""
     repair: RepairConfig | None = None

@@ -15,8 +15,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -26,14 +26,19 @@ R = TypeVar("R")
 MAX_IDLE = 4  # threads of a pool that are kept for the next action
 EXIT_WAIT_S = 10.0  # how long the end of the process waits for actions under way
 EXIT_GRACE_S = 1.0  # after this, an action that has a cancel event and goes on all the same gets a SystemExit
-CANCEL_POLL_S = 0.1  # between two looks at the cancel event of a thread that waits for its turn
 
 _forkable: weakref.WeakSet[Any] = weakref.WeakSet()
+_threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_after_fork(thing: Any) -> None:
     """Have ``thing._at_fork_reinit()`` called in a forked child, where the threads that it knows of are gone."""
     _forkable.add(thing)
+
+
+def at_thread_end(thing: Any) -> None:
+    """Have ``thing.at_thread_end()`` called in each of a pool's threads before it ends, for what the thread keeps there."""
+    _threaded.add(thing)
 
 
 def fork_lock() -> threading.RLock:
@@ -51,37 +56,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-class Turns:
-    """Lets a limited number of threads in at a time."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._at_fork_reinit()
-        _forkable.add(self)
-
-    def _at_fork_reinit(self) -> None:
-        self._free, self._taken = threading.Semaphore(self._limit), set[object]()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no thread has a turn."""
-        return not self._taken
-
-    @contextmanager
-    def turn(self, cancel: threading.Event | None = None) -> Iterator[None]:
-        """Wait for a turn and keep it until the context ends; raises ``CancelledError`` if ``cancel`` is set before it comes."""
-        free, taken, mine = self._free, self._taken, object()
-        while not free.acquire(timeout=CANCEL_POLL_S):
-            if cancel is not None and cancel.is_set():
-                raise CancelledError
-        taken.add(mine)
-        try:
-            yield
-        finally:
-            taken.discard(mine)
-            free.release()
 
 
 class _Job(NamedTuple):
@@ -177,6 +151,8 @@ class Pool:
             elif not job.future.cancelled():
                 job.future.set_result(result)
             del job, result, error  # they may hold chunks, and the next job may be long in coming
+        for each in list(_threaded):
+            each.at_thread_end()
 
     def _next(self, thread: threading.Thread) -> _Job | None:
         """Wait for a job; ``None`` where the thread is not needed any more."""

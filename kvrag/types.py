@@ -23,6 +23,9 @@ MaxContext = Literal["raise", "slide"]
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
 
+Stage = tuple[str, float, float]
+"""Name of a stage, and when it began and ended: seconds on ``time.perf_counter``'s clock."""
+
 HoleReason = Literal["late", "absent", "damaged", "unreadable"]
 """Why a stored chunk was not loaded."""
 
@@ -236,11 +239,15 @@ class Accounting:
         Rows with stored KV that were recomputed.
     computed_tokens
         Rows without stored KV: prefix, glue, missing chunks, the question.
+    history_tokens
+        Of the cached rows, those of an earlier request (``StoreConfig.history_bytes``).
     exactness
         ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse, or rows left the
         context window; ``"full"``: none.
     timings_ms
         Milliseconds per stage.
+    stages
+        When each began and ended, as the process' clock has it (:data:`Stage`).
     loaded_bytes
         Bytes of KV loaded from the store.
     fallback_reason
@@ -262,11 +269,13 @@ class Accounting:
     computed_tokens: int
     exactness: Exactness
     timings_ms: Mapping[str, float]
+    history_tokens: int = 0
     loaded_bytes: int = 0
     fallback_reason: str | None = None
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
+    stages: tuple[Stage, ...] = field(default=(), repr=False, compare=False)
     evicted_tokens: int = 0
 
     @property
@@ -305,6 +314,15 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of the probability that the model gave to a token of an answer, and to the likeliest ones in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult(Accounting):
     """A generated answer.
@@ -324,6 +342,8 @@ class GenerationResult(Accounting):
         Wall time of the whole call; decoding speed after the first token.
     tool_calls
         The tools that the answer calls.
+    logprobs
+        One for each of ``token_ids``, if they were asked for.
     """
 
     text: str
@@ -333,6 +353,7 @@ class GenerationResult(Accounting):
     total_ms: float
     tokens_per_s: float
     tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,6 +222,7 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
             running.pop()
 
     patch.setattr(torch.cuda, "synchronize", lambda *_: fake.note("wait: synchronize"))
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**40))
     patch.setattr(torch.cuda, "current_stream", lambda *_: running[-1])
     patch.setattr(torch.cuda, "stream", on)
     for name in ("ragged_attention", "ragged_plan", "probe_mass", "stitch"):

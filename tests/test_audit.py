@@ -17,11 +17,10 @@ from texts import make_chunks
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.errors import UnsupportedModelError
 from kvrag.generate.audit import Audit
-from kvrag.generate.sequence import TURNS
+from kvrag.generate.scheduler import Scheduler, scheduler_of
 from kvrag.model import CausalLM
-from kvrag.model.forward import lock_of
 from kvrag.model.lm import LoadedModel
-from kvrag.threads import Turns
+from kvrag.model.turns import turns_of
 from kvrag.verify import kl_divergence
 
 CHUNKS = make_chunks(4, words=30, seed=41)
@@ -96,7 +95,7 @@ def test_prompts_are_drawn_by_a_generator_with_a_fixed_seed(engine):
 
 def test_it_gives_up_within_a_layer_when_a_request_comes(engine, monkeypatch):
     looks = []
-    monkeypatch.setattr(Turns, "is_idle", property(lambda _: looks.append(1) or len(looks) < 2))
+    monkeypatch.setattr(Scheduler, "is_idle", property(lambda _: looks.append(1) or len(looks) < 2))
     answer(engine, PROMPTS[0])
     assert len(looks) == 2 <= engine.loaded.lm.num_layers
     assert counted(engine) == (0, 1)
@@ -104,8 +103,8 @@ def test_it_gives_up_within_a_layer_when_a_request_comes(engine, monkeypatch):
 
 def test_it_looks_at_the_turns_that_requests_take(engine):
     """While any request of the process has one, no audit runs."""
-    assert TURNS.is_idle
-    with TURNS.turn():
+    assert scheduler_of(engine.loaded).is_idle
+    with scheduler_of(engine.loaded).turn(0):
         answer(engine, PROMPTS[0])
         assert counted(engine) == (0, 1)
     answer(engine, PROMPTS[0])
@@ -153,8 +152,8 @@ def test_an_audit_that_can_not_begin_costs_no_answer(engine, monkeypatch):
 def test_no_memory_is_taken_while_a_request_runs(engine, monkeypatch):
     audit, taken = Audit(), []
     monkeypatch.setattr(CausalLM, "buffer", lambda *args: taken.append(args))
-    with TURNS.turn():
-        assert audit._prefilled(engine.loaded, torch.tensor([1, 2, 3]), TURNS) is None
+    with scheduler_of(engine.loaded).turn(0):
+        assert audit._prefilled(engine.loaded, torch.tensor([1, 2, 3]), scheduler_of(engine.loaded)) is None
     assert not taken
 
 
@@ -174,7 +173,7 @@ def test_an_adapter_that_is_switched_meanwhile_spoils_no_figure(engine, monkeypa
 def test_closing_ends_it_without_a_word(engine, caplog):
     audit = engine._answering.stats.audit
     with caplog.at_level(logging.WARNING):
-        with lock_of(engine.loaded.lm.model):
+        with turns_of(engine.loaded.lm.model):
             audit.offer(engine.loaded, *offered(engine))
             engine.close()
         settle()
@@ -185,7 +184,7 @@ def test_closing_ends_it_without_a_word(engine, caplog):
 def offered(engine):
     """What a request offers: here while its caller still holds the model."""
     with engine._answering.prefilled(engine._request(PROMPTS[0], mode="stitch"), max_new_tokens=1) as (done, _):
-        return done, 1.0, TURNS
+        return done, 1.0, scheduler_of(engine.loaded)
 
 
 def test_nothing_of_a_prompt_is_kept(engine, monkeypatch):

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from kvrag.model import CausalLM
-from kvrag.model.forward import Forward, lock_of
+from kvrag.model.forward import Forward
 from kvrag.model.proof import prove
 from kvrag.model.rows import Rows
+from kvrag.model.turns import turns_of
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import tiny_model
 
@@ -148,7 +149,7 @@ def test_a_forked_process_does_not_wait_for_a_lock_that_nobody_holds():
         if child == 0:
             status = 3
             try:
-                status = 2 if not lock_of(model).acquire(timeout=5) else 1
+                status = 2 if not turns_of(model).acquire(timeout=5) else 1
                 after, _ = lm.forward(IDS[0], Rows.span(0, 70), lm.buffer(70), logits=5)
                 own = all(torch.equal(a, b) for a, b in zip(own_logits(model), expected, strict=True))
                 status = 0 if torch.equal(after, alone) and own else status

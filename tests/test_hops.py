@@ -12,10 +12,10 @@ import pytest
 HERE = Path(__file__).parent
 
 BUDGETS = {
-    # Decode steps that requests share, the totals and the prefix have modules of their own; they add few moves.
-    "generate, warm": {"modules": 32, "calls": 850, "moves": 250, "threads": 2},
-    "generate, from disk": {"modules": 39, "moves": 430},
-    "precompute, 4 chunks": {"modules": 29, "moves": 725},
+    # Turns, the scheduler, the totals and the prefix have modules of their own; a lock in Python costs two moves each time.
+    "generate, warm": {"modules": 34, "calls": 890, "moves": 290, "threads": 2},
+    "generate, from disk": {"modules": 41, "moves": 470},
+    "precompute, 4 chunks": {"modules": 30, "moves": 725},
     "delete one document": {"modules": 14},
 }
 KNOWN: dict[str, dict[str, int]] = {}

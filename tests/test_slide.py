@@ -269,3 +269,10 @@ def test_the_benchmark_scores_the_same_tokens_by_every_method(monkeypatch, tmp_p
     monkeypatch.setattr(sys, "argv", ["bench_slide", "--tokens", "150", "--window", "64", "--out", str(tmp_path)])
     bench.main()
     assert json.loads((tmp_path / "slide.json").read_text())["methods"].keys() == bench.METHODS.keys()
+
+
+def test_rows_that_moved_are_no_history(small_window):
+    first = small_window.generate(LONG[:300], max_new_tokens=120, **SLIDE)
+    assert first.evicted_tokens > 0
+    again = small_window.generate(LONG[:300], max_new_tokens=120, **SLIDE)
+    assert again.token_ids == first.token_ids, "KV in the window is not that of the prompt's rows any more"

@@ -17,7 +17,7 @@ from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import move, ranges, stitch
 from kvrag.layers import own_kv, together
 from kvrag.model import CausalLM
-from kvrag.model.rows import KVArena, KVBuffer, LayerShape
+from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.store import format as blobs
 from kvrag.testing.chunks import make_identity
@@ -186,7 +186,7 @@ def test_a_stored_chunk_moves_with_one_copy_per_launch(kv_dtype, monkeypatch, la
     prefix, _ = encode_prefix(model, [1, 2, 3])
     layout = place([(64, "chunk", False, 0, False), (32, "chunk", False, 1, False), (1, "live", False, -1, False)])
     kvs = [*loaded(encode_padded(model, prefix, [[*range(30, 94)], [*range(40, 72)]]), kv_dtype)]
-    arena = KVArena(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=META)
+    arena = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=META)
     table, wire = model.rotary(layout.num_tokens), Wire()
     with pytest.MonkeyPatch.context() as patch, wire:
         patch.setattr(module, "_angles", lambda _: angles)
@@ -273,7 +273,7 @@ def test_a_chunk_of_the_accelerator_lies_as_a_launch_reads_it():
 
 def test_layers_of_one_shape_are_placed_together(monkeypatch):
     shapes = [LayerShape(2, dim, dim) for dim in (16, 16, 16, 32, 16)]
-    arena = KVArena(shapes, 5, dtype=torch.bfloat16, device=torch.device("cpu"))
+    arena = KVBuffer.empty(shapes, 5, dtype=torch.bfloat16, device=torch.device("cpu"))
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 2)
     assert ranges(arena) == [range(2), range(2, 3), range(3, 4), range(4, 5)]
 

@@ -14,7 +14,8 @@ from texts import make_chunks
 
 import kvrag.generate.sequence
 from kvrag import RepairConfig
-from kvrag.model.forward import lock_of
+from kvrag.generate.scheduler import MAX_RUNNING, Scheduler
+from kvrag.model.turns import turns_of
 
 CHUNKS = make_chunks(4, words=30, seed=3)
 PROMPT = [{"role": "user", "content": "\n\n".join(CHUNKS[:3]) + "\n\nWho?"}]
@@ -99,7 +100,7 @@ def test_a_child_that_is_forked_during_a_stream_answers(engine, monkeypatch):
     real, inside = engine.loaded.lm.forward, threading.Event()
 
     def slow(*args, **options):
-        with lock_of(engine.loaded.lm.model):
+        with turns_of(engine.loaded.lm.model):
             inside.set()
             time.sleep(0.2)
             return real(*args, **options)
@@ -121,6 +122,7 @@ def test_a_child_that_is_forked_during_a_stream_answers(engine, monkeypatch):
 
 
 async def test_many_requests_at_once_hold_few_buffers(engine, monkeypatch):
+    num_bytes = (engine.prefill(PROMPT).prompt_tokens + 3) * engine.loaded.lm.kv_bytes_per_token
     real, alive, most = engine.loaded.lm.buffer, set[int](), [0]
 
     def buffer(*args, **options):
@@ -131,16 +133,19 @@ async def test_many_requests_at_once_hold_few_buffers(engine, monkeypatch):
         return made
 
     monkeypatch.setattr(engine.loaded.lm, "buffer", buffer)
+    room = Scheduler(MAX_RUNNING, 5 * num_bytes)
+    monkeypatch.setattr(kvrag.generate.sequence, "scheduler_of", lambda _: room)
     answers = await asyncio.gather(*[engine.agenerate(PROMPT, max_new_tokens=3) for _ in range(64)])
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
-    assert 1 <= most[0] <= kvrag.generate.sequence.MAX_RUNNING
+    assert 1 <= most[0] <= 5
+    assert room.load == (0, 0, 0)
 
 
 async def test_a_request_that_is_cancelled_before_its_turn_never_runs(engine, monkeypatch):
     monkeypatch.setattr(kvrag.generate.sequence, "prefill", lambda *_, **__: pytest.fail("it ran"))
-    turns = kvrag.generate.sequence.Turns(1)
-    monkeypatch.setattr(kvrag.generate.sequence, "TURNS", turns)
-    with turns.turn():
+    turns = Scheduler(1, 0)
+    monkeypatch.setattr(kvrag.generate.sequence, "scheduler_of", lambda _: turns)
+    with turns.turn(0):
         stream = engine.stream(PROMPT)
         task = asyncio.create_task(engine.agenerate(PROMPT))
         await asyncio.sleep(0.2)

@@ -18,19 +18,19 @@ import torch
 
 from kvrag.prompt.plan import Plan
 
-Kind = Literal["prefix", "chunk", "live"]
+Kind = Literal["history", "prefix", "chunk", "live"]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows ``start:stop`` of a prompt: ``prefix`` and ``chunk`` come from the store, ``live`` is computed.
+    """Rows ``start:stop`` of a prompt: ``prefix`` and ``chunk`` are from the store, ``history`` from an earlier prompt, ``live`` computed.
 
     Parameters
     ----------
     exact
         Whether the rows' KV equals a full prefill's without repair; never for live rows.
     source
-        Index into :attr:`~kvrag.prompt.plan.Plan.identities`; -1 for live rows.
+        Index into :attr:`~kvrag.prompt.plan.Plan.identities`; -1 for rows that are not in the store.
     is_mismatched
         Whether the chunk was encoded behind another prefix than this prompt has.
     """
@@ -66,7 +66,12 @@ class Layout:
     @cached_property
     def reused(self) -> list[Segment]:
         """Segments with stored KV."""
-        return [s for s in self.segments if s.kind != "live"]
+        return [s for s in self.segments if s.kind in ("prefix", "chunk")]
+
+    @property
+    def history(self) -> Segment | None:
+        """Rows of an earlier request, with which the prompt begins."""
+        return self.segments[0] if self.segments[0].kind == "history" else None
 
     @cached_property
     def stale(self) -> list[Segment]:
@@ -86,18 +91,32 @@ class Layout:
     @property
     def num_suffix(self) -> int:
         """Rows after the last reused segment: the question and the template's tail."""
-        return self.num_tokens - max([s.stop for s in self.reused], default=0)
+        return self.num_tokens - max([s.stop for s in self.segments if s.kind != "live"], default=0)
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing needs repair."""
-        return not self.stale
+        """Whether nothing needs repair, and nothing lacks it."""
+        return not self.stale and (self.history is None or self.history.exact)
 
     def only_exact_head(self) -> Layout:
         """Return the layout that reuses only the leading exact segments."""
         inexact = [index for index, segment in enumerate(self.segments) if not segment.exact]
         head = self.segments[: inexact[0]]  # there is one: the last row is live
         return Layout((*head, Segment(head[-1].stop if head else 0, self.num_tokens, "live")))
+
+    def behind(self, num_rows: int, num_exact: int) -> Layout:
+        """Return the layout that takes its first rows from an earlier request: so many at most, and no part of a stored chunk.
+
+        ``num_rows`` is less than :attr:`num_tokens`; the first ``num_exact`` equal a full prefill's. The layout stays as it is where the
+        store's own exact rows reach as far.
+        """
+        cut = next(s for s in self.segments if s.stop > num_rows)
+        if cut.kind != "live":
+            num_rows = cut.start
+        if all(s.exact for s in self.segments if s.start < num_rows):
+            return self
+        rest = [replace(s, start=max(s.start, num_rows)) for s in self.segments if s.stop > num_rows]
+        return Layout((Segment(0, num_rows, "history", num_rows <= num_exact), *rest))
 
     def only_live(self) -> Layout:
         """Return the layout that reuses nothing."""

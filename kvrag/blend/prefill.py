@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.layout import Layout, num_rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
-from kvrag.blend.stitch import filling, stitch
+from kvrag.blend.stitch import Past, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
@@ -33,29 +32,14 @@ from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Clock:
-    """Milliseconds per stage."""
-
-    timings_ms: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings_ms[name] = self.timings_ms.get(name, 0.0) + (time.perf_counter() - start) * 1e3
-
-
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """A prefilled prompt, ready to decode.
 
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV
-    (``None`` where the model keeps it in a cache of its own). ``missed`` may be stored after the answer; ``window`` is what ``extend`` is
-    where rows may leave the buffer; the rest is :class:`~kvrag.types.Accounting`.
+    (``None`` where the model keeps it in a cache of its own), of which the first ``num_exact`` rows equal a full prefill's, and the first
+    ``num_history`` are an earlier request's. ``missed`` may be stored after the answer; ``window`` is what ``extend`` is where rows may
+    leave the buffer; the rest is :class:`~kvrag.types.Accounting`.
     """
 
     extend: Extend
@@ -71,6 +55,8 @@ class Prefilled:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     missed: Missed | None = None
+    num_history: int = 0
+    num_exact: int = 0
     window: SlidingWindow | None = None
 
     def release(self) -> None:
@@ -91,7 +77,9 @@ class Prefilled:
             "cached_tokens": total - self.num_live - self.num_repaired,
             "repaired_tokens": self.num_repaired,
             "computed_tokens": self.num_live,
+            "history_tokens": self.num_history,
             "timings_ms": clock.timings_ms,
+            "stages": tuple(clock.stages),
             **found,
         }
 
@@ -132,28 +120,36 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
+    past: Past | None = None,
     slides: bool = False,
     cancel: threading.Event | None = None,
 ) -> Prefilled:
     """Prefill a prompt, with room for the answer.
 
-    ``load_timeout_s`` is what planning has left of the time that the store has. ``slides``: the context window takes less than prompt and
-    answer, so rows leave it. A prompt that exceeds it alone is computed in pieces; ``cancel`` ends that with ``CancelledError``.
+    ``load_timeout_s`` is what planning has left of the time that the store has; ``past`` are rows of earlier requests that it begins with.
+    ``slides``: the context window takes less than prompt and answer, so rows leave it. A prompt that exceeds it alone is computed in
+    pieces; ``cancel`` ends that with ``CancelledError``.
     """
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
     if slides and len(plan.token_ids) > model.context_window:
         return _in_window(model, plan, clock, cancel)
     price = _price(plan, mode, config, store, costs)
-    layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock)
+    history = (past.num_rows, past.num_exact) if past else None
+    layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock, history)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     dtypes = {kvs[s.source].kv_dtype for s in layout.reused} - {"auto"}
     buffer = model.buffer(model.context_window if slides else layout.num_tokens + max_new_tokens)
     with filling(buffer):
+        if past and layout.history:
+            with clock.stage("history"):
+                past.fill(buffer.layers, layout.history.num_rows)
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, dtypes, len(selected))
+    num_history = layout.history.num_rows if layout.history else 0
+    num_exact = layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
         extend=window or model.extension(buffer, layout.num_tokens),
@@ -168,16 +164,28 @@ def prefill(
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
+        num_history=num_history,
+        num_exact=num_exact,
         window=window,
     )
 
 
+def _num_exact(layout: Layout, kv_dtype: KVDtype, history: tuple[int, int] | None) -> int:
+    """Return how many first rows equal a full prefill's in a prompt that as a whole doesn't."""
+    if layout.history and not layout.history.exact and history:
+        return history[1]
+    return next(s.start for s in (layout.stale if kv_dtype == "auto" else layout.reused))
+
+
 def _outcome(layout: Layout, dtypes: set[KVDtype], num_repaired: int) -> tuple[KVDtype, Exactness]:
     """Return what the prompt's KV was rounded to, and its label; where every row was computed, nothing rounded is left."""
-    if not layout.reused:
+    if not layout.reused and not layout.history:
         return "auto", "full"
+    is_exact = layout.history is None or layout.history.exact
     kv_dtype: KVDtype = dtypes.pop() if dtypes and num_rows_of(layout.reused) > num_repaired else "auto"
-    return kv_dtype, "exact" if kv_dtype == "auto" and num_repaired == num_rows_of(layout.stale) else "repaired"
+    return kv_dtype, "exact" if kv_dtype == "auto" and is_exact and num_repaired == num_rows_of(
+        layout.stale
+    ) else "repaired"
 
 
 def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock) -> Prefilled:
@@ -190,11 +198,18 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
 
 
 def _read(
-    model: CausalLM, store: TieredStore, plan: Plan, mode: Mode, price: Price | None, timeout_s: float, clock: Clock
+    model: CausalLM,
+    store: TieredStore,
+    plan: Plan,
+    mode: Mode,
+    price: Price | None,
+    timeout_s: float,
+    clock: Clock,
+    history: tuple[int, int] | None,
 ) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
     """Decide what is reused, load it, and decide again where chunks could not be loaded."""
     cheapest = None if price is None else price.cheapest
-    layout, reason = decide_plan(plan, mode, cheapest)
+    layout, reason = decide_plan(plan, mode, cheapest, history)
     if not layout.reused:  # nothing is read for a prompt that will be prefilled anyway
         return layout, reason, [], {}
     with clock.stage("load"):
@@ -281,7 +296,7 @@ def _blend(
                 change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
             likeness = Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
             selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
-    with clock.stage("repair" if layout.reused else "prefill"):
+    with clock.stage("repair" if layout.reused or layout.history else "prefill"):
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
         logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
     return selected, logits

@@ -198,9 +198,16 @@ def in_words(holes: Sequence[Hole]) -> str | None:
     return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {'; '.join(map(str, holes))}"
 
 
-def decide_plan(plan: Plan, mode: Mode, cheapest: Choice | None) -> tuple[Layout, str | None]:
-    """Lay a planned prompt out, and decide: as :func:`decide`, with the reasons that the plan itself gives."""
+def decide_plan(
+    plan: Plan, mode: Mode, cheapest: Choice | None, history: tuple[int, int] | None = None
+) -> tuple[Layout, str | None]:
+    """Lay a planned prompt out, and decide: as :func:`decide`, with the reasons that the plan itself gives.
+
+    ``history``: how many first rows an earlier request has of it, and how many of these equal a full prefill's.
+    """
     layout, refusal = lay_out(plan), plan.refusal
+    if history is not None:
+        layout = layout.behind(*history)
     if mode == "prefix" and plan.kv_dtype != "auto":
         refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
     if refusal is not None:
@@ -231,8 +238,8 @@ def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[
     if mode == "full":
         return layout.only_live(), None
     if not layout.reused:
-        return layout.only_live(), "no stored KV for this prompt"
+        return (layout, None) if layout.history else (layout.only_live(), "no stored KV for this prompt")
     if mode == "prefix":
         head = layout.only_exact_head()
-        return head, None if head.reused else "no stored KV for the head of this prompt"
+        return head, None if head.reused or head.history else "no stored KV for the head of this prompt"
     return (layout, None) if cheapest is None or mode == "stitch" else cheapest(layout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -20,7 +21,29 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.types import ChunkKV, LayerKV, Scales
 
+Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Rotated keys and values of each layer, ``(1, H_kv, T, D)``."""
+
 LAYERS_PER_LAUNCH = 8  # whose stored KV is on the device at once, beside the buffer: few launches, and little memory
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Rows of earlier requests that a prompt begins with: the first ``num_exact`` of ``num_rows`` equal a full prefill's."""
+
+    parts: tuple[tuple[Layers, int], ...]
+    num_exact: int
+    num_rows: int
+
+    def fill(self, layers: Layers, num_rows: int) -> None:
+        """Copy the first ``num_rows`` rows into a request's buffer."""
+        at = 0
+        for part, count in self.parts:
+            count = min(count, num_rows - at)
+            for own, kept in zip(layers, part, strict=True):
+                for side, rows in zip(own, kept, strict=True):
+                    side[:, :, at : at + count] = rows[:, :, :count]
+            at += count
 
 
 @torch.inference_mode()

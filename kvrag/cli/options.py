@@ -126,6 +126,14 @@ REPAIR: Group = (_field(RepairConfig, "strategy", _REPAIR), _RATIO)
 LIMITS: Group = tuple(
     _field(StoreConfig, name, _STORE, env=True) for name in ("disk_bytes", "min_free_bytes", "durability")
 )
+_HISTORY = typer.Option(
+    parser=parse_bytes,
+    metavar="SIZE",
+    envvar="KVRAG_HISTORY_BYTES",
+    help="Budget of finished requests' KV, which the next turns of chats go on with; 0: none.",
+    rich_help_panel=_STORE,
+)
+SERVED: Group = (*LIMITS, _option("history_bytes", Annotated[int, _HISTORY], "1GiB"))
 SAMPLING: Group = tuple(_field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature"))
 
 

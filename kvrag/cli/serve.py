@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from contextlib import closing, suppress
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
-from kvrag.cli.options import ENGINE, LIMITS, REPAIR, Given, open_engine, takes
+from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, open_engine, takes
 from kvrag.errors import ConfigError, require
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
@@ -21,7 +22,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 _MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 
 
-@takes(engine=ENGINE[1:], repair=REPAIR, limits=LIMITS)
+@takes(engine=ENGINE[1:], repair=REPAIR, limits=SERVED)
 def serve(
     model: Annotated[str, _MODEL],
     engine: Given,
@@ -31,18 +32,18 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
     model_name: Annotated[str | None, typer.Option(help="Name that clients ask for; default: the model's own.")] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 503.")] = 256,
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="How lines of the log are written.")] = "text",
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")] = False,
 ) -> None:
     """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
     uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
     require("sse_starlette", extra="server", purpose="kvrag serve")
-    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
-    if host not in _LOCAL and not keys and not insecure:
-        raise ConfigError(
-            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
-        )
+    keys = _keys(host, is_insecure=insecure)
     from kvrag.server import ServerConfig, create_app
 
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, module=r"kvrag\."
+    )  # they quote prompts; explain() says as much
     config = ServerConfig(model_name=model_name, api_keys=keys, max_waiting=max_waiting)
     with closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
         app = create_app(opened, config)
@@ -57,9 +58,35 @@ def serve(
         # uvicorn raises the signal again when all is answered; the store is still to be closed then.
         signal.signal(signal.SIGTERM, lambda *_: None)
         grace_s = int(config.drain_s) + 5
-        options = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=grace_s, access_log=False)
+        options = uvicorn.Config(
+            *(app, host, port), timeout_graceful_shutdown=grace_s, access_log=False, log_config=log_config(log_format)
+        )
         with suppress(KeyboardInterrupt):
             Server(options).run()
+
+
+def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
+    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
+    if host not in _LOCAL and not keys and not is_insecure:
+        raise ConfigError(
+            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
+        )
+    return keys
+
+
+def log_config(log_format: str) -> dict[str, Any]:
+    """Return how kvrag's and uvicorn's lines are written to standard error, one for each request; others' only from warnings on."""
+    form: dict[str, Any] = {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
+    if log_format == "json":
+        form = {"()": "kvrag.server.record.JsonLines"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"lines": form},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+        "root": {"level": "WARNING", "handlers": ["stderr"]},
+        "loggers": {"kvrag": {"level": "INFO"}, "uvicorn": {"level": "INFO"}},
+    }
 
 
 def read_keys(text: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 ::
 
-    streams (thread of a request) ─▶ sequence ─▶ prompt.plan ─▶ turn ─▶ blend.prefill ─▶ sampling ─▶ text ─▶ (audit)
+    streams (thread of a request) ─▶ sequence ─▶ prompt.plan ─▶ scheduler (room) ─▶ blend.prefill ─▶ sampling ─▶ text ─▶ (audit)
 
 Imports everything that runs before it: ``store``, ``model``, ``prompt``, ``blend``, ``precompute`` and what they may import.
 """

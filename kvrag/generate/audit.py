@@ -14,11 +14,12 @@ from functools import partial
 import torch
 
 from kvrag.blend.prefill import Prefilled
+from kvrag.generate.scheduler import Scheduler
 from kvrag.model import StopForward
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import Rows
 from kvrag.precompute.quantise_check import kl_divergence
-from kvrag.threads import Pool, Turns, fork_lock
+from kvrag.threads import Pool, fork_lock
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class Audit:
         self._has_warned = False
         self._latest: Future[None] | None = None
 
-    def offer(self, loaded: LoadedModel, done: Prefilled, share: float, turns: Turns) -> None:
-        """Audit an answered prompt if it was repaired and is drawn; return at once. ``turns`` are those that requests take."""
+    def offer(self, loaded: LoadedModel, done: Prefilled, share: float, scheduler: Scheduler) -> None:
+        """Audit an answered prompt if it was repaired and is drawn; return at once. ``scheduler`` is that of the requests."""
         if done.exactness != "repaired" or self._draws.random() >= share:
             return
         if self._latest and not self._latest.done():
@@ -44,7 +45,7 @@ class Audit:
             return
         try:
             ids, fingerprint = torch.tensor(done.token_ids), loaded.fingerprint
-            work = partial(self._audit, loaded, fingerprint, ids, done.logits, turns)
+            work = partial(self._audit, loaded, fingerprint, ids, done.logits, scheduler)
             self._latest = AUDITS.submit(work, cancel=self._closed)
         except Exception as error:  # too many threads, an adapter that can't be reused: the answer has been given
             self._skip(error)
@@ -61,11 +62,11 @@ class Audit:
             return {"requests": self._audited, "skipped": self._skipped, **means}
 
     def _audit(
-        self, loaded: LoadedModel, fingerprint: str, ids: torch.Tensor, reused: torch.Tensor, turns: Turns
+        self, loaded: LoadedModel, fingerprint: str, ids: torch.Tensor, reused: torch.Tensor, scheduler: Scheduler
     ) -> None:
         """Prefill a prompt in full and count; no error gets out."""
         try:
-            full = self._prefilled(loaded, ids, turns)
+            full = self._prefilled(loaded, ids, scheduler)
             if full is None or loaded.fingerprint != fingerprint:  # an adapter was switched meanwhile
                 self._skip()
                 return
@@ -77,16 +78,16 @@ class Audit:
             self._audited, self._same = self._audited + 1, self._same + is_same
             self._sum_kl, self._max_kl = self._sum_kl + kl, max(self._max_kl, kl)
 
-    def _prefilled(self, loaded: LoadedModel, ids: torch.Tensor, turns: Turns) -> torch.Tensor | None:
+    def _prefilled(self, loaded: LoadedModel, ids: torch.Tensor, scheduler: Scheduler) -> torch.Tensor | None:
         """Return the last row's logits ``(vocab,)``; ``None`` where a request came, or the engine was closed."""
 
         def look(*tensors: object) -> None:
-            if self._closed.is_set() or not turns.is_idle:
+            if self._closed.is_set() or not scheduler.is_idle:
                 raise StopForward
             if isinstance(fresh := tensors[-1], torch.Tensor) and fresh.is_cuda:
                 torch.cuda.synchronize(fresh.device)  # layers that are queued can't be given up
 
-        if self._closed.is_set() or not turns.is_idle:
+        if self._closed.is_set() or not scheduler.is_idle:
             return None
         lm, rows = loaded.reusable, Rows.span(0, len(ids))
         logits, _ = lm.forward(ids, rows, lm.buffer(len(ids)), before_write=look)

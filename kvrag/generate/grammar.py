@@ -50,10 +50,14 @@ def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constr
     if form.schema is None and form.choice == "auto":
         return None
     library = require("llguidance", extra="structured", purpose="response_format and required calls")
-    grammar = library.LLMatcher.grammar_from_json_schema(_schema(form))
-    matcher = library.LLMatcher(_table(tokenizer, eos_ids), grammar, log_level=0)
-    if matcher.is_error():
-        raise ConfigError(f"the JSON schema of the answer can't be used; simplify it: {matcher.get_error()[:500]}")
+    table, fault = _table(tokenizer, eos_ids), ""
+    try:
+        matcher = library.LLMatcher(table, library.LLMatcher.grammar_from_json_schema(_schema(form)), log_level=0)
+        fault = matcher.get_error() if matcher.is_error() else ""
+    except ValueError as error:  # it holds what JSON can't say, such as NaN
+        fault = str(error) or "it is no JSON"
+    if fault:
+        raise ConfigError(f"the JSON schema of the answer can't be used; simplify it: {fault[:500]}")
     return Constraint(matcher)
 
 

@@ -19,8 +19,10 @@ from transformers import (
 
 from kvrag.config import SamplingConfig
 from kvrag.generate.grammar import Constraint
+from kvrag.generate.logprobs import Delta, logprob_of
+from kvrag.generate.penalties import Penalties
 from kvrag.model.plain import Extend
-from kvrag.types import FinishReason, ToolCall
+from kvrag.types import FinishReason, TokenLogprob, ToolCall
 
 _INCOMPLETE = "\ufffd"
 
@@ -43,9 +45,13 @@ class Sampler:
         self._ids, self._constraint = list(prompt_ids), constraint
         self._is_greedy = config.temperature == 0
         self._processors = LogitsProcessorList()
+        self._num_top, self.logprobs = config.logprobs, list[TokenLogprob]()
+        self._num_told = 0
         penalty = config.repetition_penalty or repetition_penalty
         if penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
+        if config.frequency_penalty or config.presence_penalty or config.logit_bias:
+            self._processors.append(Penalties(config, len(self._ids)))
         self._generator = torch.Generator()
         if self._is_greedy:
             return
@@ -73,9 +79,19 @@ class Sampler:
             probabilities = torch.softmax(scores[0], dim=-1).cpu()
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
         self._ids.append(token)
+        if self._num_top is not None:
+            self.logprobs.append(logprob_of(logits, token, self._num_top))
         if self._constraint:
             self._constraint.take(token)
         return token
+
+    def told(self, text: str) -> str:
+        """Return text with the log-probabilities, if they are wanted, of tokens since the last time."""
+        if self._num_top is None:
+            return text
+        delta, self._num_told, start = Delta(text), len(self.logprobs), self._num_told
+        delta.logprobs = tuple(self.logprobs[start:])
+        return delta
 
     @property
     def is_complete(self) -> bool:
@@ -127,7 +143,7 @@ def decode(
             delta = calls.push(delta, is_last=is_last)
         if delta:
             parts.append(delta)
-            emit(delta)
+            emit(sampler.told(delta))
 
     show(text.push(ids[-1]))
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-import torch
-
+from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel
-from kvrag.blend.prefill import Clock, Prefilled, outcome_of, prefill, refusal_of
+from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
+from kvrag.blend.stitch import Past
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
-from kvrag.errors import ContextLengthError, OutOfMemoryError, is_out_of_memory
+from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
+from kvrag.generate.histories import Histories
+from kvrag.generate.retry import retry_without_reuse
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
+from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
-from kvrag.precompute.on_miss import WriteBack
+from kvrag.precompute.on_miss import Erasures, WriteBack
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.learn import Learner
 from kvrag.prompt.partial import text_of
@@ -36,24 +38,11 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Prompt, chunks_in_messages
 from kvrag.prompt.tools import TEXT, Form
 from kvrag.store import TieredStore
-from kvrag.threads import Deadline, Turns, fork_lock
-from kvrag.types import (
-    Accounting,
-    Explanation,
-    GenerationResult,
-    KVDtype,
-    MaxContext,
-    Missed,
-    MissedChunk,
-    Mode,
-    TextEntry,
-)
+from kvrag.threads import Deadline, fork_lock
+from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, Mode, TextEntry
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
-
-MAX_RUNNING = 8  # requests of this process that hold the KV of their prompts at once; the others wait for their turn
-TURNS = Turns(MAX_RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +55,10 @@ class Request:
     namespace: str
     prefixes: tuple[str, ...]
     form: Form = TEXT
-    max_context: MaxContext = "raise"
+    slides: bool = False
 
 
-def check_options(mode: Mode, repair: object, max_context: MaxContext = "raise") -> RepairConfig | None:
+def check_options(mode: Mode, repair: object, max_context: str = "raise") -> RepairConfig | None:
     """Raise ``ConfigError`` for a wrong mode or ``max_context``, and return the repair as a config."""
     check_mode(mode, max_context)
     return None if repair is None else as_config(RepairConfig, repair, option="repair")
@@ -90,6 +79,8 @@ class Answering:
     context_ids: Sequence[int] = ()
     stats: EngineStats = field(default_factory=EngineStats)
     learner: Learner | None = None
+    erasures: Erasures = field(default_factory=Erasures)
+    histories: Histories = field(init=False)
     costs: CostModel = field(init=False)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
@@ -98,11 +89,12 @@ class Answering:
 
     def __post_init__(self) -> None:
         self._read_dtype, self._context = self.store_config.read_dtype, context_digest(self.context_ids)
-        self.costs = CostModel(self.loaded)
+        self.costs, self.histories = CostModel(self.loaded), Histories(self.store_config.history_bytes)
 
     def close(self) -> None:
-        """Do nothing more in the background."""
+        """Do nothing more in the background, and forget earlier requests."""
         self.stats.audit.close()
+        self.histories.clear()
         if self.write_back:
             self.write_back.close()
 
@@ -156,7 +148,7 @@ class Answering:
     def _checked(self, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
         """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any, and whether the window slides."""
         lm, window = self.loaded.lm, self.loaded.lm.context_window
-        slides, refusal = request.max_context == "slide" and total > window and cannot_slide(lm) is None, None
+        slides, refusal = request.slides and total > window and cannot_slide(lm) is None, None
         if slides and (num_tokens := len(plan.token_ids)) > window:
             refusal = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
         elif request.mode != "full":
@@ -173,7 +165,7 @@ class Answering:
         """
         clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
         stores = self.write_back is not None and self.store_config.on_miss == "store"
-        erasures = self.write_back.erasures.count(request.namespace) if self.write_back else 0
+        erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
             learner = self.learner if request.mode != "full" else None
@@ -181,7 +173,7 @@ class Answering:
             if request.mode in ("auto", "stitch") and again is None:
                 known = partial(self._known, request.namespace)
                 self.stats.watch.notice(plan, known, is_stored_later=stores, is_learning=learner is not None)
-        total = self._check_length(len(plan.token_ids), max_new_tokens, request.max_context)
+        total = self._check_length(len(plan.token_ids), max_new_tokens, request.slides)
         missed = _missed(request, plan, erasures, again, stores=stores) if stores or again is not None else None
         plan, slides = self._checked(plan, request, total)
         attempt = partial(
@@ -197,17 +189,53 @@ class Answering:
             slides=slides,
             cancel=cancel,
         )
-        with TURNS.turn(cancel):
-            done = _retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self.store.release)
+        with clock.waiting(
+            scheduler_of(self.loaded).turn(kv_bytes(self.loaded, min(total, self.loaded.lm.context_window)), cancel)
+        ):
+            past, mode = self._past(request, plan), "full" if plan.refusal else request.mode
+            done = retry_without_reuse(partial(attempt, past=past), mode, self._release)
+            del past
             try:
                 yield replace(done, missed=missed) if missed else done, clock
             finally:
                 done.release()
 
-    def _check_length(self, num_tokens: int, max_new_tokens: int, max_context: MaxContext) -> int:
+    def _past(self, request: Request, plan: Plan) -> Past | None:
+        """Return rows of earlier requests that a prompt begins with."""
+        if request.mode == "full" or plan.refusal or not self.histories.max_bytes:
+            return None
+        return self.histories.find(self._space(request), plan.token_ids, only_exact=request.mode == "prefix")
+
+    def _space(self, request: Request) -> Hashable:
+        """Return what KV depends on besides token ids; after an erasure, nothing that was there before is found."""
+        return self.histories.max_bytes and (
+            self.loaded.fingerprint,
+            request.namespace,
+            self.erasures.count(request.namespace),
+        )
+
+    def _remember(self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]) -> None:
+        """Keep a finished request's KV; a fault costs the next turn time, nothing else."""
+        rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
+        is_kept = self.histories.max_bytes and request.mode != "full"
+        has_moved = done.window is not None and done.window.evicted_tokens > 0
+        if not is_kept or done.buffer is None or has_moved or refusal_of(self.loaded.lm, len(rows)) is not None:
+            return
+        try:
+            is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
+            num_exact = len(rows) if is_exact else done.num_exact
+            self.histories.keep(space, rows, done.buffer.layers, num_exact=num_exact, num_prompt=num_prompt)
+        except (RuntimeError, MemoryError) as error:
+            self.histories.clear()
+            logger.warning("the KV of a finished request could not be kept (%s)", error)
+
+    def _release(self) -> int:
+        return self.store.release() + self.histories.clear()
+
+    def _check_length(self, num_tokens: int, max_new_tokens: int, slides: bool) -> int:
         """Return the tokens of prompt and answer together; raise if the model's context window is smaller, and doesn't slide."""
         total, window = num_tokens + max_new_tokens, self.loaded.lm.context_window
-        fault = cannot_slide(self.loaded.lm) if max_context == "slide" else ""
+        fault = cannot_slide(self.loaded.lm) if slides else ""
         if total > window and fault is not None:
             why = f" and can't slide ({fault})" if fault else ""
             raise ContextLengthError(
@@ -227,25 +255,24 @@ class Answering:
         penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
         form, eos_ids = request.form, eos_token_ids(defaults, encoder.tokenizer)
         constraint = None if form is TEXT else constraint_of(form, encoder.tokenizer, eos_ids)
+        space = self._space(request)  # an erasure from here on counts
         with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
-            ids, plain = done.token_ids, (encoder.decode, None)
-            show, calls = calls_in(form, encoder, ids, eos_ids) if form.tools else plain
+            read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
+            sampler = Sampler(config, done.token_ids, repetition_penalty=penalty, constraint=constraint)
             answer = decode(
-                done.extend,
-                done.logits,
-                Sampler(config, ids, repetition_penalty=penalty, constraint=constraint),
-                TextStream(show, config.stop),
+                *(done.extend, done.logits, sampler, TextStream(read[0], config.stop)),
                 max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,
                 cancel=cancel,
-                calls=calls,
+                calls=read[1],
             )
-            end, first, more = time.perf_counter(), answer.first_s, len(answer.ids) - 1
+            end, first = time.perf_counter(), answer.first_s
+            self._remember(request, space, done, answer.ids)
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
         if request.repair.audit:
-            self.stats.audit.offer(self.loaded, done, request.repair.audit, TURNS)
+            self.stats.audit.offer(self.loaded, done, request.repair.audit, scheduler_of(self.loaded))
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
@@ -253,8 +280,9 @@ class Answering:
             finish_reason=answer.finish_reason,
             ttft_ms=(first - start) * 1e3,
             total_ms=(end - start) * 1e3,
-            tokens_per_s=more / (end - first) if more else 0.0,
+            tokens_per_s=(len(answer.ids) - 1) / max(end - first, 1e-9),
             tool_calls=answer.calls,
+            logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
         )
 
 
@@ -272,31 +300,3 @@ def _missed(request: Request, plan: Plan, erasures: int, again: str | None, *, s
     head = plan.pieces[0].piece.text if again is None else again
     prefix = head if head in (again, *request.prefixes) else request.prefixes[0]  # nothing is encoded behind a question
     return Missed(tuple(dict.fromkeys(chunks)), prefix, request.namespace, erasures, is_again=again is not None)
-
-
-def _retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]) -> Prefilled:
-    """Run a prefill; when memory runs out, once more without reuse, where ``release`` has freed the store's memory."""
-    done, reason = _attempt(attempt, mode)
-    if done is not None:
-        return done
-    if release() or mode != "full":
-        logger.warning("out of memory with reuse (%s); trying once more without", reason)
-        gc.collect()  # the failed attempt's buffers go before the next one allocates
-        torch.cuda.empty_cache()
-        done, reason = _attempt(attempt, "full")
-    if done is None:
-        raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
-            f"or use a smaller model or dtype ({reason})"
-        )
-    return done if mode == "full" else replace(done, fallback_reason="memory ran out with reuse")
-
-
-def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
-    """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
-    try:
-        return attempt(mode=mode), ""
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, str(error)

@@ -9,6 +9,7 @@ layer by layer, which of them hold; a proof compares the loaded model with trans
                └──→ lm ← traits ← candidates, rope        what was found out about each layer
                     ├──→ proof                            reuse is exact on this model, or refused
     ids, Rows, KV ──┴──→ forward → attention → rows       one forward: cache, attention, limits of each row, KV in slots
+    turns (whose forward it is) → steps                   decode steps of all requests, one forward
     flash                                                 the attention alone, under transformers' own generate
 
 May import ``types errors config threads`` and ``identity``.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,12 +48,13 @@ class KeySource:
     name: str
     layout: Layout
 
-    def attach(self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor]) -> RemovableHandle:
-        """Note the keys of this thread's forwards of this attention module in ``captured``."""
-        owner = threading.get_ident()
+    def attach(
+        self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor], is_ours: Callable[[], bool]
+    ) -> RemovableHandle:
+        """Note the keys of this attention module's forwards in ``captured``, of those that are ours."""
 
         def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
-            if threading.get_ident() == owner:
+            if is_ours():
                 captured[layer] = self.layout(output)
 
         return attention.get_submodule(self.name).register_forward_hook(keep)

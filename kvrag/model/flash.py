@@ -17,9 +17,10 @@ import kvrag_kernels
 from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.model.attention import refuse_unknown
 from kvrag.model.candidates import attention_modules
-from kvrag.model.forward import MaskFunction, lock_of
+from kvrag.model.forward import MaskFunction
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Reach
+from kvrag.model.turns import turns_of
 
 NAME = "kvrag_rows"  # without "flash" and "/", which transformers treats specially
 
@@ -164,7 +165,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     if lm.is_dense:
         raise UnsupportedModelError(f"{type(model).__name__} asks for no attention function: its own can't be replaced")
     modules = attention_modules(model)
-    with lock_of(model):
+    with turns_of(model):
         _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})
         before = model.config._attn_implementation
         if before == NAME:  # of a copy: what the first one had is not known any more
@@ -176,7 +177,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
 
 def uninstall_flash_attention(model: PreTrainedModel) -> None:
     """Give a model its own attention back, if kvrag's was installed."""
-    with lock_of(model):
+    with turns_of(model):
         if model not in _before:
             return
         model.config._attn_implementation = _before.pop(model)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.model.turns import ModelTurns
 from kvrag.threads import fork_lock
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
@@ -63,7 +64,7 @@ class Forward(Cache):  # type: ignore[misc]
     """One forward over chosen rows of a buffer; see :meth:`~kvrag.model.CausalLM.forward`.
 
     ``mass`` is collected from the modules ``weighed`` (their ``id``s). Of what the module ``final`` returns only the last ``outputs`` rows
-    matter: nothing mixes rows after it.
+    matter: nothing mixes rows after it. In each layer it gives way to steps that wait in ``turns``.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Forward(Cache):  # type: ignore[misc]
         mass: Mass | None = None,
         outputs: int = 0,
         before_write: BeforeWrite | None = None,
+        turns: ModelTurns | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.hi = rows.indices(attentions.device)
@@ -85,11 +87,14 @@ class Forward(Cache):  # type: ignore[misc]
         self.weighed: Sequence[int] = ()
         self.observed: Observed | None = None
         self._rows, self._kv, self._before_write, self._tells_offsets = rows, kv, before_write, attentions.tells_offsets
+        self._turns = turns
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
+        if self._turns is not None and self._turns.wishes:
+            self._turns.give_way()
         stop, slots = self._rows.stop, self._rows.slots if isinstance(self._rows.slots, slice) else self.hi
         if self._kv.arrivals:
             self._kv.wait_for(layer_idx)
@@ -144,49 +149,6 @@ class Forward(Cache):  # type: ignore[misc]
         return mask
 
 
-class NextRows(Forward):
-    """One decode step of several requests: row ``i`` is the next one of request ``i``, whose KV is in a buffer of its own.
-
-    Each row sees its own request's rows alone, so a layer's attention is computed request by request; all else is one pass over the
-    weights.
-
-    Parameters
-    ----------
-    requests
-        Buffer and position of each row.
-    attentions
-        The model's.
-    """
-
-    def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
-        first, position = requests[0]
-        super().__init__(Rows.span(position, position + 1), first, attentions, outputs=len(requests))
-        self.requests = requests
-        self.positions = torch.tensor([position for _, position in requests], device=attentions.device)
-        self._each = [Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests]
-        self._layer = 0
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write each fresh row into its request's buffer; the attention that follows looks there."""
-        self._layer = layer_idx
-        for i, (kv, position) in enumerate(self.requests):
-            keys, values = kv.layers[layer_idx]
-            keys[:, :, position], values[:, :, position] = key_states[:, :, i], value_states[:, :, i]
-        return key_states, value_states
-
-    def attend(
-        self, module: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Attend request by request."""
-        reach, outs = self.reach.get(module, EVERYTHING), []
-        for i, ((kv, position), limits) in enumerate(zip(self.requests, self._each, strict=True)):
-            own_keys, own_values = (side[:, :, : position + 1] for side in kv.layers[self._layer])
-            outs.append(ragged_attention(query[:, :, i : i + 1], own_keys, own_values, limits, reach=reach, **scores))
-        return torch.cat(outs, dim=2)
-
-
 class _Current(threading.local):
     """What runs in this thread: a forward of kvrag's, or transformers' own attention by name."""
 
@@ -195,11 +157,10 @@ class _Current(threading.local):
 
 @dataclass(slots=True)
 class _Own:
-    """What a model has outside kvrag's forwards, and the lock of who switches it."""
+    """What a model has outside kvrag's forwards."""
 
     attention: str = EAGER
     is_dense: bool = False
-    lock: threading.RLock = field(default_factory=fork_lock)
 
 
 _current = _Current()
@@ -208,13 +169,12 @@ _own: dict[int, _Own] = {}  # by id of the config, which the switch is part of
 _guard = fork_lock()
 
 
-def lock_of(model: PreTrainedModel) -> threading.RLock:
-    """Return the one lock of a model, shared by all engines that use it."""
+def _own_of(model: PreTrainedModel) -> _Own:
     with _guard:
         if id(model.config) not in _own:
             _own[id(model.config)] = _Own()
             weakref.finalize(model.config, _own.pop, id(model.config), None)
-        return _own[id(model.config)].lock
+        return _own[id(model.config)]
 
 
 def running() -> Forward | str | None:
@@ -224,9 +184,12 @@ def running() -> Forward | str | None:
 
 @contextmanager
 def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
-    """Run the model's forwards of this thread as ``what``, without dropout; the caller holds the model's lock."""
-    config, own = model.config, _own[id(model.config)]
-    if config._attn_implementation != ATTENTION:  # else a forked process found it so
+    """Run the model's forwards of this thread as ``what``, without dropout; the caller has the model's turn.
+
+    Inside a forward that gives way, another one may run.
+    """
+    config, own, outer = model.config, _own_of(model), _current.running
+    if config._attn_implementation != ATTENTION:  # else it is within another one, or a forked process found it so
         own.attention = config._attn_implementation or EAGER
         own.is_dense = isinstance(what, Forward) and what.is_dense
     config._attn_implementation = ATTENTION
@@ -235,8 +198,9 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
         with evaluating(model):
             yield
     finally:
-        config._attn_implementation = own.attention
-        _current.running = None
+        _current.running = outer
+        if outer is None:
+            config._attn_implementation = own.attention
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass
 from kvrag.model.candidates import attention_modules, decoder_of
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, NextRows, StopForward, lock_of, running, switched
+from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, running, switched
 from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
 from kvrag.model.rope import Rotations
-from kvrag.model.rows import KVArena, KVBuffer, Rows
-from kvrag.model.steps import MAX_TOGETHER, Extension, NextRow
+from kvrag.model.rows import KVBuffer, Rows
+from kvrag.model.steps import Extension, NextRow, NextRows
 from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
-from kvrag.together import Together
+from kvrag.model.turns import turns_of
 
 
 class CausalLM:
@@ -39,8 +40,8 @@ class CausalLM:
         Bytes of KV per token over all layers, in the model's dtype.
     records
         Whether decode steps are recorded as CUDA graphs; not where one of them couldn't be.
-    together
-        Where the decode steps of all requests meet.
+    turns
+        Who runs the model, and where the decode steps of all requests meet.
 
     Raises
     ------
@@ -62,7 +63,7 @@ class CausalLM:
         self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
         self.records = self.device.type == "cuda"
-        self.together = Together[NextRow, torch.Tensor](MAX_TOGETHER)
+        self.turns = turns_of(model)
         self._find_traits()
         self.shapes = [trait.shape for trait in self.traits]
         width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
@@ -72,7 +73,7 @@ class CausalLM:
     def _find_traits(self) -> None:
         """Run a few tokens through the model and prove that captured keys, rotated, are the keys it attends to."""
         positions = torch.tensor(sample_positions(self.context_window), device=self.device)
-        with lock_of(self.model):
+        with self.turns:
             seen = observe(self.model, self._attentions, positions)
             self.traits: list[LayerTraits] = find_traits(self.model, self._attentions, seen, positions)
         self.is_dense = not seen.masks
@@ -94,14 +95,12 @@ class CausalLM:
                     f"the rotary angles of {name} change with the prompt's length, so stored keys can't be moved exactly"
                 )
 
-    def arena(self, slots: int, *, batch: int = 1) -> KVArena:
-        """Allocate KV in slots, for one request or several."""
-        keeps_ids = self.reuse_window < self.context_window and batch == 1
-        return KVArena(self.shapes, slots, dtype=self.dtype, device=self.device, batch=batch, keeps_ids=keeps_ids)
-
     def buffer(self, capacity: int, *, batch: int = 1) -> KVBuffer:
         """Allocate the KV of one request, or of a batch of chunks."""
-        return self.arena(capacity, batch=batch).view(0, capacity)
+        keeps_ids = self.reuse_window < self.context_window and batch == 1
+        return KVBuffer.empty(
+            self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, keeps_ids=keeps_ids
+        )
 
     def rotary(self, num_positions: int) -> Rotations:
         """Return the rotations of positions 0 to ``num_positions - 1`` in every layer, float32."""
@@ -143,7 +142,7 @@ class CausalLM:
         rows
             What to compute.
         kv
-            The request's buffer, or the arena for several requests. A slot that a row sees must be written before, or be among ``rows``.
+            The request's buffer. A slot that a row sees must be written before, or be among ``rows``.
         logits
             How many last rows need logits; 0 skips the language model's head.
         mass_rows, mass_layers
@@ -165,29 +164,34 @@ class CausalLM:
         """
         if rows.first is not None and not self._can_pack:
             raise ValueError("this model computes one request at a time; see CausalLM.can_share_forwards")
-        lock, ids = lock_of(self.model), token_ids if token_ids.dim() == 2 else token_ids[None]
+        ids = token_ids if token_ids.dim() == 2 else token_ids[None]
         if kv.token_ids is not None:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
         mass = Mass(torch.zeros(rows.stop, device=self.device), mass_rows) if mass_rows else None
-        forward = Forward(rows, kv, self._switch, mass=mass, outputs=logits, before_write=before_write)
+        forward = Forward(
+            rows, kv, self._switch, mass=mass, outputs=logits, before_write=before_write, turns=self.turns
+        )
         if mass_rows:
             forward.weighed = [id(self._attentions[i]) for i in mass_layers or range(self.num_layers)]
             forward.final = self._switch.final if logits else forward.weighed[-1]
-        with lock:
+        with self.turns:
             out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
-            if self._captured is not None:
+            if self._captured is not None:  # of steps between its layers, too; those of this forward come last
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total
 
     @torch.inference_mode()
-    def next_rows(self, token_ids: torch.Tensor, requests: Sequence[tuple[KVBuffer, int]]) -> torch.Tensor:
-        """Compute the next row of several requests in one pass over the weights; return their logits ``(R, vocab)``.
+    def step(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]:
+        """Compute the next row of each request in one pass over the weights; return their logits, ``(1, vocab)`` each.
 
-        ``token_ids`` are those of the rows, int64 ``(R,)``; ``requests`` are their buffers and positions. Not for every model: see
-        :attr:`can_share_forwards`.
+        Several not for every model: see :attr:`can_share_forwards`.
         """
-        with lock_of(self.model):
-            return self._run(token_ids[None].to(self.device), NextRows(requests, self._switch), len(requests))[0]
+        if len(rows) == 1:
+            return [rows[0].alone()]
+        ids = torch.cat([row.token_id for row in rows])[None].to(self.device)
+        with self.turns:
+            forward = NextRows([(row.kv, row.position) for row in rows], self._switch)
+            return self._run(ids, forward, len(rows))[0][:, None].unbind()
 
     def extension(self, kv: KVBuffer, length: int) -> Extend:
         """Return what computes the rows that follow the first ``length`` of a buffer, with logits for each.
@@ -237,11 +241,15 @@ class CausalLM:
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:
         """Collect position-free keys of this thread's forwards: layer → ``(B, R, H_kv, D)``; kvrag's other threads wait."""
-        with lock_of(self.model):
-            captured: dict[int, torch.Tensor] = {}
+        with self.turns:
+            captured, owner = dict[int, torch.Tensor](), threading.get_ident()
+
+            def is_ours() -> bool:
+                return threading.get_ident() == owner and not self.turns.is_stepping
+
             sources = [trait.source for trait in self.traits]
             layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]
-            handles = [source.attach(self._attentions[layer], layer, captured) for layer, source in layers]
+            handles = [source.attach(self._attentions[layer], layer, captured, is_ours) for layer, source in layers]
             self._captured = captured
             try:
                 yield captured

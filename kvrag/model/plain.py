@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvrag.errors import ModelError, UnsupportedModelError
-from kvrag.model.forward import evaluating, lock_of
+from kvrag.model.forward import evaluating
+from kvrag.model.turns import turns_of
 
 UNLIMITED = 2**20  # context window of a model whose KV is reused and whose config names none
 NO_LIMIT = 2**31 - 1  # the same of other models (state space models)
@@ -153,7 +154,7 @@ class _Run:
     def forward(self) -> torch.Tensor:
         """Compute the rows that have not been computed; returns the last one's logits ``(vocab,)``."""
         model = self._model
-        with lock_of(model), evaluating(model):
+        with turns_of(model), evaluating(model):
             is_step = self._kwargs.get("use_cache") and not self._is_first
             options = {"next_sequence_length": 1 if is_step else None, "is_first_iteration": self._is_first}
             inputs = model.prepare_inputs_for_generation(self._ids, **options, **self._kwargs)

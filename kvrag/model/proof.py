@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from kvrag.model.forward import EAGER, evaluating, lock_of, switched
+from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Rows
 from kvrag.model.traits import accepted
+from kvrag.model.turns import turns_of
 
 LIMIT = 1e-3  # promised agreement in float32: of logits, and of keys and values relative to the largest of their layer
 CAUSAL_LIMIT = 1e-5  # agreement of keys and values that must not depend on what differs
@@ -164,7 +165,7 @@ class _Trial:
         """Run the prompt through transformers alone, in one piece or more; ``moved``: from embeddings moved by a rounding each."""
         model, cache, batch = self._lm.model, DynamicCache(), self._ids.to(self._lm.device)[None]
         name = "inputs_embeds" if moved else "input_ids"
-        with lock_of(model), evaluating(model) if self._attention is None else switched(model, self._attention):
+        with turns_of(model), evaluating(model) if self._attention is None else switched(model, self._attention):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
             given = self._moved_embeddings(batch) if moved else batch
             run = partial(model, past_key_values=cache, use_cache=True, **keep)

@@ -1,4 +1,4 @@
-"""What a forward computes: the KV that it writes to (an arena of slots), its rows, and which keys each row sees.
+"""What a forward computes: the KV that it writes to (a buffer of slots), its rows, and which keys each row sees.
 
 ``Rows`` holds the slot, the position and the first visible slot of each row. ``Limits`` is made from it once per forward: blocks of rows
 for torch, int32 limits for the kernels, shared by all layers with the same reach.
@@ -54,7 +54,7 @@ class LayerShape:
 
 
 class KVBuffer:
-    """The KV of one request (or of a batch of chunks), row index = position: consecutive slots of an arena, from ``start`` on.
+    """The KV of one request (or of a batch of chunks), row index = position.
 
     ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``. ``token_ids``, int64 ``(capacity,)`` on
     the host, are kept by the forwards of a model that may have to compute rows again; else ``None``. While a stream of the device still
@@ -62,11 +62,28 @@ class KVBuffer:
     """
 
     def __init__(
-        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], start: int = 0, token_ids: torch.Tensor | None = None
+        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], token_ids: torch.Tensor | None = None
     ) -> None:
-        self.layers, self.start, self.token_ids = layers, start, token_ids
+        self.layers, self.token_ids = layers, token_ids
         self.arrivals: Sequence[torch.cuda.Event] = ()
         self.sources: object = None
+
+    @classmethod
+    def empty(
+        cls,
+        shapes: Sequence[LayerShape],
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch: int = 1,
+        keeps_ids: bool = False,
+    ) -> KVBuffer:
+        """Allocate ``capacity`` rows, uninitialised until written; attention sees none before. ``shapes`` has one per layer."""
+        sizes = [(batch, s.num_heads, capacity, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
+        tensors = _allocate(sizes, dtype, device)
+        ids = torch.zeros(capacity, dtype=torch.int64) if keeps_ids else None
+        return cls(list(zip(tensors[::2], tensors[1::2], strict=True)), ids)
 
     def wait_for(self, layer: int) -> None:
         """Let the device's current stream wait until the stored KV of a layer is there; the host goes on."""
@@ -89,35 +106,6 @@ class KVBuffer:
         return self.layers[layer][1]
 
 
-class KVArena(KVBuffer):
-    """Preallocated KV in slots, which requests share; each request's buffer is a :meth:`view`.
-
-    Slots are uninitialised until written; attention sees none before. ``shapes`` has one per layer; ``batch`` is 1 for prompts;
-    ``keeps_ids``: views keep their token ids.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        slots: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        batch: int = 1,
-        keeps_ids: bool = False,
-    ) -> None:
-        sizes = [(batch, s.num_heads, slots, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
-        tensors = _allocate(sizes, dtype, device)
-        super().__init__(list(zip(tensors[::2], tensors[1::2], strict=True)))
-        self._keeps_ids = keeps_ids
-
-    def view(self, start: int, capacity: int) -> KVBuffer:
-        """Return the buffer of a request in slots ``start`` to ``start + capacity - 1``."""
-        rows = slice(start, start + capacity)
-        layers = [(keys[:, :, rows], values[:, :, rows]) for keys, values in self.layers]
-        return KVBuffer(layers, start, torch.zeros(capacity, dtype=torch.int64) if self._keeps_ids else None)
-
-
 def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Allocate tensors; on the host together, by numpy, which asks for huge pages: touching them first costs a fraction."""
     if device.type != "cpu":
@@ -131,10 +119,10 @@ def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows that one forward computes, of one request or of several.
+    """The rows that one forward computes.
 
-    A row sees the slots from ``first``, int64 ``(R,)`` (``None``: 0), to its own, and the first ``prefix`` slots. A request is in
-    neighbouring slots, in order. The KV of the rows is written to ``slots``: a slice, or int64 ``(R,)``, ascending within each request;
+    A row sees the slots from ``first``, int64 ``(R,)`` (``None``: 0), to its own, and the first ``prefix`` slots. A chunk is in
+    neighbouring slots, in order. The KV of the rows is written to ``slots``: a slice, or int64 ``(R,)``, ascending within each chunk;
     ``stop`` is one past the last of them. ``positions``, int64 ``(R,)``, are those of each row in its prompt; ``None``: its slot.
     ``is_fixed``: the slots may be others when the forward is replayed, none from ``stop`` on; the host must not look at them.
     """
@@ -164,15 +152,6 @@ class Rows:
         stop = prefix + sum(lengths)
         positions = torch.arange(prefix, stop, device=device) - starts + prefix
         return cls(slice(prefix, stop), stop, positions, starts, prefix)
-
-    @classmethod
-    def together(cls, requests: Sequence[tuple[Rows, int]], device: torch.device) -> Rows:
-        """Join several requests: the rows of each (of :meth:`span` or :meth:`at`), and the arena's slot at which its KV begins."""
-        positions = [rows.indices(device) for rows, _ in requests]
-        starts = torch.tensor([start for _, start in requests], device=device)
-        first = starts.repeat_interleave(torch.tensor([len(p) for p in positions], device=device))
-        at = torch.cat(positions)
-        return cls(first + at, max(start + rows.stop for rows, start in requests), at, first)
 
     def indices(self, device: torch.device) -> torch.Tensor:
         """Return the slots as an int64 tensor ``(R,)`` on a device."""

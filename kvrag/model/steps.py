@@ -8,12 +8,14 @@ answer outgrows it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from kvrag.model.rows import KVBuffer, Rows
+from kvrag.model.attention import ragged_attention
+from kvrag.model.forward import Attentions, Forward
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
 
 if TYPE_CHECKING:
     from kvrag.model.lm import CausalLM
@@ -57,6 +59,49 @@ class NextRow(NamedTuple):
     alone: Callable[[], torch.Tensor]
 
 
+class NextRows(Forward):
+    """One decode step of several requests: row ``i`` is the next one of request ``i``, whose KV is in a buffer of its own.
+
+    Each row sees its own request's rows alone, so a layer's attention is computed request by request; all else is one pass over the
+    weights.
+
+    Parameters
+    ----------
+    requests
+        Buffer and position of each row.
+    attentions
+        The model's.
+    """
+
+    def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
+        first, position = requests[0]
+        super().__init__(Rows.span(position, position + 1), first, attentions, outputs=len(requests))
+        self.requests = requests
+        self.positions = torch.tensor([position for _, position in requests], device=attentions.device)
+        self._each = [Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests]
+        self._layer = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write each fresh row into its request's buffer; the attention that follows looks there."""
+        self._layer = layer_idx
+        for i, (kv, position) in enumerate(self.requests):
+            keys, values = kv.layers[layer_idx]
+            keys[:, :, position], values[:, :, position] = key_states[:, :, i], value_states[:, :, i]
+        return key_states, value_states
+
+    def attend(
+        self, module: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Attend request by request."""
+        reach, outs = self.reach.get(module, EVERYTHING), []
+        for i, ((kv, position), limits) in enumerate(zip(self.requests, self._each, strict=True)):
+            own_keys, own_values = (side[:, :, : position + 1] for side in kv.layers[self._layer])
+            outs.append(ragged_attention(query[:, :, i : i + 1], own_keys, own_values, limits, reach=reach, **scores))
+        return torch.cat(outs, dim=2)
+
+
 class Extension:
     """Computes the rows that follow the first ``length`` of a request's buffer: ``ids (R,) -> logits (R, vocab)``."""
 
@@ -70,16 +115,8 @@ class Extension:
         if len(ids) > 1:
             return self._model.forward(ids, Rows.span(start, self._length), self._kv, logits=len(ids))[0][0]
         row = NextRow(ids, self._kv, start, lambda: self._alone(ids, start))
-        if not self._model.can_share_forwards:
-            return row.alone()
-        return self._model.together.do(row, self._next_rows)
-
-    def _next_rows(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]:
-        """Compute a row of each of several requests of this model."""
-        if len(rows) == 1:
-            return [rows[0].alone()]
-        ids = torch.cat([row.token_id for row in rows])
-        return self._model.next_rows(ids, [(row.kv, row.position) for row in rows])[:, None].unbind()
+        limit = MAX_TOGETHER if self._model.can_share_forwards else 1
+        return self._model.turns.step(row, self._model.step, limit=limit)
 
     def _alone(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Compute a row by a recording, if there is one or it is time for one."""

@@ -4,8 +4,8 @@
 
     request ─▶ gate (id, key, size) ─▶ schema ─▶ completions or documents ─▶ admission (its turn) ─▶ engine ─▶ JSON or events
 
-``app`` puts them together; ``service`` is what routes share, ``errors`` has OpenAI's shape, ``metrics`` counts. Imports the facade and
-``generate``'s streams.
+``app`` puts them together; ``service`` is what routes share, ``shapes`` and ``errors`` are OpenAI's, ``metrics`` counts, and ``record`` is
+what the log and the traces say of a request. Imports the facade and ``generate``'s streams.
 """
 
 from kvrag.server.app import create_app

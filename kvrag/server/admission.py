@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,8 @@ _SMOOTHING = 0.1  # weight of the newest request in the mean of seconds
 class Admission:
     """Turns of an event loop's requests, first come, first served."""
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
+    def __init__(self, max_running: int, max_waiting: int, max_per_key: int | None = None) -> None:
+        self._max_per_key, self._of_tenant = max_per_key, Counter[str]()
         self._turns, self._max_running, self._max_waiting = asyncio.Semaphore(max_running), max_running, max_waiting
         self._seconds, self.running, self.waiting, self.is_draining = 1.0, 0, 0, False
 
@@ -25,20 +27,32 @@ class Admission:
         """Seconds after which those who wait now have probably been answered."""
         return max(1, math.ceil(self._seconds * (self.waiting + 1) / self._max_running))
 
-    def check(self) -> None:
-        """Raise ``APIError`` if no more requests are taken."""
+    def check(self, tenant: str | None = None) -> None:
+        """Raise ``APIError`` if no more requests are taken, or no more of this tenant's."""
         if self.is_draining:
             raise self._refusal("the server is shutting down; ask another one, or come again", "draining")
         if self._turns.locked() and self.waiting >= self._max_waiting:
             raise self._refusal(f"{self.running} requests run and {self.waiting} wait; come again later", "overloaded")
+        if tenant is not None and self._max_per_key is not None and self._of_tenant[tenant] >= self._max_per_key:
+            message = f"{self._of_tenant[tenant]} requests of this key are under way; wait for one of them"
+            raise self._refusal(message, "rate_limit_exceeded", 429)
 
-    def _refusal(self, message: str, code: str) -> APIError:
-        return APIError(503, message, code, headers={"Retry-After": str(self.retry_after_s)})
+    def _refusal(self, message: str, code: str, status: int = 503) -> APIError:
+        return APIError(status, message, code, headers={"Retry-After": str(self.retry_after_s)})
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, tenant: str | None = None) -> AsyncIterator[None]:
         """Wait for a turn, and keep it until the context ends."""
-        self.check()
+        self.check(tenant)
+        self._of_tenant[tenant or ""] += 1
+        try:
+            async with self._turn():
+                yield
+        finally:
+            self._of_tenant[tenant or ""] -= 1
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
         self.waiting += 1
         try:
             await self._turns.acquire()

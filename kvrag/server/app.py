@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -21,6 +22,12 @@ from kvrag.server.gate import Gate
 from kvrag.server.metrics import Metrics
 from kvrag.server.service import Service, service_of
 
+_QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
+"""Of newer FastAPIs' own telemetry, which would tell of bodies that can't be read and of exceptions' messages; kvrag has its own."""
+
+
+logger = logging.getLogger(__name__)
+
 
 def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastAPI:
     """Make the ASGI application of an engine.
@@ -36,8 +43,8 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
         Keys, limits and the model's name.
     """
     config = config or ServerConfig()
-    app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life)
-    admission = Admission(config.max_running, config.max_waiting)
+    app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=_QUIET)
+    admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
     service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
     app.state.is_loaded = False
     app.include_router(completions.router)
@@ -48,14 +55,16 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     app.get("/v1/models")(models)
     app.get("/v1/models/{name:path}")(model)
     handle_errors(app)
-    app.add_middleware(Gate, config=config, responses=service.metrics.responses)
+    app.add_middleware(Gate, config=config, count=service.metrics.count)
     return app
 
 
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
-    await run_in_threadpool(lambda: service.engine.loaded)
+    loaded = await run_in_threadpool(lambda: service.engine.loaded)
+    if not getattr(loaded.lm, "can_share_forwards", False):
+        logger.warning("answers of this model are decoded one after the other; see docs/support.md")
     app.state.is_loaded = True
     yield
     service.admission.is_draining = True

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect
 
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.template import Prompt
 from kvrag.server.errors import as_api_error
-from kvrag.server.schema import ChatRequest, Completion, Message, Reuse, TextRequest
+from kvrag.server.metrics import Timer
+from kvrag.server.record import Record
+from kvrag.server.schema import ChatRequest, Message, Reuse, TextRequest
 from kvrag.server.service import Service, service_of
+from kvrag.server.shapes import CHAT, TEXT, Shape, Told, calls_of, usage_of
 from kvrag.types import Chunk, GenerationResult
 
 PATIENCE_S = 10.0  # after which a stream without a first token begins, so that its client sees a sign of life
@@ -29,44 +33,11 @@ SEND_TIMEOUT_S = 60.0  # after which a client that reads nothing is left
 Piece = tuple[int, str | GenerationResult]
 """Index of a choice, and more of its text, or, at its end, its result."""
 
+Body = ChatRequest | TextRequest
+
+logging.getLogger("sse_starlette.sse").setLevel(logging.INFO)  # below, it writes the text of every event
+
 router = APIRouter()
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How a kind of completion looks: its name, the prefix of its ids, and whether its text is in messages."""
-
-    object: str
-    prefix: str
-    is_chat: bool
-
-    def whole(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        """Return a finished choice."""
-        own: dict[str, Any] = {"text": result.text}
-        if self.is_chat:
-            calls = {"tool_calls": _calls(result)} if result.tool_calls else {}
-            content = None if calls and not result.text else result.text
-            own = {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
-        return {"index": index, **own, "logprobs": None, "finish_reason": result.finish_reason}
-
-    def delta(self, index: int, text: str | None, finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a piece of a choice; ``None``: its beginning."""
-        own: dict[str, Any] = {"text": text or ""}
-        if self.is_chat:
-            own = {"delta": {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}}
-        return {"index": index, **own, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _calls(result: GenerationResult) -> list[dict[str, Any]]:
-    """Return an answer's calls of tools as OpenAI writes them."""
-    made = []
-    for call in result.tool_calls:
-        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        made.append({"id": call.id, "type": "function", "function": function})
-    return made
-
-
-CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion", "cmpl", False)
 
 
 @router.post("/v1/chat/completions")
@@ -103,23 +74,27 @@ def _chunks(reuse: Reuse) -> list[str | Chunk]:
     return [part for document in reuse.documents for part in (Chunk(document.text), "\n\n")]
 
 
-async def _complete(shape: Shape, body: Completion, request: Request, prompts: Sequence[Prompt]) -> Response:
+async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequence[Prompt]) -> Response:
     service = service_of(request)
     service.check_model(body.model)
+    record: Record = request.state.record
+    record.model, record.is_stream = service.name, body.stream
     pieces = _pieces(service, body, request, prompts)
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if not body.stream:
         async with aclosing(pieces):
             results = await _unless_gone(request, asyncio.create_task(_results(pieces)), None)
             assert results is not None
-        choices = [shape.whole(index, result) for index, result in sorted(results.items())]
+        tokenizer = service.engine.tokenizer
+        choices = [shape.whole(index, result, tokenizer) for index, result in sorted(results.items())]
         made = [results[index] for index in sorted(results)]
-        return JSONResponse({**head, "object": shape.object, "choices": choices, **_usage(made, body.n)})
+        return JSONResponse({**head, "object": shape.object, "choices": choices, **usage_of(made, body.n)})
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
-    events = _events(shape, body, head, first, pieces)
+    told = Told(service.engine.tokenizer, is_chat=shape.is_chat)
+    events = _events(shape, body, head, first, pieces, told, record)
     return EventSourceResponse(
         events,
         ping=PING_S,
@@ -141,6 +116,7 @@ async def _unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: flo
         if not task.done() and leaving.done():
             task.cancel()
             await asyncio.wait({task})
+            raise ClientDisconnect
         return task.result() if task.done() else None
     except asyncio.CancelledError:
         task.cancel()
@@ -155,54 +131,73 @@ async def _left(request: Request) -> None:
 
 
 async def _pieces(
-    service: Service, body: Completion, request: Request, prompts: Sequence[Prompt]
+    service: Service, body: Body, request: Request, prompts: Sequence[Prompt]
 ) -> AsyncGenerator[Piece, None]:
     """Yield the choices' text as it comes, ``n`` choices for each prompt; leaving ends all of them."""
-    deadline, timer = asyncio.get_running_loop().time() + service.config.timeout_s, service.metrics.timer()
+    loop, record = asyncio.get_running_loop(), cast(Record, request.state.record)
+    deadline, timer = loop.time() + service.config.timeout_s, service.metrics.timer(record)
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
-    async with service.admission.turn():
-        timer.began()
-        streams = [
-            service.engine.astream(prompt, **service.options(body, index, tenant=request.state.tenant))
-            for prompt in prompts
-            for index in range(body.n)
-        ]
-        readers = [asyncio.create_task(_read(index, stream, arrived)) for index, stream in enumerate(streams)]
-        left = len(streams)
-        try:
-            while left:
-                seconds = deadline - asyncio.get_running_loop().time()
-                index, piece = await asyncio.wait_for(arrived.get(), seconds)
-                if isinstance(piece, Exception):
-                    raise piece
-                if isinstance(piece, GenerationResult):
-                    left -= 1
-                    service.metrics.count(piece)
-                else:
-                    timer.took(index)
-                yield index, piece
-        finally:
-            timer.ended()
-            for stream, reader in zip(streams, readers, strict=True):
-                stream.cancel()
-                reader.cancel()
-
-
-async def _read(index: int, stream: AsyncTokenStream, arrived: asyncio.Queue[Any]) -> None:
+    streams = [
+        service.engine.astream(prompt, **service.options(body, index, tenant=request.state.tenant))
+        for prompt in prompts
+        for index in range(body.n)
+    ]
+    left, work = len(streams), asyncio.create_task(_work(service, request, streams, arrived, timer))
     try:
-        async for text in stream:
-            arrived.put_nowait((index, text))
-        arrived.put_nowait((index, stream.result))
+        while left:
+            index, piece = await asyncio.wait_for(arrived.get(), deadline - loop.time())
+            if isinstance(piece, Exception):
+                raise piece
+            if isinstance(piece, GenerationResult):
+                left -= 1
+                record.results.append(piece)
+            yield index, piece
+    except TimeoutError:
+        record.ended = "timeout"
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        record.ended = "client_left"
+        raise
+    finally:
+        for stream in streams:
+            stream.cancel()
+        work.cancel()
+
+
+async def _work(
+    service: Service,
+    request: Request,
+    streams: Sequence[AsyncTokenStream],
+    arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]],
+    timer: Timer,
+) -> None:
+    """Read streams as soon as there is a turn, and keep it no longer than they last, however slow the client is."""
+
+    async def read(index: int, stream: AsyncTokenStream) -> None:
+        try:
+            async for text in stream:
+                timer.took(index)
+                arrived.put_nowait((index, text))
+            arrived.put_nowait((index, stream.result))
+        except Exception as error:
+            arrived.put_nowait((index, error))
+
+    try:
+        async with service.admission.turn(request.state.tenant):
+            timer.began()
+            await asyncio.gather(*[read(index, stream) for index, stream in enumerate(streams)])
     except Exception as error:
-        arrived.put_nowait((index, error))
+        arrived.put_nowait((0, error))
 
 
 async def _events(
     shape: Shape,
-    body: Completion,
+    body: Body,
     head: dict[str, Any],
     first: asyncio.Task[Piece],
     pieces: AsyncGenerator[Piece, None],
+    told: Told,
+    record: Record,
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield a completion as OpenAI's events; an error after the first byte is an event too."""
     kind = shape.object + ".chunk" if shape.is_chat else shape.object
@@ -221,16 +216,18 @@ async def _events(
                     yield event([shape.delta(index, None)])
                 begun.add(index)
                 if isinstance(piece, str):
-                    yield event([shape.delta(index, piece)])
+                    yield event([shape.delta(index, piece, logprobs=told.of(index, piece))])
                 else:
                     results[index] = piece
-                    if calls := [{"index": at, **call} for at, call in enumerate(_calls(piece))]:
+                    if calls := [{"index": at, **call} for at, call in enumerate(calls_of(piece))]:
                         yield event([{**shape.delta(index, ""), "delta": {"tool_calls": calls}}])
-                    yield event([shape.delta(index, "", piece.finish_reason)])
+                    yield event([shape.delta(index, "", piece.finish_reason, told.of(index, piece))])
         if wants_usage:
-            yield event([], **_usage([results[index] for index in sorted(results)], body.n))
+            yield event([], **usage_of([results[index] for index in sorted(results)], body.n))
     except Exception as error:
-        yield ServerSentEvent(json.dumps(as_api_error(error).body))
+        fault = as_api_error(error)
+        record.code = fault.code
+        yield ServerSentEvent(json.dumps(fault.body))
     yield ServerSentEvent("[DONE]")
 
 
@@ -242,24 +239,3 @@ async def _chained(first: asyncio.Task[Piece], pieces: AsyncGenerator[Piece, Non
     finally:
         first.cancel()
         await pieces.aclose()
-
-
-def _usage(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
-    """Return tokens as OpenAI counts them (a prompt once for its ``n`` choices), and how each answer was made."""
-    prompts = results[::n]
-    num_in, num_out = sum(r.prompt_tokens for r in prompts), sum(len(r.token_ids) for r in results)
-    details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
-    usage = {
-        "prompt_tokens": num_in,
-        "completion_tokens": num_out,
-        "total_tokens": num_in + num_out,
-        "prompt_tokens_details": details,
-    }
-    return {"usage": usage, "kvrag": [_made(result) for result in results]}
-
-
-def _made(result: GenerationResult) -> dict[str, Any]:
-    """Return how an answer was made, as plain JSON values."""
-    names = ("exactness", "cached_tokens", "repaired_tokens", "computed_tokens", "fallback_reason", "kv_dtype")
-    made = {name: getattr(result, name) for name in (*names, "evicted_tokens")}
-    return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}

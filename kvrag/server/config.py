@@ -23,6 +23,8 @@ class ServerConfig:
         reaches the port may ask, and all share the engine's namespace.
     max_running, max_waiting
         Requests that are answered at once; those that wait for their turn, beyond which one is refused with 503.
+    max_per_key
+        Requests of one tenant that run and wait at a time, beyond which one is refused with 429. ``None``: as many as of all.
     max_body_bytes, max_tokens
         Largest body of a request; most tokens of an answer.
     timeout_s, drain_s
@@ -31,8 +33,9 @@ class ServerConfig:
 
     model_name: str | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    max_running: int = 8
+    max_running: int = 64
     max_waiting: int = 256
+    max_per_key: int | None = None
     max_body_bytes: int = 8 * 2**20
     max_tokens: int = 4096
     timeout_s: float = 600.0
@@ -42,6 +45,8 @@ class ServerConfig:
         for name in ("max_running", "max_body_bytes", "max_tokens", "timeout_s", "drain_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"ServerConfig.{name} is {getattr(self, name)!r}; it must be above 0")
+        if self.max_per_key is not None and self.max_per_key < 1:
+            raise ConfigError(f"ServerConfig.max_per_key is {self.max_per_key!r}; it must be above 0, or None")
         if self.max_waiting < 0:
             raise ConfigError(f"ServerConfig.max_waiting is {self.max_waiting!r}; it must not be below 0")
         if not all(key and tenant for key, tenant in self.api_keys.items()):

@@ -22,7 +22,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
     texts, ids = [document.text for document in body.documents], [document.id for document in body.documents]
-    async with service.admission.turn():
+    async with service.admission.turn(request.state.tenant):
         report = await run_in_threadpool(
             service.engine.precompute, texts, ids=ids, collection=body.collection, namespace=namespace
         )

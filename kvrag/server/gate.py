@@ -1,16 +1,17 @@
-"""What every request passes: an id, the key, the size of its body. Plain ASGI, so that streams are not touched."""
+"""What every request passes: an id, the key, the size of its body; and its end, which is written down. Plain ASGI, for streams' sake."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from prometheus_client import Counter
+from sse_starlette.sse import SendTimeoutError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.server.config import ServerConfig
-from kvrag.server.errors import APIError
+from kvrag.server.errors import APIError, as_api_error
+from kvrag.server.record import Record, Tracer
 
 _GUARDED = "/v1"
 
@@ -18,12 +19,12 @@ _GUARDED = "/v1"
 class Gate:
     """Refuses requests without a key that is known, and bodies that are too large; gives each request an id.
 
-    Responses are counted by route and status. ``scope["state"]`` gets ``tenant`` (``None`` without keys) and ``request_id``, which the
-    response has as ``x-request-id``.
+    ``scope["state"]`` gets ``tenant`` (``None`` without keys) and ``record``, which is passed to ``count``, logged and traced at the end.
+    Nothing but kvrag's own words leaves: what a request fails with inside is answered and logged here, and raised no further.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, responses: Counter) -> None:
-        self._app, self._config, self._responses = app, config, responses
+    def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[Record], None]) -> None:
+        self._app, self._config, self._count, self._tracer = app, config, count, Tracer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or let through."""
@@ -34,22 +35,30 @@ class Gate:
         given = headers.get(b"x-request-id", "")
         request_id = given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
         state: MutableMapping[str, Any] = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        record = state["record"] = Record(request_id, scope["method"])
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")  # the path of one, not what was asked for: that has no end
-                self._responses.labels(getattr(route, "path", "none"), message["status"]).inc()
+                record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
             await send(message)
 
         try:
-            state["tenant"] = self._tenant(scope["path"], headers)
-            limited = self._limited(headers, receive)
-        except APIError as error:
-            await error.response(scope, receive, send_named)
-            return
-        await self._app(scope, limited, send_named)
+            state["tenant"] = record.tenant = self._tenant(scope["path"], headers)
+            await self._app(scope, self._limited(headers, receive), send_named)
+        except Exception as error:
+            if record.status:  # it has begun; uvicorn closes the connection of what has no end
+                record.ended = "client_too_slow" if _is_too_slow(error) else "broken_off"
+            if record.ended != "client_too_slow":
+                told = as_api_error(error)
+                record.code = told.code
+                if not record.status:
+                    await told.response(scope, receive, send_named)
+        finally:
+            route = scope.get("route")  # the path of one, not what was asked for: that has no end
+            record.endpoint = getattr(route, "path", "none")
+            self._count(record)
+            record.log(self._tracer.write(record, {name.decode("latin-1"): headers[name] for name in headers}))
 
     def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
         """Return whose key it is, or raise ``APIError``."""
@@ -79,3 +88,9 @@ class Gate:
             return message
 
         return counted
+
+
+def _is_too_slow(error: BaseException) -> bool:
+    """Return whether an error comes of a client that read nothing for too long; others are wrapped around that one."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else [error.__cause__] if error.__cause__ else ()
+    return isinstance(error, SendTimeoutError) or any([_is_too_slow(each) for each in inner])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,10 +11,14 @@ from prometheus_client.registry import Collector
 
 from kvrag.engine import KVRagEngine
 from kvrag.server.admission import Admission
-from kvrag.types import GenerationResult
+from kvrag.server.record import Record
+from kvrag.store import StoreEvent
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+REFUSALS = (401, 413, 429, 503)
+"""Statuses of requests that are refused before anything is computed for them."""
 
 
 class _OfStore(Collector):
@@ -43,33 +47,59 @@ class Metrics:
 
     def __init__(self, engine: KVRagEngine, admission: Admission) -> None:
         own = self.registry = CollectorRegistry()
-        self.responses = Counter("kvrag_requests", "Responses.", ["endpoint", "code"], registry=own)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"kvrag_{name}", about, labels, registry=own)
+
+        def gauge(name: str, about: str, value: Callable[[], float]) -> None:
+            Gauge(f"kvrag_{name}", about, registry=own).set_function(value)
+
         self._ttft = _histogram("time_to_first_token", "From a request's arrival to its first text.", _SECONDS, own)
         self._step = _histogram("inter_token_latency", "Between two pieces of an answer.", _STEP_SECONDS, own)
         self._queue = _histogram("request_queue_time", "Waiting for a turn.", _SECONDS, own)
         self._whole = _histogram("e2e_request_latency", "From a request's arrival to its end.", _SECONDS, own)
-        name, about = "kvrag_prompt_tokens_by_source", "Tokens of prompts, by where their KV came from."
-        self._tokens = Counter(name, about, ["source"], registry=own)
-        self._answers = Counter("kvrag_answers", "Answers, by how they were made.", ["exactness"], registry=own)
-        self._generated = Counter("kvrag_generation_tokens", "Tokens of answers.", registry=own)
-        self._fallbacks = Counter("kvrag_fallbacks", "Answers with less reuse than asked for.", registry=own)
-        Gauge("kvrag_requests_running", "Requests that are answered.", registry=own).set_function(
-            lambda: admission.running
-        )
-        Gauge("kvrag_requests_waiting", "Requests that wait.", registry=own).set_function(lambda: admission.waiting)
+        self._responses = counter("requests", "Requests that have ended.", "endpoint", "code")
+        self._refused = counter("request_rejected", "Requests that were not taken, by error code.", "reason")
+        self._timeouts = counter("request_timeouts", "Answers that took too long.")
+        self._left = counter("requests_cancelled", "Answers that their clients did not wait for.", "reason")
+        self._tokens = counter("prompt_tokens_by_source", "Tokens of prompts, by where their KV came from.", "source")
+        self._answers = counter("answers", "Answers, by how they were made.", "exactness")
+        self._generated = counter("generation_tokens", "Tokens of answers.")
+        self._fallbacks = counter("fallbacks", "Answers with less reuse than asked for.")
+        self._loaded = counter("loaded_bytes", "Bytes of KV that were loaded for prompts.")
+        gauge("requests_running", "Requests that are answered.", lambda: admission.running)
+        gauge("requests_waiting", "Requests that wait.", lambda: admission.waiting)
+        gauge("running_kv_bytes", "Bytes of KV that running requests hold.", lambda: engine.load.kv_bytes)
+        self._removed = counter("store_evictions", "Chunks that left a tier.", "tier", "reason")
+        engine.store.listen(self._hear)
         own.register(_OfStore(engine))
 
-    def timer(self) -> Timer:
-        """Return what notes the times of a request that has just arrived."""
-        return Timer(self._queue, self._ttft, self._step, self._whole)
+    def _hear(self, event: StoreEvent) -> None:
+        if event.type == "BlockRemoved":
+            self._removed.labels(event.medium, event.reason).inc(len(event.block_hashes))
 
-    def count(self, result: GenerationResult) -> None:
-        """Add an answer."""
-        self._answers.labels(result.exactness).inc()
-        self._generated.inc(len(result.token_ids))
-        self._fallbacks.inc(result.fallback_reason is not None)
-        for source in ("cached", "repaired", "computed"):
-            self._tokens.labels(source).inc(getattr(result, f"{source}_tokens"))
+    def timer(self, record: Record) -> Timer:
+        """Return what notes the times of a request's answer."""
+        return Timer(record, self._queue, self._ttft, self._step)
+
+    def count(self, record: Record) -> None:
+        """Add a request that has ended."""
+        self._responses.labels(record.endpoint, record.status).inc()
+        if record.status in REFUSALS:
+            self._refused.labels(record.code).inc()
+        if record.ended == "timeout":
+            self._timeouts.inc()
+        elif record.ended != "answered":
+            self._left.labels(record.ended).inc()
+        if record.queue_s is not None:
+            self._whole.observe(time.perf_counter() - record.start_s)
+        for result in record.results:
+            self._answers.labels(result.exactness).inc()
+            self._generated.inc(len(result.token_ids))
+            self._fallbacks.inc(result.fallback_reason is not None)
+            self._loaded.inc(result.loaded_bytes)
+            for source in ("cached", "repaired", "computed"):
+                self._tokens.labels(source).inc(getattr(result, f"{source}_tokens"))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -77,16 +107,16 @@ class Metrics:
 
 
 class Timer:
-    """The times of one request."""
+    """Notes the times of one request's answer as they come."""
 
-    def __init__(self, queue: Histogram, ttft: Histogram, step: Histogram, whole: Histogram) -> None:
-        self._queue, self._ttft, self._step, self._whole = queue, ttft, step, whole
-        self._start = time.perf_counter()
+    def __init__(self, record: Record, queue: Histogram, ttft: Histogram, step: Histogram) -> None:
+        self._record, self._queue, self._ttft, self._step = record, queue, ttft, step
         self._latest: dict[int, float] = {}
 
     def began(self) -> None:
         """Note that its turn has come."""
-        self._queue.observe(time.perf_counter() - self._start)
+        self._record.queue_s = time.perf_counter() - self._record.start_s
+        self._queue.observe(self._record.queue_s)
 
     def took(self, choice: int) -> None:
         """Note a piece of a choice's text."""
@@ -94,12 +124,9 @@ class Timer:
         if choice in self._latest:
             self._step.observe(now - self._latest[choice])
         else:
-            self._ttft.observe(now - self._start)
+            self._ttft.observe(now - self._record.start_s)
+            self._record.ttft_s = self._record.ttft_s or now - self._record.start_s
         self._latest[choice] = now
-
-    def ended(self) -> None:
-        """Note its end."""
-        self._whole.observe(time.perf_counter() - self._start)
 
 
 def _histogram(name: str, about: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrag.config import RepairConfig, as_config
+from kvrag.prompt.tokenizer import check_encodable
 from kvrag.types import MaxContext, Mode
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -26,8 +23,34 @@ _IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cac
 """Fields that change no answer."""
 
 
+MAX_DEPTH = 64
+"""Of lists and objects inside each other, in a body: schemas of tools need a dozen, and what reads them recursively has an end."""
+
+
+MAX_CHOICES = 32
+"""Answers to one request, which has one place in the queue."""
+
+Stop = Annotated[str, Field(max_length=1000)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_all(cls, data: Any) -> Any:
+        level, depth = [data], 0
+        while level := [inner for each in level for inner in _inside(each)]:
+            if (depth := depth + 1) > MAX_DEPTH:
+                raise ValueError(f"it nests deeper than {MAX_DEPTH} levels; make it flatter")
+            for text in level:
+                if isinstance(text, str) and not text.isascii():
+                    check_encodable(text)
+        return data
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class Document(_Body):
@@ -68,7 +91,10 @@ class Completion(_Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
-    stop: str | list[str] | None = None
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = Field(default=None, max_length=1024)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=0)
     n: int = Field(default=1, ge=1, le=8)
     kvrag: Reuse = Field(default_factory=Reuse)
@@ -98,15 +124,40 @@ class ChatRequest(Completion):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens' log-probabilities are wanted beside the chosen one's; ``None``: none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
 
 
 class TextRequest(Completion):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As :attr:`ChatRequest.num_logprobs`."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _check(self) -> TextRequest:
+        if isinstance(self.prompt, list) and len(self.prompt) * self.n > MAX_CHOICES:
+            raise ValueError(f"n choices of each prompt are more than {MAX_CHOICES}; send several requests")
+        return self
 
 
 class KVDocument(_Body):

@@ -13,9 +13,12 @@ from kvrag.server.admission import Admission
 from kvrag.server.config import ServerConfig
 from kvrag.server.errors import APIError
 from kvrag.server.metrics import Metrics
-from kvrag.server.schema import Completion, Reuse
+from kvrag.server.schema import ChatRequest, Reuse, TextRequest
 
-_SAMPLING = ("top_p", "top_k", "repetition_penalty", "stop", "tools", "tool_choice", "response_format")
+_SAMPLING = (
+    *("top_p", "top_k", "repetition_penalty", "stop", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("tools", "tool_choice", "response_format"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,14 @@ class Service:
         own = {"mode": reuse.mode, "repair": reuse.config, "max_context": reuse.max_context}
         return own | {"namespace": self.namespace(tenant)}
 
-    def options(self, body: Completion, index: int, *, tenant: str | None) -> dict[str, Any]:
+    def options(self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options for the choice ``index`` of a request."""
         limit, most = body.max_completion_tokens or body.max_tokens, self.config.max_tokens
         if limit is not None and limit > most:
             raise InputError(f"max_tokens is {limit}; this server gives at most {most}")
         given = {name: value for name in _SAMPLING if (value := getattr(body, name, None)) is not None}
+        if body.num_logprobs is not None:
+            given["logprobs"] = body.num_logprobs
         if body.temperature is not None:
             given["temperature"] = float(body.temperature)
         if body.seed is not None:

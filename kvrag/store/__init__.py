@@ -17,7 +17,7 @@ from kvrag.store.blobs import FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier, Prefetch
-from kvrag.store.opening import on_accelerator, open_store
+from kvrag.store.opening import host_memory, on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import check_retention
 
@@ -35,6 +35,7 @@ __all__ = [
     "StoreStats",
     "TieredStore",
     "check_retention",
+    "host_memory",
     "on_accelerator",
     "open_store",
 ]

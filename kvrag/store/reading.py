@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.base import Blobs, Bytes, Listener, StoreStats
+from kvrag.store.base import Blobs, Bytes, Listener, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
@@ -75,6 +75,12 @@ class Reader:
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return a chunk's retention, with what is left of its duration; ``None`` if it was given none."""
         return self.catalog.usage(key).retention()
+
+    def listen(self, hear: Callable[[StoreEvent], None]) -> None:
+        """Have each change of a tier told to ``hear``, as to ``StoreConfig.on_event``."""
+        listener = Listener(hear, None)
+        for listeners in (self.listeners, *[tier.listeners for tier in self.tiers]):
+            listeners.append(listener)
 
     def stats(self) -> dict[str, StoreStats]:
         """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``), uppermost first."""

@@ -13,7 +13,7 @@ import kvrag_kernels
 from kvrag.blend.layout import place
 from kvrag.blend.quantise import pack
 from kvrag.model import CausalLM
-from kvrag.model.rows import KVArena
+from kvrag.model.rows import KVBuffer
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch
@@ -53,7 +53,7 @@ def test_what_the_engine_launches_was_built(name, kv_dtype, monkeypatch):
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, [list(range(30, 76))])]
     layout = place([(3, "live", False, -1, False), (46, "chunk", False, 0, False), (2, "live", False, -1, False)])
-    buffer = KVArena(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+    buffer = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
     stitching.stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
     built = {v.options for v in ahead.stitch_variants("sm_90", (64,))}
     assert asked

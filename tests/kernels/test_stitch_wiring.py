@@ -15,7 +15,7 @@ from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.model import CausalLM, attention
 from kvrag.model.attention import ragged_attention
-from kvrag.model.rows import EVERYTHING, KVArena, KVBuffer, Limits, Reach
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach
 from kvrag.precompute.encode import encode_padded, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkKV
@@ -52,7 +52,7 @@ def test_the_kernel_stitches_for_the_engine(name, kv_dtype, computed_by):
     found: list[KVBuffer] = []
     for compute in (lambda call: run_emulated(call, []), stitch_in_torch):
         computed_by(compute)
-        buffer = KVArena(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+        buffer = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
         for layer in range(model.num_layers):
             buffer.keys(layer).fill_(7.0), buffer.values(layer).fill_(7.0)
         skipped = torch.tensor([4, 50])

@@ -76,20 +76,20 @@ def run(name: str, scenario: Scenario) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Run the scenarios asked for."""
+def main(doc: str | None, short: dict[str, Scenario], long: dict[str, Scenario], file: str) -> None:
+    """Run the scenarios asked for on the command line, and write ``results/<file>.json``."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from common import RESULTS, machine, write_result
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--only", action="append", choices=list(LONG), help="keep the others as they were")
+    parser.add_argument("--only", action="append", choices=list(long), help="keep the others as they were")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warm_up()
-    chosen = SHORT if args.short else LONG
+    chosen = short if args.short else long
     form, here = "short" if args.short else "long", machine()
-    before = args.out / "reliability.json"
+    before = args.out / f"{file}.json"
     known: dict[str, Any] = {}
     if args.only and before.exists():
         old = json.loads(before.read_text())
@@ -101,10 +101,10 @@ def main() -> None:
             results[name] = run(name, scenario) | {"form": form, "commit": here["commit"][:10]}
             # After each one: what a long run has found is not lost with what it has yet to find.
             kept = {other: (known | results)[other] for other in chosen if other in known or other in results}
-            write_result("reliability", {"machine": here, "scenarios": kept}, args.out)
+            write_result(file, {"machine": here, "scenarios": kept}, args.out)
     if any(result["failures"] for result in results.values()):
         sys.exit("a promise was broken")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, SHORT, LONG, "reliability")

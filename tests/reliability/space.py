@@ -24,7 +24,7 @@ def used(path: Path) -> int:
     return shutil.disk_usage(path).used
 
 
-def _on_a_small_disk(folder: Path, scenario: Callable[[Path], Outcome]) -> Outcome:
+def on_a_small_disk(folder: Path, scenario: Callable[[Path], Outcome]) -> Outcome:
     """Run a scenario on a file system of its own."""
     disk = folder / "disk"
     disk.mkdir()
@@ -39,7 +39,7 @@ def _on_a_small_disk(folder: Path, scenario: Callable[[Path], Outcome]) -> Outco
 
 def full_disk(folder: Path) -> Outcome:
     """Fill a small tmpfs to the brim; reads go on, erasing works, writing works again when there is room."""
-    return _on_a_small_disk(folder, _fill)
+    return on_a_small_disk(folder, _fill)
 
 
 def _fill(disk: Path) -> Outcome:
@@ -109,7 +109,7 @@ def _recover(disk: Path, store: TieredStore, acknowledged: list[int], outcome: O
 
 def read_only(folder: Path) -> Outcome:
     """Let the file system become read-only under an open store: reads go on, writes are refused at no cost, and it heals."""
-    return _on_a_small_disk(folder, _made_read_only)
+    return on_a_small_disk(folder, _made_read_only)
 
 
 def _made_read_only(disk: Path) -> Outcome:

@@ -1,5 +1,6 @@
 """A real server on a real socket."""
 
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -10,8 +11,8 @@ from kvrag.server import create_app
 
 
 @contextmanager
-def served(engine, config=None):
-    """Serve an engine on a free port; give the application and its address."""
+def served(engine, config=None, *, send_buffer=None):
+    """Serve an engine on a free port; give the application and its address. ``send_buffer``: bytes that a connection's socket holds."""
     app = create_app(engine, config)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run)
@@ -20,7 +21,10 @@ def served(engine, config=None):
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield app, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        listening = server.servers[0].sockets[0]
+        if send_buffer:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections have their listener's
+        yield app, f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

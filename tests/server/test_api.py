@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 
 import httpx
 import openai
@@ -9,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_kit import served
 
-from kvrag import ConfigError, KVRagEngine
+from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.cli.serve import read_keys
 from kvrag.server import ServerConfig
 
@@ -19,7 +20,7 @@ FAULTS = {
     "no JSON": (b"{", 400, None),
     "an unknown field": ({**ASK, "max_tokenz": 3}, 400, "max_tokenz"),
     "no messages": ({**ASK, "messages": []}, 400, "messages"),
-    "a field that would do nothing": ({**ASK, "logit_bias": {"5": 3}}, 400, None),
+    "a field that would do nothing": ({**ASK, "suffix": "x"}, 400, None),
     "an image": ({**ASK, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
     "another model": ({**ASK, "model": "other"}, 404, "model"),
     "no such temperature": ({**ASK, "temperature": 3}, 400, "temperature"),
@@ -305,3 +306,24 @@ def test_keys_without_a_tenant_are_refused(text):
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match="ServerConfig"):
         ServerConfig(**options)
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("llama", False), ("bloom", True)])
+def test_a_model_whose_requests_take_turns_says_so(engine_of, name, is_said, caplog):
+    with served(engine_of(name), ServerConfig(model_name="tiny")):
+        pass
+    assert ("decoded one after the other" in caplog.text) == is_said
+
+
+def test_the_next_turn_of_a_chat_goes_on_with_the_last(engine_of):
+    engine = engine_of("llama", store_config=StoreConfig(history_bytes=2**24))
+    with served(engine, ServerConfig(model_name="tiny")) as (_, url), httpx.Client(base_url=url, timeout=60) as http:
+        messages, counts = [{"role": "user", "content": "Who keeps the lamp?"}], []
+        for _ in range(3):
+            body = {"model": "tiny", "messages": messages, "max_tokens": 5}
+            answer = http.post("/v1/chat/completions", json=body).json()
+            counts.append((answer["kvrag"][0]["history_tokens"], answer["usage"]["prompt_tokens"]))
+            messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    assert counts[0][0] == 0
+    assert all(now[0] >= before[1] - 8 for before, now in pairwise(counts)), counts
+    assert engine.stats()["histories"]["tokens"] > 0

@@ -148,3 +148,47 @@ def test_an_answer_has_the_form_that_was_asked_for(client, asked):
     assert json.loads(got.message.content)["box"] in ("red", "blue")
     with pytest.raises(openai.BadRequestError, match="response_format"):
         client.chat.completions.create(**asked, response_format={"type": "grammar"})
+
+
+def test_logprobs_are_openais_whole_and_streamed(client, engine, asked):
+    ask = {**asked, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**ask).choices[0].logprobs.content
+    want = engine.generate(asked["messages"], max_new_tokens=6, logprobs=2).logprobs
+    assert [each.logprob for each in whole] == pytest.approx([each.logprob for each in want], abs=1e-4)
+    assert [len(each.top_logprobs) for each in whole] == [2] * 6
+    assert [each.bytes for each in whole if each.token.encode() == bytes(each.bytes)]
+    pieces = [piece.choices[0].logprobs for piece in client.chat.completions.create(**ask, stream=True)]
+    streamed = [each for piece in pieces if piece for each in piece.content]
+    assert [each.bytes for each in streamed] == [each.bytes for each in whole]
+    assert [each.logprob for each in streamed] == pytest.approx([each.logprob for each in whole], abs=1e-4)
+    assert client.chat.completions.create(**asked).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**asked, top_logprobs=2)
+
+
+def test_logprobs_of_text_completions_are_openais_whole_and_streamed(client):
+    ask = {"model": "tiny", "prompt": "One", "max_tokens": 6, "temperature": 1, "seed": 3, "logprobs": 2, "n": 2}
+    whole = client.completions.create(**ask).choices
+    for choice in whole:
+        told = choice.logprobs
+        for token, at in zip(told.tokens, told.text_offset, strict=True):
+            assert token.startswith("bytes:") or choice.text[at : at + len(token)] == token
+        assert [top[token] for top, token in zip(told.top_logprobs, told.tokens, strict=True)] == told.token_logprobs
+        assert all(2 <= len(top) <= 3 for top in told.top_logprobs)
+    streamed = [{}, {}]
+    for piece in client.completions.create(**ask, stream=True):
+        for choice in piece.choices:
+            for name, values in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+                streamed[choice.index].setdefault(name, []).extend(values)
+    for got, choice in zip(streamed, whole, strict=True):
+        assert (got["tokens"], got["text_offset"]) == (choice.logprobs.tokens, choice.logprobs.text_offset)
+        assert got["token_logprobs"] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+
+
+def test_penalties_and_biases_reach_the_sampler(client, engine, asked):
+    options = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {9: 4.0}}
+    want = engine.generate(asked["messages"], max_new_tokens=6, **options).text
+    assert client.chat.completions.create(**asked, **options).choices[0].message.content == want
+    for name, value in (("frequency_penalty", 3), ("logit_bias", {"9": 200}), ("logit_bias", {"nine": 1})):
+        with pytest.raises(openai.BadRequestError, match=name):
+            client.chat.completions.create(**asked, **{name: value})

@@ -1,5 +1,6 @@
 """`kvrag serve` as a process: it starts, answers, and goes down without losing what it has taken."""
 
+import json
 import os
 import re
 import signal
@@ -38,6 +39,34 @@ def test_a_running_answer_is_finished_after_sigterm(process, tiny_dir):
     assert '"finish_reason": "length"' in text or '"finish_reason": "stop"' in text
     assert text.rstrip().endswith("data: [DONE]")
     assert process.wait(30) == 0
+
+
+def test_the_log_is_lines_of_json(tiny_dir, tmp_path):
+    """Uvicorn's and kvrag's; what may quote a prompt is not in it, nor beside it."""
+    command = [sys.executable, "-m", "kvrag", "serve", str(tiny_dir), "--kv-dir", str(tmp_path / "kv"), "--port", "0"]
+    lines = []
+    with subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stderr:
+                if line.startswith("{"):  # before: progress of loading
+                    lines.append(json.loads(line))
+                if found := re.search(r"http://127.0.0.1:\d+", line):
+                    break
+            name = httpx.get(f"{found[0]}/v1/models").json()["data"][0]["id"]
+            chunk = {"text": " ".join(f"word{n}" for n in range(60))}
+            httpx.post(f"{found[0]}/v1/kv/precompute", json={"documents": [chunk]}, timeout=60)
+            system = {"role": "system", "content": "Swordfish"}  # a prefix that the chunk was not precomputed behind
+            ask = {"model": name, "messages": [system, {"role": "user", "content": f"{chunk['text']} Who?"}]}
+            assert httpx.post(f"{found[0]}/v1/chat/completions", json={**ask, "max_tokens": 2}, timeout=60).is_success
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+        finally:
+            process.kill()
+    assert "swordfish" not in rest.lower()
+    lines += [json.loads(line) for line in rest.splitlines()]
+    assert {"kvrag.server", "uvicorn.error"} <= {line["logger"] for line in lines}
+    (answered,) = [line for line in lines if line.get("endpoint") == "/v1/chat/completions"]
+    assert (answered["status"], answered["completion_tokens"]) == (200, 2)
 
 
 def test_listening_beyond_this_machine_asks_for_keys(tiny_dir, monkeypatch):

@@ -140,6 +140,7 @@ def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
         "kvrag": {
             "exactness": result.exactness,
             "cached_tokens": result.cached_tokens,
+            "history_tokens": result.history_tokens,
             "repaired_tokens": result.repaired_tokens,
             "computed_tokens": result.computed_tokens,
             "kv_reuse_ratio": float(result.kv_reuse_ratio),

@@ -27,7 +27,10 @@ from langchain_kvrag._spellings import understood
 from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import Tool, tool_dicts
 
-_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "repetition_penalty", "seed"),
+    *("frequency_penalty", "presence_penalty", "logit_bias"),
+)
 
 
 class KVRagModel(EngineFields):

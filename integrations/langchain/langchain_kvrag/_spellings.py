@@ -21,12 +21,10 @@ _PIPELINE, _PARTS = ", of the pipeline", ("model", "tokenizer")
 _LOCAL = "the model runs in this process, and no service is asked"
 _ONE = "one answer is decoded, token by token"
 _NO_PROMPT = "answers never hold the prompt; put it in front of them yourself"
-_NO_LOGITS = "logits are not shaped but by temperature, top_p, top_k and repetition_penalty"
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("max_retries", "api_key"), ((0, ""), _LOCAL)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ((1,), _ONE)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "logit_bias"), ((0, {}), _NO_LOGITS)),
-    **dict.fromkeys(("logprobs", "top_logprobs"), ((False, 0), "engine.score() returns logits")),
+    **dict.fromkeys(("logprobs", "top_logprobs"), ((False, 0), "engine.generate(logprobs=...) returns them")),
     "return_full_text": ((False,), _NO_PROMPT),
     "skip_prompt": ((True,), _NO_PROMPT),
     "task": (("text-generation",), "only causal language models are run"),

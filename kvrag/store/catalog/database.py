@@ -1,4 +1,4 @@
-"""The file of a database: made private, and examined before diskcache opens it.
+"""The file of a database: made private, and examined before diskcache opens it; and the ``Disk`` that it is opened with.
 
 diskcache believes the schema and the settings that it finds, so both are compared with those of a database that it has just made.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import diskcache
-from diskcache.core import DBNAME
+from diskcache.core import DBNAME, MODE_RAW
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,23 @@ CHOICES = "SELECT key, CASE typeof(value) WHEN 'integer' THEN 0 ELSE value END F
 FAULTS = (sqlite3.Error, OSError, diskcache.Timeout)
 OUTAGES = ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM", "AUTH", "PROTOCOL")
 """SQLite errors that say nothing against the file's content."""
+
+
+class Strings(diskcache.Disk):  # type: ignore[misc]
+    """diskcache's serialisation without all but strings: it unpickles nothing, and touches no file that a row names."""
+
+    def get(self, key: Any, raw: Any) -> str:
+        """Return a name; what is none becomes one that no row has."""
+        return key if type(key) is str and raw else ""
+
+    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
+        """Return a value; diskcache takes ``OSError`` for absent."""
+        if mode != MODE_RAW or filename is not None or type(value) is not str:
+            raise OSError("the row is not one of kvrag's")
+        return value
+
+    def remove(self, file_path: Any) -> None:
+        """Leave the file alone: it may be any of the user's."""
 
 
 def make(folder: Path) -> None:

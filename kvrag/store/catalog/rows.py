@@ -20,35 +20,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import diskcache
-from diskcache.core import DBNAME, MODE_RAW
+from diskcache.core import DBNAME
 
 from kvrag.errors import StoreError
-from kvrag.store.catalog.database import BUSY_S, FAULTS, SETTINGS, locked, make, put_aside_if_damaged
+from kvrag.store.catalog.database import BUSY_S, FAULTS, SETTINGS, Strings, locked, make, put_aside_if_damaged
 from kvrag.store.crypto import Seal
-from kvrag.threads import fork_lock
+from kvrag.threads import at_thread_end, fork_lock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILES = (DBNAME, f"{DBNAME}-wal")
 ROOM = 2**20  # free bytes without which a database can't be opened: its journal and its shared memory need some
-
-
-class Strings(diskcache.Disk):  # type: ignore[misc]
-    """diskcache's serialisation without all but strings: it unpickles nothing, and touches no file that a row names."""
-
-    def get(self, key: Any, raw: Any) -> str:
-        """Return a name; what is none becomes one that no row has."""
-        return key if type(key) is str and raw else ""
-
-    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
-        """Return a value; diskcache takes ``OSError`` for absent."""
-        if mode != MODE_RAW or filename is not None or type(value) is not str:
-            raise OSError("the row is not one of kvrag's")
-        return value
-
-    def remove(self, file_path: Any) -> None:
-        """Leave the file alone: it may be any of the user's."""
 
 
 class Rows:
@@ -94,6 +77,7 @@ class Rows:
             log.warning("the catalog %s is opened for reading only: its disk takes no writes (%s)", folder, error)
             Rows.__init__(self, folder, seal, read_only=True, begin=begin)
         _all.add(self)
+        at_thread_end(self)
 
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read. Inside :meth:`change`, faults are raised."""
@@ -176,6 +160,12 @@ class Rows:
                 self._copied.close()
             if self._private:
                 shutil.rmtree(self._private, ignore_errors=True)
+
+    def at_thread_end(self) -> None:
+        """Close this thread's connection: it is part of a cycle, and would stay open with its memory until Python looks for garbage."""
+        with self._looking, suppress(*FAULTS):
+            if self._cache is not None:
+                self._cache.close()
 
     def _let_go(self) -> None:
         if self._cache is not None:

@@ -44,6 +44,7 @@ from llama_index.llms.kvrag.tools import ToolCallingLLM
 
 _REQUEST_FIELDS = (
     *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "stop_token_ids"),
+    *("frequency_penalty", "presence_penalty", "logit_bias"),
     *("mode", "max_context"),
 )
 

@@ -151,6 +151,7 @@ def _raw(result: GenerationResult | None) -> dict[str, Any] | None:
     accounting = {
         "exactness": result.exactness,
         "cached_tokens": result.cached_tokens,
+        "history_tokens": result.history_tokens,
         "repaired_tokens": result.repaired_tokens,
         "computed_tokens": result.computed_tokens,
         "kv_reuse_ratio": result.kv_reuse_ratio,

@@ -1,0 +1,50 @@
+"""Where a request's time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+from kvrag.model.turns import lost_s
+from kvrag.types import Stage
+
+NOTABLE_S = 0.001  # a shorter wait for a turn is none
+
+
+@dataclass(slots=True)
+class Clock:
+    """Milliseconds per stage, and when each began and ended, in seconds on ``time.perf_counter``'s clock.
+
+    What a request waits for others, or works for them, is a stage of its own, ``wait``.
+    """
+
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to a stage."""
+        start, lost = time.perf_counter(), lost_s()
+        try:
+            yield
+        finally:
+            end, lost = time.perf_counter(), lost_s() - lost
+            self._add(name, end - start - lost)
+            self.stages.append((name, start, end))
+            if lost > 0:
+                self._add("wait", lost)
+
+    @contextmanager
+    def waiting(self, turn: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter a context that is waited for."""
+        start = time.perf_counter()
+        with turn:
+            if (waited := time.perf_counter() - start) > NOTABLE_S:
+                self._add("wait", waited)
+                self.stages.append(("wait", start, start + waited))
+            yield
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.timings_ms[name] = self.timings_ms.get(name, 0.0) + seconds * 1e3

@@ -1,0 +1,158 @@
+"""KV of finished requests, by their token ids: a prompt that begins as an earlier one began, or goes on with it, computes only what is new.
+
+A radix tree. Rows that equal a full prefill's serve every prompt with the same beginning. Rows behind a chunk that was reused approximately
+are another matter: they depend on the question that the chunk was repaired for. They are kept in nodes of their own, and serve only prompts
+that go on with that conversation: those that hold its prompt, and the first token of its answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvrag.blend.stitch import Layers, Past
+from kvrag.threads import renew_after_fork
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Rows behind those of ``parent``: ids, int64 ``(T,)``, and KV; at least ``needed`` of them are used, or none."""
+
+    parent: _Node | None
+    ids: np.ndarray
+    layers: Layers
+    is_exact: bool = True
+    needed: int = 1
+    children: list[_Node] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(side.nbytes for layer in self.layers for side in layer)
+
+    def match(self, ids: np.ndarray) -> int:
+        """Return how many of its first ids are those of ``ids``; 0 if too few to use."""
+        count = min(len(self.ids), len(ids))
+        differing = np.flatnonzero(self.ids[:count] != ids[:count])
+        found = int(differing[0]) if len(differing) else count
+        return found if found >= self.needed else 0
+
+
+class Histories:
+    """The trees of one engine, one for each ``space``: whatever KV depends on besides token ids.
+
+    Together they take at most ``max_bytes``, on the model's device; the leaves that were not used for longest go first. Who copies rows
+    holds them, so they may go meanwhile.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._at_fork_reinit()
+        renew_after_fork(self)
+
+    def _at_fork_reinit(self) -> None:
+        self._lock = threading.Lock()
+        self._roots: dict[Hashable, _Node] = {}
+        self._nodes: dict[_Node, None] = {}  # the least recently used first; a node is used after those above it
+        self._num_bytes = 0
+
+    def stats(self) -> dict[str, int]:
+        """Return the bytes and tokens that are kept."""
+        with self._lock:
+            return {"bytes": self._num_bytes, "tokens": sum(len(node.ids) for node in self._nodes)}
+
+    def clear(self) -> int:
+        """Forget everything, and return how many bytes that was."""
+        with self._lock:
+            freed, self._num_bytes = self._num_bytes, 0
+            self._roots.clear()
+            self._nodes.clear()
+            return freed
+
+    def find(self, space: Hashable, token_ids: Sequence[int], *, only_exact: bool = False) -> Past | None:
+        """Return the rows to begin a prompt with; ``None`` where there are none. Its last row is always left to compute."""
+        with self._lock:
+            path = self._walk(space, np.asarray(token_ids[:-1]), only_exact=only_exact)
+            exact = sum(count for node, count in path if node.is_exact)
+            parts = tuple((node.layers, count) for node, count in path)
+        return Past(parts, exact, sum(count for _, count in parts)) if parts else None
+
+    def keep(
+        self, space: Hashable, token_ids: Sequence[int], layers: Layers, *, num_exact: int, num_prompt: int
+    ) -> None:
+        """Keep the rows of a finished request: of its prompt, ``num_prompt``, and of the tokens of its answer that have some.
+
+        ``token_ids`` are those of all rows; ``layers`` hold at least as many rows, of which the first ``num_exact`` equal a full prefill's.
+        What is kept is copied. More than there is room for is not kept.
+        """
+        ids = np.asarray(token_ids)
+        with self._lock:
+            node = self._roots.setdefault(space, _Node(None, ids[:0], ()))
+            node, at = self._add(node, ids[:num_exact], layers, 0, num_prompt=0)
+            if num_exact < len(ids):
+                self._add(node, ids, layers, at, num_prompt=num_prompt)
+            self._evict()
+
+    def _walk(self, space: Hashable, ids: np.ndarray, *, only_exact: bool) -> list[tuple[_Node, int]]:
+        node, at, path = self._roots.get(space), 0, list[tuple[_Node, int]]()
+        while node is not None:
+            fitting = [(c.match(ids[at:]), c.is_exact, c) for c in node.children if c.is_exact or not only_exact]
+            count, _, child = max(fitting, key=lambda each: each[:2], default=(0, True, None))
+            if child is None or not count:
+                break
+            path.append((child, count))
+            self._use(child)
+            at, node = at + count, child if count == len(child.ids) else None
+        return path
+
+    def _add(self, node: _Node, ids: np.ndarray, layers: Layers, at: int, *, num_prompt: int) -> tuple[_Node, int]:
+        """Add what is missing of ``ids[at:]`` below a node, exact rows if ``num_prompt`` is 0; return the last node, and where it ends."""
+        is_exact = num_prompt == 0
+        while at < len(ids):
+            known = [(c.match(ids[at:]), c) for c in node.children if c.is_exact == is_exact]
+            count, child = max(known, key=lambda each: each[0], default=(0, None))
+            if child is None or not count or (not is_exact and count < len(child.ids)):
+                break
+            self._use(child)
+            at, node = at + count, child if count == len(child.ids) else self._split(child, count)
+        needed = max(1, num_prompt + 1 - at)
+        if len(ids) - at < needed or self._size(layers, len(ids) - at) > self.max_bytes:
+            return node, at
+        copied = [(keys[:, :, at : len(ids)].clone(), values[:, :, at : len(ids)].clone()) for keys, values in layers]
+        added = _Node(node, ids[at:].copy(), copied, is_exact, needed)
+        node.children.append(added)
+        self._use(added)
+        self._num_bytes += added.num_bytes
+        return added, len(ids)
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """Put the first ``count`` rows of a node into one above it, and return that."""
+        assert node.parent is not None
+        above, below = (
+            [(keys[:, :, part].clone(), values[:, :, part].clone()) for keys, values in node.layers]
+            for part in (slice(0, count), slice(count, None))
+        )
+        upper = _Node(node.parent, node.ids[:count].copy(), above, children=[node])
+        node.parent.children[node.parent.children.index(node)] = upper
+        node.parent, node.ids, node.layers = upper, node.ids[count:].copy(), below
+        self._use(upper)
+        self._use(node)
+        return upper
+
+    def _use(self, node: _Node) -> None:
+        self._nodes.pop(node, None)
+        self._nodes[node] = None
+
+    def _evict(self) -> None:
+        while self._num_bytes > self.max_bytes:
+            leaf = next(node for node in self._nodes if not node.children)
+            del self._nodes[leaf]
+            assert leaf.parent is not None
+            leaf.parent.children.remove(leaf)
+            self._num_bytes -= leaf.num_bytes
+
+    @staticmethod
+    def _size(layers: Layers, num_rows: int) -> int:
+        return sum(side[:, :, :1].nbytes * num_rows for layer in layers for side in layer)

@@ -1,0 +1,44 @@
+"""A prefill that runs out of memory is tried once more, without reuse."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from kvrag.blend.prefill import Prefilled
+from kvrag.errors import OutOfMemoryError, is_out_of_memory
+from kvrag.types import Mode
+
+logger = logging.getLogger(__name__)
+
+
+def retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]) -> Prefilled:
+    """Run a prefill; when memory runs out, once more without reuse, where ``release`` has freed the store's memory."""
+    done, reason = _attempt(attempt, mode)
+    if done is not None:
+        return done
+    if release() or mode != "full":
+        logger.warning("out of memory with reuse (%s); trying once more without", reason)
+        gc.collect()  # the failed attempt's buffers go before the next one allocates
+        torch.cuda.empty_cache()
+        done, reason = _attempt(attempt, "full")
+    if done is None:
+        raise OutOfMemoryError(
+            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
+            f"or use a smaller model or dtype ({reason})"
+        )
+    return done if mode == "full" else replace(done, fallback_reason="memory ran out with reuse")
+
+
+def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
+    """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
+    try:
+        return attempt(mode=mode), ""
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, str(error)

@@ -1,0 +1,221 @@
+"""Who runs a model: one thread at a time, first come, first served, and decode steps of all requests together.
+
+A forward of many rows gives way between its layers: it computes there, in its own thread, the rows that requests which already decode wait
+for. So a long prompt never holds up running answers by more than :data:`SLICE_S` and a layer, and no result depends on who came between.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+from transformers import PreTrainedModel
+
+from kvrag.threads import fork_lock, renew_after_fork
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+SLICE_S = 0.05  # how long a forward runs before it gives way, or as long as the last steps took, if that is more
+PATIENCE_S = 0.003  # how long a step waits for the requests that took part in the last one
+
+
+class _Lost(threading.local):
+    seconds = 0.0
+
+
+_lost = _Lost()
+
+
+def lost_s() -> float:
+    """Return the seconds that this thread has waited for models, or worked for other requests."""
+    return _lost.seconds
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Waiting:
+    """A thread that waits for the model; ``has_it`` once the model is its own."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    has_it: bool = False
+    event: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Wish(_Waiting, Generic[T, R]):
+    """A step that is waited for, and what came of it, a result or an error, once ``is_done``."""
+
+    item: T
+    work: Callable[[list[T]], Sequence[R]]
+    limit: int
+    is_done: bool = False
+    result: R | None = None
+    error: Exception | None = None
+
+
+class ModelTurns:
+    """A re-entrant lock, handed on in order of arrival, whose holder also does the steps that others wait for (:meth:`step`).
+
+    ``wishes`` are the steps that wait; ``is_stepping``: whether some are being done.
+    """
+
+    def __init__(self) -> None:
+        self._at_fork_reinit()
+        renew_after_fork(self)
+
+    def _at_fork_reinit(self) -> None:
+        self._guard, self._came = threading.Lock(), threading.Event()
+        self._holder, self._depth = cast(int | None, None), 0
+        self._queue, self.wishes = deque[_Waiting](), list[_Wish[Any, Any]]()
+        self._recent = deque[set[int]](maxlen=2)  # threads of the last batches of steps
+        self._expected, self.is_stepping = 0, False
+        self._due = 0.0  # when a forward gives way next
+
+    def acquire(self, timeout: float | None = None) -> bool:
+        """Wait for the model, so many seconds at most (``None``: as long as it takes), and return whether it is this thread's now."""
+        me = threading.get_ident()
+        with self._guard:
+            if self._holder == me:
+                self._depth += 1
+                return True
+            if self._holder is None:
+                self._holder, self._depth = me, 1
+                return True
+            waiting = _Waiting()
+            self._queue.append(waiting)
+        start = time.perf_counter()
+        try:
+            waiting.event.wait(timeout)
+        except BaseException:
+            if not self._leave(waiting):
+                self.release()
+            raise
+        finally:
+            _lost.seconds += time.perf_counter() - start
+        return waiting.has_it or not self._leave(waiting)
+
+    def _leave(self, waiting: _Waiting) -> bool:
+        """Wait no more; return whether the model was not handed over meanwhile."""
+        waiters: list[Any] | deque[Any] = self.wishes if isinstance(waiting, _Wish) else self._queue
+        with self._guard, suppress(ValueError):  # a step that was done at this moment is gone
+            waiters.remove(waiting)
+        return not waiting.has_it
+
+    def release(self) -> None:
+        """Hand the model on: to steps that are due, to who waits longest, or to other steps."""
+        with self._guard:
+            self._depth -= 1
+            if self._depth:
+                return
+            self._holder = None
+            are_due = self.wishes and (not self._queue or time.perf_counter() >= self._due)
+            heir = self.wishes[0] if are_due else self._queue.popleft() if self._queue else None
+            if heir is not None:
+                self._holder, self._depth, heir.has_it = heir.thread, 1, True
+                heir.event.set()
+
+    def __enter__(self) -> ModelTurns:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def step(self, item: T, work: Callable[[list[T]], Sequence[R]], *, limit: int) -> R:
+        """Have a step done, by this thread or by another, together with at most ``limit - 1`` others.
+
+        ``work`` takes the items of those whose ``work`` is equal, and returns their results in order. If it fails for several, it is asked
+        for each, and what it raises then is raised where the item came from.
+        """
+        wish = _Wish[T, R](item=item, work=work, limit=limit)
+        with self._guard:
+            self.wishes.append(wish)
+            if self._holder is None:
+                self._holder, self._depth, wish.has_it = wish.thread, 1, True
+            elif len(self.wishes) >= self._expected:
+                self._came.set()
+        try:
+            if not wish.has_it:
+                wish.event.wait()
+            if wish.has_it:
+                self._gather()
+                while not wish.is_done:  # those before it may fill a forward
+                    self._serve()
+        finally:
+            if not wish.is_done:  # interrupted
+                self._leave(wish)
+            if wish.has_it:
+                self.release()
+        if wish.error is not None:
+            raise wish.error
+        return cast(R, wish.result)
+
+    def _gather(self) -> None:
+        """Wait a little for those of the last two batches: requests that decode come back one after the other."""
+        with self._guard:
+            self._came.clear()
+            self._expected = len(set[int]().union(*self._recent))
+            if len(self.wishes) >= self._expected:
+                return
+        self._came.wait(PATIENCE_S)
+
+    def give_way(self) -> None:
+        """Do the steps that wait, if it is time: who holds the model calls it where its own work can pause."""
+        if not self.is_stepping and time.perf_counter() >= self._due:
+            start = time.perf_counter()
+            self._serve()
+            _lost.seconds += time.perf_counter() - start
+
+    def _serve(self) -> None:
+        """Do the steps of those that waited longest; the model is this thread's."""
+        with self._guard:
+            first = next(iter(self.wishes), None)
+            if first is None:
+                return
+            batch = [wish for wish in self.wishes if wish.work == first.work][: first.limit]
+            self._recent.append({wish.thread for wish in batch})
+        start, self.is_stepping = time.perf_counter(), True
+        try:
+            _do(batch)
+        finally:  # also when this thread is interrupted: those that are not done wait on
+            self.is_stepping = False
+            with self._guard:
+                self.wishes = [wish for wish in self.wishes if not wish.is_done]
+            end = time.perf_counter()
+            self._due = end + max(SLICE_S, end - start)
+            for wish in batch:
+                if wish.is_done:
+                    wish.event.set()
+
+
+def _do(batch: Sequence[_Wish[Any, Any]]) -> None:
+    try:
+        results = batch[0].work([wish.item for wish in batch])
+    except Exception as error:
+        if len(batch) > 1:
+            for wish in batch:
+                _do([wish])
+        else:
+            batch[0].error, batch[0].is_done = error, True
+        return
+    for wish, result in zip(batch, results, strict=True):
+        wish.result, wish.is_done = result, True
+
+
+_turns: dict[int, ModelTurns] = {}  # by id of the config, which is part of what they protect
+_guard = fork_lock()
+
+
+def turns_of(model: PreTrainedModel) -> ModelTurns:
+    """Return the turns of a model, shared by all engines that use it."""
+    with _guard:
+        if id(model.config) not in _turns:
+            _turns[id(model.config)] = ModelTurns()
+            weakref.finalize(model.config, _turns.pop, id(model.config), None)
+        return _turns[id(model.config)]

@@ -1,0 +1,168 @@
+"""What is known of a request when it ends: a line in the log, and spans. It holds no text, neither the client's nor the model's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from kvrag.types import GenerationResult
+
+logger = logging.getLogger("kvrag.server")
+
+Ending = Literal["answered", "client_left", "client_too_slow", "timeout", "broken_off"]
+SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens")
+_POLLED = ("/health", "/ready", "/metrics", "none")  # asked for every few seconds, or by those who look for holes
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_PROVIDER = "kvrag"
+
+
+@dataclass(slots=True)
+class Record:
+    """One request. Times are seconds on ``time.perf_counter``'s clock; ``ended`` says how its answer ended, whatever its status is.
+
+    ``queue_s`` and ``ttft_s`` are how long it waited for its turn and for its first text; ``code`` is that of an error.
+    """
+
+    request_id: str
+    method: str = ""
+    endpoint: str = "none"
+    tenant: str | None = None
+    model: str | None = None
+    is_stream: bool = False
+    status: int = 0
+    code: str | None = None
+    ended: Ending = "answered"
+    start_s: float = field(default_factory=time.perf_counter)
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    results: list[GenerationResult] = field(default_factory=list)
+
+    def totals(self) -> dict[str, int]:
+        """Return the tokens of all choices by where they come from."""
+        return {name: sum(getattr(result, name) for result in self.results) for name in SUMMED}
+
+    def fields(self) -> dict[str, Any]:
+        """Return what the log says; what is unknown is left out."""
+        results, stages = self.results, Counter[str]()
+        for result in results:
+            stages.update(result.timings_ms)
+        made: dict[str, Any] = {}
+        if results:
+            made = {
+                **self.totals(),
+                "completion_tokens": sum(len(result.token_ids) for result in results),
+                "exactness": _joined(result.exactness for result in results),
+                "finish_reason": _joined(result.finish_reason for result in results),
+                "fallback_reason": _joined(result.fallback_reason or "" for result in results) or None,
+                "stages_ms": {name: round(ms, 3) for name, ms in stages.items()},
+            }
+        names = ("request_id", "tenant", "method", "endpoint", "status", "code", "ended", "model")
+        known = {name: getattr(self, name) for name in names} | {"stream": self.is_stream or None}
+        times = {"queue_ms": self.queue_s, "ttft_ms": self.ttft_s, "total_ms": time.perf_counter() - self.start_s}
+        rounded = {name: round(seconds * 1e3, 3) for name, seconds in times.items() if seconds is not None}
+        return {name: value for name, value in {**known, **rounded, **made}.items() if value is not None}
+
+    def log(self, trace_id: str | None = None) -> None:
+        """Write the request's line: as a warning if the server failed, for debugging only if it was no more than a poll."""
+        level = logging.WARNING if self.status >= 500 else logging.INFO
+        level = logging.DEBUG if self.endpoint in _POLLED and self.status < 500 else level
+        if logger.isEnabledFor(level):
+            fields = self.fields() | ({"trace_id": trace_id} if trace_id else {})
+            said = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
+            logger.log(level, "request %s", said, extra={"kvrag": fields})
+
+
+def _joined(values: Any) -> str:
+    return ", ".join(dict.fromkeys(filter(None, values)))
+
+
+class JsonLines(logging.Formatter):
+    """Writes records as lines of JSON: time, level, logger, and a request's fields, or the message of another record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a line."""
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields = getattr(record, "kvrag", None) or {"message": record.getMessage()}
+        if record.exc_info:
+            fields = {**fields, "traceback": self.formatException(record.exc_info)}
+        return json.dumps({"time": when, "level": record.levelname.lower(), "logger": record.name, **fields})
+
+
+class Tracer:
+    """Writes requests as OpenTelemetry's spans when they have ended; does nothing where its API is not installed or nobody collects."""
+
+    def __init__(self) -> None:
+        try:
+            from opentelemetry import propagate, trace
+        except ImportError:
+            self._trace = None
+        else:
+            self._trace, self._extract, self._tracer = trace, propagate.extract, trace.get_tracer("kvrag")
+
+    def write(self, record: Record, headers: Mapping[str, str]) -> str | None:
+        """Write a request's span, which continues the client's trace, and one for each stage; return the trace's id, if it is kept."""
+        if self._trace is None or record.endpoint in _POLLED:
+            return None
+        api, offset = self._trace, time.time_ns() - time.perf_counter_ns()
+        end = time.time_ns()
+
+        def at(seconds: float) -> int:
+            return offset + int(seconds * 1e9)
+
+        operation = _OPERATIONS.get(record.endpoint)
+        span = self._tracer.start_span(
+            f"{operation} {record.model}" if operation and record.model else f"{record.method} {record.endpoint}",
+            context=self._extract(dict(headers)),
+            kind=api.SpanKind.SERVER,
+            start_time=at(record.start_s),
+        )
+        if not span.is_recording():
+            return None
+        span.set_attributes(_attributes(record, operation))
+        if record.status >= 500 or record.ended != "answered":
+            span.set_status(api.StatusCode.ERROR, record.code or record.ended)
+        stages = [(index, *stage) for index, result in enumerate(record.results) for stage in result.stages]
+        if record.queue_s is not None:
+            stages.insert(0, (0, "queue", record.start_s, record.start_s + record.queue_s))
+        inside = api.set_span_in_context(span)
+        for index, name, start_s, end_s in stages:
+            own = {"kvrag.choice": index}
+            child = self._tracer.start_span(f"kvrag.{name}", context=inside, start_time=at(start_s), attributes=own)
+            child.end(end_time=at(end_s))
+        span.end(end_time=end)
+        return format(span.get_span_context().trace_id, "032x")
+
+
+def _attributes(record: Record, operation: str | None) -> dict[str, Any]:
+    """Return a request's attributes, by OpenTelemetry's conventions for HTTP and generative AI, and kvrag's own."""
+    found: dict[str, Any] = {
+        "http.request.method": record.method,
+        "http.route": record.endpoint,
+        "http.response.status_code": record.status,
+        "error.type": record.code if record.status >= 400 else None,
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": operation and _PROVIDER,
+        "gen_ai.request.model": operation and record.model,
+        "kvrag.request_id": record.request_id,
+        "kvrag.tenant": record.tenant,
+        "kvrag.ended": record.ended,
+    }
+    if record.results:
+        fields, totals = record.fields(), record.totals()
+        found |= {f"kvrag.{name}": value for name, value in totals.items() if name != "prompt_tokens"}
+        found |= {f"kvrag.{name}": fields.get(name) for name in ("exactness", "fallback_reason")}
+        found |= {
+            "gen_ai.response.model": record.model,
+            "gen_ai.response.finish_reasons": [result.finish_reason for result in record.results],
+            "gen_ai.usage.input_tokens": totals["prompt_tokens"],
+            "gen_ai.usage.output_tokens": fields["completion_tokens"],
+            "gen_ai.usage.cache_read.input_tokens": totals["cached_tokens"],
+            "gen_ai.server.time_to_first_token": record.ttft_s,
+        }
+    return {name: value for name, value in found.items() if value is not None}

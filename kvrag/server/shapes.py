@@ -1,0 +1,91 @@
+"""What clients read: choices, pieces of them, and usage, as OpenAI writes them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrag.generate.logprobs import Delta, Writer
+from kvrag.types import GenerationResult
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kind of completion looks: its name, the prefix of its ids, and whether its text is in messages."""
+
+    object: str
+    prefix: str
+    is_chat: bool
+
+    def whole(self, index: int, result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
+        """Return a finished choice."""
+        logprobs = result.logprobs and Writer(tokenizer, is_chat=self.is_chat).write(result.logprobs)
+        own: dict[str, Any] = {"text": result.text}
+        if self.is_chat:
+            calls = {"tool_calls": calls_of(result)} if result.tool_calls else {}
+            content = None if calls and not result.text else result.text
+            own = {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": result.finish_reason}
+
+    def delta(
+        self, index: int, text: str | None, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return a piece of a choice; ``None``: its beginning."""
+        own: dict[str, Any] = {"text": text or ""}
+        if self.is_chat:
+            own = {"delta": {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}}
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
+    """Return an answer's calls of tools as OpenAI writes them."""
+    made = []
+    for call in result.tool_calls:
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        made.append({"id": call.id, "type": "function", "function": function})
+    return made
+
+
+class Told:
+    """The log-probabilities of a stream's choices, each sent once: with the text that its token ended, or at the end."""
+
+    def __init__(self, tokenizer: Any, *, is_chat: bool) -> None:
+        self._writers: dict[int, Writer] = defaultdict(lambda: Writer(tokenizer, is_chat=is_chat))
+        self._counts: Counter[int] = Counter()
+
+    def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
+        """Return those of a piece, or of what is left at the end; ``None`` if there are none."""
+        new = piece.logprobs if isinstance(piece, Delta) else ()
+        if isinstance(piece, GenerationResult):
+            new = (piece.logprobs or ())[self._counts[index] :]
+        self._counts[index] += len(new)
+        return self._writers[index].write(new) if new else None
+
+
+CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion", "cmpl", False)
+
+
+def usage_of(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
+    """Return tokens as OpenAI counts them (a prompt once for its ``n`` choices), and how each answer was made."""
+    prompts = results[::n]
+    num_in, num_out = sum(r.prompt_tokens for r in prompts), sum(len(r.token_ids) for r in results)
+    details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
+    usage = {
+        "prompt_tokens": num_in,
+        "completion_tokens": num_out,
+        "total_tokens": num_in + num_out,
+        "prompt_tokens_details": details,
+    }
+    return {"usage": usage, "kvrag": [_made(result) for result in results]}
+
+
+def _made(result: GenerationResult) -> dict[str, Any]:
+    """Return how an answer was made, as plain JSON values."""
+    counts = ("cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens")
+    made = {
+        name: getattr(result, name) for name in ("exactness", *counts, "evicted_tokens", "fallback_reason", "kv_dtype")
+    }
+    return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}
