@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-slide bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -57,7 +57,7 @@ types: setup ## Check types (strict)
 
 check: lint types test-all ## What CI runs, but for the wheel
 
-bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
+bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-slide bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -97,6 +97,9 @@ bench-memory: setup ## Peak memory of one request
 
 bench-quantised: setup ## What rounding stored KV costs: errors, and KL from reuse without rounding
 	cd tests/benchmarks && ../../$(BIN)/python bench_quantised.py $(ARGS)
+
+bench-slide: setup ## Perplexity beyond the context window, sliding and truncated
+	cd tests/benchmarks && ../../$(BIN)/python bench_slide.py $(ARGS)
 
 bench-seams: setup ## What tokenising segment by segment changes
 	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)

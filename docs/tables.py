@@ -331,6 +331,17 @@ def seams(result: dict[str, Any]) -> str:
     return table(header, rows) + note + source(result, "seams.json")
 
 
+def slide(result: dict[str, Any]) -> str:
+    """Perplexity in a small window, by method."""
+    rows = [
+        [name, f"{row['perplexity']:.2f}", *(f"{q:.2f}" for q in row["quarters"]), f"{row['tokens_per_s']:.0f}"]
+        for name, row in result["methods"].items()
+    ]
+    header = ["method", "perplexity", "1st quarter", "2nd", "3rd", "4th", "tokens/s"]
+    note = f"\n{result['tokens']:,} tokens, a window of {result['window']:,}, {result['sinks']} sinks.\n"
+    return table(header, rows) + note + source(result, "slide.json")
+
+
 def support(result: dict[str, Any]) -> str:
     """Every architecture whose KV is reused, with what was measured."""
     rows = []
@@ -857,6 +868,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "check-targets": ("check.json", check_targets),
     "memory": ("memory.json", memory),
     "seams": ("seams.json", seams),
+    "slide": ("slide.json", slide),
     "support": ("support.json", support),
     "support-refused": ("support.json", support_refused),
     "fuzz": ("fuzz.json", fuzz),

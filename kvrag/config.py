@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 
 from kvrag.errors import ConfigError
-from kvrag.types import KVDtype, Mode, Prove
+from kvrag.types import KVDtype, MaxContext, Mode, Prove
 
 T = TypeVar("T")
 
@@ -128,10 +128,12 @@ def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str, missp
             raise unknown_option(name, own, of=of)
 
 
-def check_mode(mode: str) -> None:
-    """Raise :class:`ConfigError` unless ``mode`` is one of :data:`MODES`."""
+def check_mode(mode: str, max_context: str = "raise") -> None:
+    """Raise :class:`ConfigError` unless ``mode`` is one of :data:`MODES`, and ``max_context`` one of :data:`~kvrag.types.MaxContext`."""
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+    if max_context not in get_args(MaxContext):
+        raise ConfigError(f"max_context is {max_context!r}; it must be 'raise' or 'slide' (the oldest tokens leave)")
 
 
 def check_prove(prove: object) -> None:

@@ -44,6 +44,7 @@ from kvrag.types import (
     ChunkKey,
     Explanation,
     GenerationResult,
+    MaxContext,
     Mode,
     PrecomputeReport,
     PrefillResult,
@@ -67,6 +68,7 @@ class Options(TypedDict, total=False):
     mode: Mode
     repair: RepairConfig | None
     namespace: str | None
+    max_context: MaxContext
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     response_format: Mapping[str, Any] | None
@@ -83,6 +85,9 @@ class KVRagEngine:
     ``namespace``: chunks of one namespace are never found from another (default: the engine's). ``mode``: ``"auto"``, ``"full"`` (no
     reuse), ``"prefix"`` (exact reuse of the prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
     engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"`` means ``"manuals/install"``.
+
+    ``max_context``: ``"raise"``, an error where prompt and answer exceed the model's context window, or ``"slide"``: the oldest tokens but
+    the first few leave it, and the answer is labelled (``evicted_tokens``).
 
     ``tools``: functions that the answer may call, as OpenAI's dicts; the prompt must be chat messages. ``tool_choice``: ``"auto"``,
     ``"none"``, ``"required"``, or a tool's name. ``response_format``: ``{"type": "json_object"}``, or ``{"type": "json_schema",
@@ -501,17 +506,26 @@ class KVRagEngine:
             return self._query_side
 
     def _request(
-        self, prompt: Prompt, *, mode: Mode = "auto", repair: object = None, namespace: str | None = None, **form: Any
+        self,
+        prompt: Prompt,
+        *,
+        mode: Mode = "auto",
+        repair: object = None,
+        namespace: str | None = None,
+        max_context: MaxContext = "raise",
+        **form: Any,
     ) -> Request:
-        checked, space = check_options(mode, repair) or self.repair, self._namespace(namespace)
+        checked, space = check_options(mode, repair, max_context) or self.repair, self._namespace(namespace)
         prefixes = self.prefix_text, *self._prefix_texts.get(space, ())
-        return Request(prompt, mode, checked, space, prefixes, answer_form(**form) if form else TEXT)
+        return Request(
+            prompt, mode, checked, space, prefixes, answer_form(**form) if form else TEXT, max_context == "slide"
+        )
 
     def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
         start = time.perf_counter()
         own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
-        own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"))
+        own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"), own.get("max_context", "raise"))
         if form := {name: own[name] for name in FORM if name in own}:
             answer_form(**form)
         try:

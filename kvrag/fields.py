@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
 from kvrag import config
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
 from kvrag.errors import ConfigError
-from kvrag.types import Mode, Prove
+from kvrag.types import MaxContext, Mode, Prove
 
 _SAMPLED = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 _PENALTIES = ("frequency_penalty", "presence_penalty")
@@ -44,6 +44,8 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     """Budgets, limits and the key of the KV store."""
     mode: Annotated[Mode, SkipValidation] = "auto"
     """``auto``, ``full`` (no reuse), ``prefix`` (exact reuse only) or ``stitch``."""
+    max_context: Annotated[MaxContext, SkipValidation] = "raise"
+    """``raise``: an error where prompt and answer exceed the context window; ``slide``: the oldest tokens leave it (``evicted_tokens``)."""
     dtype: Any = "auto"
     """``auto``: float32 on CPU, else the checkpoint's."""
     device: Any = None
@@ -60,6 +62,7 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
         super().__init__(**data)
         self.check_model_kwargs()
         config.check_prove(self.prove)
+        config.check_mode(self.mode, self.max_context)
 
     def check_model_kwargs(self) -> None:
         """Raise :class:`ConfigError` where ``model_kwargs`` holds an option of this class or of the store."""

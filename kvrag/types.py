@@ -21,6 +21,8 @@ Source = Literal["exact", "reused", "repaired", "computed"]
 """Where a row's KV came from: a full prefill's own, kept; an approximation, kept; kept, and computed again; computed."""
 
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
+MaxContext = Literal["raise", "slide"]
+"""Where prompt and answer exceed the context window: raise an error, or let the oldest rows leave (:mod:`kvrag.blend.slide`)."""
 Prove = Literal["auto", "off"]
 """``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
 
@@ -243,7 +245,8 @@ class Accounting:
     history_tokens
         Of the cached rows, those of an earlier request (``StoreConfig.history_bytes``).
     exactness
-        ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse; ``"full"``: none.
+        ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse, or rows left the
+        context window; ``"full"``: none.
     timings_ms
         Milliseconds per stage.
     stages
@@ -251,7 +254,7 @@ class Accounting:
     loaded_bytes
         Bytes of KV loaded from the store.
     fallback_reason
-        Why there was less reuse than requested, or why this model's KV is never reused; else ``None``.
+        Why there was less reuse than requested, why this model's KV is never reused, or that rows left the window; else ``None``.
     has_other_prefix
         Whether chunks were used that had been encoded behind another prefix than this prompt's; they are not exact.
     holes
@@ -261,6 +264,8 @@ class Accounting:
     sources
         Where each row's KV came from, as runs: ``(source, rows)`` from the prompt's first row to its last. ``exact`` and ``reused`` rows
         together are the cached ones.
+    evicted_tokens
+        Rows of prompt and answer that left the context window (``max_context="slide"``): what followed didn't see them.
     """
 
     prompt_ids: list[int]
@@ -278,6 +283,7 @@ class Accounting:
     kv_dtype: KVDtype = "auto"
     stages: tuple[Stage, ...] = field(default=(), repr=False, compare=False)
     sources: tuple[tuple[Source, int], ...] = field(default=(), repr=False)
+    evicted_tokens: int = 0
 
     @property
     def kv_reuse_ratio(self) -> float:

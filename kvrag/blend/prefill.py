@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
+from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import Past, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.errors import StoreError
@@ -36,8 +38,8 @@ class Prefilled:
 
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV
     (``None`` where the model keeps it in a cache of its own), of which the first ``num_exact`` rows equal a full prefill's, and the first
-    ``num_history`` are an earlier request's. ``missed`` may be stored after the answer; the rest is
-    :class:`~kvrag.types.Accounting`.
+    ``num_history`` are an earlier request's. ``missed`` may be stored after the answer; ``window`` is what ``extend`` is where rows may
+    leave the buffer; the rest is :class:`~kvrag.types.Accounting`.
     """
 
     extend: Extend
@@ -56,6 +58,7 @@ class Prefilled:
     num_history: int = 0
     num_exact: int = 0
     sources: tuple[tuple[Source, int], ...] = ()
+    window: SlidingWindow | None = None
 
     def release(self) -> None:
         """Free the buffer's memory now, whoever still holds this."""
@@ -63,8 +66,11 @@ class Prefilled:
             self.buffer.layers = ()
 
     def accounting(self, clock: Clock) -> dict[str, Any]:
-        """Return the fields of :class:`~kvrag.types.Accounting`."""
-        total = len(self.token_ids)
+        """Return the fields of :class:`~kvrag.types.Accounting`, as they are by now: rows may leave while the answer is decoded."""
+        total, found = len(self.token_ids), dict[str, Any]()
+        if self.window and (evicted := self.window.evicted_tokens):  # approximate, though nothing stored was used
+            reason = because(self.fallback_reason, f"{evicted} of the oldest tokens left the context window")
+            found = {"exactness": "repaired", "fallback_reason": reason, "evicted_tokens": evicted}
         same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype", "sources")
         return {name: getattr(self, name) for name in same} | {
             "prompt_ids": self.token_ids,
@@ -75,6 +81,7 @@ class Prefilled:
             "history_tokens": self.num_history,
             "timings_ms": clock.timings_ms,
             "stages": tuple(clock.stages),
+            **found,
         }
 
 
@@ -115,19 +122,25 @@ def prefill(
     load_timeout_s: float,
     clock: Clock,
     past: Past | None = None,
+    slides: bool = False,
+    cancel: threading.Event | None = None,
 ) -> Prefilled:
     """Prefill a prompt, with room for the answer.
 
     ``load_timeout_s`` is what planning has left of the time that the store has; ``past`` are rows of earlier requests that it begins with.
+    ``slides``: the context window takes less than prompt and answer, so rows leave it. A prompt that exceeds it alone is computed in
+    pieces; ``cancel`` ends that with ``CancelledError``.
     """
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
+    if slides and len(plan.token_ids) > model.context_window:
+        return _in_window(model, plan, clock, cancel)
     price = _price(plan, mode, config, store, costs)
     history = (past.num_rows, past.num_exact) if past else None
     layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock, history)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     rounded = {s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"}
-    buffer = model.buffer(layout.num_tokens + max_new_tokens)
+    buffer = model.buffer(model.context_window if slides else layout.num_tokens + max_new_tokens)
     with filling(buffer):
         if past and layout.history:
             with clock.stage("history"):
@@ -138,8 +151,9 @@ def prefill(
     kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
     num_history = layout.history.num_rows if layout.history else 0
     num_exact = layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
+    window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
-        extend=model.extension(buffer, layout.num_tokens),
+        extend=window or model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
         token_ids=plan.token_ids,
@@ -154,6 +168,7 @@ def prefill(
         num_history=num_history,
         num_exact=num_exact,
         sources=sources_of(layout, selected, rounded, history[1] if history else 0),
+        window=window,
     )
 
 
@@ -288,3 +303,12 @@ def _blend(
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
         logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
     return selected, logits
+
+
+def _in_window(model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Event | None) -> Prefilled:
+    """Prefill a prompt that is longer than the context window, in a window that slides."""
+    ids, buffer = torch.tensor(plan.token_ids), model.buffer(model.context_window)
+    window = SlidingWindow(model, buffer)
+    with clock.stage("prefill"):
+        logits = window.prefill(ids, cancel).cpu()
+    return Prefilled(window, buffer, logits, plan.token_ids, 0, len(ids), "full", plan.refusal, window=window)

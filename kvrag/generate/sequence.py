@@ -14,8 +14,9 @@ from typing import TypeVar
 from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
+from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import Past
-from kvrag.config import MODES, RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
 from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
@@ -54,12 +55,12 @@ class Request:
     namespace: str
     prefixes: tuple[str, ...]
     form: Form = TEXT
+    slides: bool = False
 
 
-def check_options(mode: Mode, repair: object) -> RepairConfig | None:
-    """Raise ``ConfigError`` for a wrong mode, and return the repair as a config."""
-    if mode not in MODES:
-        check_mode(mode)
+def check_options(mode: Mode, repair: object, max_context: str = "raise") -> RepairConfig | None:
+    """Raise ``ConfigError`` for a wrong mode or ``max_context``, and return the repair as a config."""
+    check_mode(mode, max_context)
     return None if repair is None else as_config(RepairConfig, repair, option="repair")
 
 
@@ -136,7 +137,7 @@ class Answering:
     def explain(self, request: Request) -> Explanation:
         """Describe what a prompt would find and how it would be prefilled, without loading anything."""
         plan = self.plan(request)
-        plan = self._checked(plan, request.mode, len(plan.token_ids) + 1)
+        plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
         return explain_plan(plan, *outcome, self._known(request.namespace))
 
@@ -144,10 +145,15 @@ class Answering:
         read = partial(text_of, self.store, self.loaded.encoder, self.loaded.fingerprint, namespace)
         return Known(self._spans[namespace][0], read, self.store_config)
 
-    def _checked(self, plan: Plan, mode: Mode, total: int) -> Plan:
-        """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any."""
-        refusal = None if mode == "full" else refusal_of(self.loaded.lm, total)
-        return plan if refusal is None else plan.without_reuse(refusal)
+    def _checked(self, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
+        """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any, and whether the window slides."""
+        lm, window = self.loaded.lm, self.loaded.lm.context_window
+        slides, refusal = request.slides and total > window and cannot_slide(lm) is None, None
+        if slides and (num_tokens := len(plan.token_ids)) > window:
+            refusal = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
+        elif request.mode != "full":
+            refusal = refusal_of(lm, min(total, window) if slides else total)
+        return plan if refusal is None else plan.without_reuse(refusal), slides
 
     @contextmanager
     def prefilled(
@@ -167,9 +173,9 @@ class Answering:
             if request.mode in ("auto", "stitch") and again is None:
                 known = partial(self._known, request.namespace)
                 self.stats.watch.notice(plan, known, is_stored_later=stores, is_learning=learner is not None)
-        total = self._check_length(len(plan.token_ids), max_new_tokens)
+        total = self._check_length(len(plan.token_ids), max_new_tokens, request.slides)
         missed = _missed(request, plan, erasures, again, stores=stores) if stores or again is not None else None
-        plan = self._checked(plan, request.mode, total)
+        plan, slides = self._checked(plan, request, total)
         attempt = partial(
             prefill,
             self.loaded.lm,
@@ -180,8 +186,12 @@ class Answering:
             max_new_tokens=max_new_tokens,
             load_timeout_s=deadline.left_s,
             clock=clock,
+            slides=slides,
+            cancel=cancel,
         )
-        with clock.waiting(scheduler_of(self.loaded).turn(kv_bytes(self.loaded, total), cancel)):
+        with clock.waiting(
+            scheduler_of(self.loaded).turn(kv_bytes(self.loaded, min(total, self.loaded.lm.context_window)), cancel)
+        ):
             past, mode = self._past(request, plan), "full" if plan.refusal else request.mode
             done = retry_without_reuse(partial(attempt, past=past), mode, self._release)
             del past
@@ -225,13 +235,15 @@ class Answering:
     def _release(self) -> int:
         return self.store.release() + self.histories.clear()
 
-    def _check_length(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the tokens of prompt and answer together; raise if the model's context window is smaller."""
+    def _check_length(self, num_tokens: int, max_new_tokens: int, slides: bool) -> int:
+        """Return the tokens of prompt and answer together; raise if the model's context window is smaller, and doesn't slide."""
         total, window = num_tokens + max_new_tokens, self.loaded.lm.context_window
-        if total > window:
+        fault = cannot_slide(self.loaded.lm) if slides else ""
+        if total > window and fault is not None:
+            why = f" and can't slide ({fault})" if fault else ""
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's context window of "
-                f"{window}; retrieve fewer chunks or lower max_new_tokens"
+                f"{window}{why}; retrieve fewer chunks or lower max_new_tokens"
             )
         return total
 

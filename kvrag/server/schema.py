@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrag.config import RepairConfig, as_config
 from kvrag.prompt.tokenizer import check_encodable
-from kvrag.types import Mode
+from kvrag.types import MaxContext, Mode
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -64,6 +64,7 @@ class Reuse(_Body):
 
     mode: Mode = "auto"
     repair: dict[str, Any] | None = None
+    max_context: MaxContext = "raise"
     documents: list[Document] = Field(default_factory=list)
 
     @property

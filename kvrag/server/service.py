@@ -47,7 +47,8 @@ class Service:
 
     def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options of reuse."""
-        return {"mode": reuse.mode, "repair": reuse.config, "namespace": self.namespace(tenant)}
+        own = {"mode": reuse.mode, "repair": reuse.config, "max_context": reuse.max_context}
+        return own | {"namespace": self.namespace(tenant)}
 
     def options(self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options for the choice ``index`` of a request."""

@@ -87,7 +87,9 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
 def _made(result: GenerationResult) -> dict[str, Any]:
     """Return how an answer was made, as plain JSON values."""
     counts = ("cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens")
-    made = {name: getattr(result, name) for name in ("exactness", *counts, "fallback_reason", "kv_dtype")}
+    made = {
+        name: getattr(result, name) for name in ("exactness", *counts, "evicted_tokens", "fallback_reason", "kv_dtype")
+    }
     return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}
 
 

@@ -151,6 +151,7 @@ def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
             "loaded_bytes": int(result.loaded_bytes),
             "fallback_reason": result.fallback_reason,
             "has_other_prefix": result.has_other_prefix,
+            "evicted_tokens": result.evicted_tokens,
             "kv_dtype": result.kv_dtype,
         },
     }

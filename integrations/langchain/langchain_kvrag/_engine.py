@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import ConfigError, GenerationResult, KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, SyncReport
-from kvrag.config import check_mode, refuse_misplaced, unknown_option
+from kvrag.config import refuse_misplaced, unknown_option
 from kvrag.fields import EngineFields
 from kvrag.model.source import ModelSource
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
@@ -70,7 +70,6 @@ class KVRagModel(EngineFields):
         if isinstance(data.get("stop"), str):
             data["stop"] = [data["stop"]]
         super().__init__(**data)
-        check_mode(self.mode)
         SamplingConfig(**self._sampling())
 
     @classmethod
@@ -137,7 +136,7 @@ class KVRagModel(EngineFields):
             given["max_new_tokens"] = given.pop("max_tokens")
         if stop is not None:
             given["stop"] = stop
-        return {"mode": self.mode, **self._sampling(), **given}
+        return {"mode": self.mode, "max_context": self.max_context, **self._sampling(), **given}
 
     def _answer(
         self,
@@ -224,6 +223,7 @@ class KVRagModel(EngineFields):
             "kv_dir": None if self.kv_dir is None else os.path.abspath(self.kv_dir),
             "store_config": None if config is None else repr(replace(config, on_event=None)),  # its key is not shown
             "mode": self.mode,
+            "max_context": self.max_context,
             "repair": repair,
             **self._sampling(),
         }

@@ -45,7 +45,7 @@ from llama_index.llms.kvrag.tools import ToolCallingLLM
 _REQUEST_FIELDS = (
     *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "stop_token_ids"),
     *("frequency_penalty", "presence_penalty", "logit_bias"),
-    *("mode",),
+    *("mode", "max_context"),
 )
 
 
@@ -189,8 +189,8 @@ class KVRagLLM(ToolCallingLLM):
 
     def _check_request(self, options: dict[str, Any]) -> None:
         """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
-        own = {"mode", "repair", "namespace", *FORM}
-        check_mode(options.get("mode", "auto"))
+        own = {"mode", "repair", "namespace", "max_context", *FORM}
+        check_mode(options.get("mode", "auto"), options.get("max_context", "raise"))
         answer_form(**{name: options[name] for name in FORM if name in options})
         SamplingConfig(**{name: value for name, value in options.items() if name not in own})
 

@@ -159,6 +159,7 @@ def _raw(result: GenerationResult | None) -> dict[str, Any] | None:
         "timings_ms": dict(result.timings_ms),
         "fallback_reason": result.fallback_reason,
         "has_other_prefix": result.has_other_prefix,
+        "evicted_tokens": result.evicted_tokens,
         "kv_dtype": result.kv_dtype,
         "finish_reason": result.finish_reason,
     }
