@@ -19,8 +19,9 @@ from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
 from kvrag.errors import ConfigError, ModelError
+from kvrag.generate.request import Request, check_options
 from kvrag.generate.scheduler import Load, scheduler_of
-from kvrag.generate.sequence import Answering, Request, check_options
+from kvrag.generate.sequence import Answering
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
@@ -350,7 +351,7 @@ class KVRagEngine:
         space = self._namespace(namespace)
         chosen = documents.chosen_documents(self.store.catalog, space, ids, collection)
         with self._erasures.erasing(space):
-            self._forget()
+            self._forget(space)
             return sum(self.store.forget(space, doc_id) for doc_id in chosen)
 
     def retain(
@@ -381,13 +382,13 @@ class KVRagEngine:
         """
         space = None if namespace is None else self._namespace(namespace)
         with self._erasures.erasing(EVERYWHERE if space is None else space):
-            self._forget()
+            self._forget(space)
             return self.store.clear(space)
 
-    def _forget(self) -> None:
-        """Forget earlier requests: documents that are erased may have been in them."""
+    def _forget(self, space: str | None) -> None:
+        """Forget earlier requests of a namespace (``None``: all): documents that are erased may have been in them."""
         if self._query_side is not None:
-            self._query_side.histories.clear()
+            self._query_side.forget(space)
 
     def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
         """Return the ids of all documents (of a collection) that were precomputed and not deleted, including evicted ones."""

@@ -58,11 +58,12 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 LIMITS = {
-    # 15,000 at the cut; calibration, prices, the audit, the accelerator's path, tools, learnt prefixes and the server came since
-    "lines of kvrag": 18_550,
-    "files of kvrag": 112,
+    # 15,000 at the cut; calibration, prices, the audit, the accelerator's path, tools, learnt prefixes, the server, the scheduler,
+    # histories, sliding chats and the page came since
+    "lines of kvrag": 20_150,
+    "files of kvrag": 123,
     "lines of kvrag/store": 2_600,
-    "lines of tests, per 100 lines of code": 140,
+    "lines of tests, per 100 lines of code": 145,
     "median lines of a function": 10,
 }
 """What the whole may come to. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and
@@ -72,12 +73,12 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 530, "kvrag/config.py": 376, "kvrag/types.py": 440, "kvrag/testing/store.py": 410}
+LONGER_FILES = {"kvrag/engine.py": 545, "kvrag/config.py": 376, "kvrag/types.py": 440, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 59,
     "kvrag/engine.py::KVRagEngine.precompute": 45,
-    "kvrag/blend/prefill.py::prefill": 52,
+    "kvrag/blend/prefill.py::prefill": 60,
     "kvrag/hooks.py::precompute_kv": 48,
     "kvrag/model/lm.py::CausalLM.forward": 60,
     "kvrag/verify.py::verify_prompts": 48,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +13,18 @@ from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.likeness import Likeness
+from kvrag.blend.load import read
 from kvrag.blend.repair import deviation, may_shift, probe, repair
-from kvrag.blend.select import because, decide, decide_plan, in_words, needs_of, select_rows
+from kvrag.blend.select import because, decide_plan, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import Past, filling, stitch
 from kvrag.config import RepairConfig
-from kvrag.errors import StoreError
-from kvrag.identity.fingerprint import chunk_key
-from kvrag.layers import parts
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
-from kvrag.model.rows import KVBuffer, LayerShape
+from kvrag.model.rows import KVBuffer
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.types import ChunkIdentity, ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source
+from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +134,7 @@ def prefill(
         return _in_window(model, plan, clock, cancel)
     price = _price(plan, mode, config, store, costs)
     history = (past.num_rows, past.num_exact) if past else None
-    layout, reason, kvs, holes = _read(model, store, plan, mode, price, load_timeout_s, clock, history)
+    layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, history)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     rounded = {s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"}
     buffer = model.buffer(model.context_window if slides else layout.num_tokens + max_new_tokens)
@@ -198,77 +195,6 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
         logits = logits.cpu()
     sources: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
     return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal, sources=sources)
-
-
-def _read(
-    model: CausalLM,
-    store: TieredStore,
-    plan: Plan,
-    mode: Mode,
-    price: Price | None,
-    timeout_s: float,
-    clock: Clock,
-    history: tuple[int, int] | None,
-) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
-    """Decide what is reused, load it, and decide again where chunks could not be loaded."""
-    cheapest = None if price is None else price.cheapest
-    layout, reason = decide_plan(plan, mode, cheapest, history)
-    if not layout.reused:  # nothing is read for a prompt that will be prefilled anyway
-        return layout, reason, [], {}
-    with clock.stage("load"):
-        kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=timeout_s)
-    if holes:
-        layout, also = decide(layout.without(holes), mode, cheapest)
-        reason = because(because(in_words(list(holes.values())), also), reason)
-    return layout, reason, kvs if layout.reused else [], holes
-
-
-def _load(
-    identities: list[ChunkIdentity],
-    layout: Layout,
-    store: TieredStore,
-    shapes: Sequence[LayerShape],
-    *,
-    timeout_s: float,
-) -> tuple[list[ChunkKV], dict[int, Hole]]:
-    """Load what a layout reuses, by source: the chunks (empty where nothing was needed or loaded), and why others were not loaded."""
-    sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
-    wanted = [identities[source] for source in sources]
-    try:
-        found: list[ChunkKV | Hole] = store.get_many(wanted, timeout_s=timeout_s)
-    except Exception as error:  # a fault below costs time, never the answer
-        logger.warning("the KV store failed to load (%s); computing instead", error)
-        found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
-    kvs, holes = [ChunkKV(())] * len(identities), {}
-    for source, identity, kv in zip(sources, wanted, found, strict=True):
-        if isinstance(kv, Hole):
-            holes[source] = kv
-        elif _fits(kv, len(identity.token_ids), shapes):
-            kvs[source] = kv
-        else:  # anyone who can write to a store that is not encrypted can lie
-            holes[source] = Hole(key := chunk_key(identity), "damaged", None)
-            logger.warning("a stored chunk does not match the model's layers; recomputing. Delete it: %s", key)
-    return kvs, holes
-
-
-def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
-    """Return whether a chunk has the model's layers, heads and head dims."""
-    if len(kv.layers) != len(shapes):
-        return False
-    for layer, shape in zip(kv.layers, shapes, strict=True):
-        rows = shape.num_heads, num_tokens
-        keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
-        if layer.scales is None:
-            if (layer.keys.shape, layer.values.shape) != (keys, values):
-                return False
-            continue
-        try:
-            wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)]
-        except StoreError:
-            return False
-        if [tensor.shape for tensor in layer.tensors] != wanted:
-            return False
-    return True
 
 
 def _blend(

@@ -8,7 +8,7 @@ that go on with that conversation: those that hold its prompt, and the first tok
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,10 @@ from kvrag.threads import renew_after_fork
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Rows behind those of ``parent``: ids, int64 ``(T,)``, and KV; at least ``needed`` of them are used, or none; ``repair`` made approximate ones."""
+    """Rows behind those of ``parent``: ids, int64 ``(T,)``, and KV; at least ``needed`` of them are used, or none.
+
+    ``repair`` is what made approximate ones.
+    """
 
     parent: _Node | None
     ids: np.ndarray
@@ -64,13 +67,16 @@ class Histories:
         with self._lock:
             return {"bytes": self._num_bytes, "tokens": sum(len(node.ids) for node in self._nodes)}
 
-    def clear(self) -> int:
-        """Forget everything, and return how many bytes that was."""
+    def clear(self, is_meant: Callable[[Hashable], bool] = lambda _: True) -> int:
+        """Forget the trees of these spaces, by default all, and return how many bytes that was."""
         with self._lock:
-            freed, self._num_bytes = self._num_bytes, 0
-            self._roots.clear()
-            self._nodes.clear()
-            return freed
+            before, gone = self._num_bytes, [self._roots.pop(space) for space in [*self._roots] if is_meant(space)]
+            while gone:
+                node = gone.pop()
+                gone += node.children
+                self._nodes.pop(node, None)
+                self._num_bytes -= node.num_bytes
+            return before - self._num_bytes
 
     def find(
         self, space: Hashable, token_ids: Sequence[int], *, only_exact: bool = False, repair: Hashable = None

@@ -9,18 +9,19 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import Past
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_mode
+from kvrag.config import SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
 from kvrag.generate.histories import Histories
+from kvrag.generate.request import Request
 from kvrag.generate.retry import retry_without_reuse
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
@@ -35,33 +36,14 @@ from kvrag.prompt.learn import Learner
 from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.spans import SpanIndex
-from kvrag.prompt.template import Prompt, chunks_in_messages
-from kvrag.prompt.tools import TEXT, Form
+from kvrag.prompt.template import chunks_in_messages
+from kvrag.prompt.tools import TEXT
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline, fork_lock
-from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, Mode, TextEntry
+from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt and how to treat it: mode, repair, namespace (its digest), prefixes that its head may start with, the form of its answer."""
-
-    prompt: Prompt
-    mode: Mode
-    repair: RepairConfig
-    namespace: str
-    prefixes: tuple[str, ...]
-    form: Form = TEXT
-    slides: bool = False
-
-
-def check_options(mode: Mode, repair: object, max_context: str = "raise") -> RepairConfig | None:
-    """Raise ``ConfigError`` for a wrong mode or ``max_context``, and return the repair as a config."""
-    check_mode(mode, max_context)
-    return None if repair is None else as_config(RepairConfig, repair, option="repair")
 
 
 @dataclass(slots=True)
@@ -164,16 +146,12 @@ class Answering:
         Raises what :meth:`kvrag.engine.KVRagEngine.generate` does, and ``CancelledError`` if ``cancel`` is set before the turn comes.
         """
         clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
-        stores = self.write_back is not None and self.store_config.on_miss == "store"
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
-            learner = self.learner if request.mode != "full" else None
-            again = learner.see(request.namespace, plan, request.prefixes[0]) if learner else None
-            if request.mode in ("auto", "stitch") and again is None:
-                known = partial(self._known, request.namespace)
-                self.stats.watch.notice(plan, known, is_stored_later=stores, is_learning=learner is not None)
+            again = self._learn(request, plan)
         total = self._check_length(len(plan.token_ids), max_new_tokens, request.slides)
+        stores = self._stores_missed
         missed = _missed(request, plan, erasures, again, stores=stores) if stores or again is not None else None
         plan, slides = self._checked(plan, request, total)
         attempt = partial(
@@ -189,16 +167,28 @@ class Answering:
             slides=slides,
             cancel=cancel,
         )
-        with clock.waiting(
-            scheduler_of(self.loaded).turn(kv_bytes(self.loaded, min(total, self.loaded.lm.context_window)), cancel)
-        ):
+        num_bytes = kv_bytes(self.loaded, min(total, self.loaded.lm.context_window))
+        with clock.waiting(scheduler_of(self.loaded).turn(num_bytes, cancel)):
             past, mode = self._past(request, plan), "full" if plan.refusal else request.mode
             done = retry_without_reuse(partial(attempt, past=past), mode, self._release)
-            del past
+            del past  # its rows may be evicted now
             try:
                 yield replace(done, missed=missed) if missed else done, clock
             finally:
                 done.release()
+
+    @property
+    def _stores_missed(self) -> bool:
+        return self.write_back is not None and self.store_config.on_miss == "store"
+
+    def _learn(self, request: Request, plan: Plan) -> str | None:
+        """Return a learnt prefix that the prompt's chunks are to have KV behind, too; else tell of what was missed."""
+        learner = self.learner if request.mode != "full" else None
+        again = learner.see(request.namespace, plan, request.prefixes[0]) if learner else None
+        if request.mode in ("auto", "stitch") and again is None:
+            known, stores = partial(self._known, request.namespace), self._stores_missed
+            self.stats.watch.notice(plan, known, is_stored_later=stores, is_learning=learner is not None)
+        return again
 
     def _past(self, request: Request, plan: Plan) -> Past | None:
         """Return rows of earlier requests that a prompt begins with."""
@@ -207,6 +197,10 @@ class Answering:
         return self.histories.find(
             self._space(request), plan.token_ids, only_exact=request.mode == "prefix", repair=request.repair
         )
+
+    def forget(self, namespace: str | None) -> None:
+        """Forget earlier requests of a namespace, by its digest, or of all."""
+        self.histories.clear(lambda space: namespace is None or cast(tuple[str, str, int], space)[1] == namespace)
 
     def _space(self, request: Request) -> Hashable:
         """Return what KV depends on besides token ids; after an erasure, nothing that was there before is found."""

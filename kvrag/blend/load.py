@@ -1,0 +1,92 @@
+"""Decide what is reused, load it, and decide again where that fails: a fault below costs time, never the answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvrag.blend.clock import Clock
+from kvrag.blend.cost import Price
+from kvrag.blend.layout import Layout
+from kvrag.blend.select import because, decide, decide_plan, in_words
+from kvrag.errors import StoreError
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.layers import parts
+from kvrag.model import CausalLM
+from kvrag.model.rows import LayerShape
+from kvrag.prompt.plan import Plan
+from kvrag.store import TieredStore
+from kvrag.types import ChunkIdentity, ChunkKV, Hole, Mode
+
+logger = logging.getLogger(__name__)
+
+
+def read(
+    model: CausalLM,
+    store: TieredStore,
+    plan: Plan,
+    mode: Mode,
+    price: Price | None,
+    timeout_s: float,
+    clock: Clock,
+    history: tuple[int, int] | None,
+) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
+    """Decide what is reused, load it, and decide again where chunks could not be loaded."""
+    cheapest = None if price is None else price.cheapest
+    layout, reason = decide_plan(plan, mode, cheapest, history)
+    if not layout.reused:  # nothing is read for a prompt that will be prefilled anyway
+        return layout, reason, [], {}
+    with clock.stage("load"):
+        kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=timeout_s)
+    if holes:
+        layout, also = decide(layout.without(holes), mode, cheapest)
+        reason = because(because(in_words(list(holes.values())), also), reason)
+    return layout, reason, kvs if layout.reused else [], holes
+
+
+def _load(
+    identities: list[ChunkIdentity],
+    layout: Layout,
+    store: TieredStore,
+    shapes: Sequence[LayerShape],
+    *,
+    timeout_s: float,
+) -> tuple[list[ChunkKV], dict[int, Hole]]:
+    """Load what a layout reuses, by source: the chunks (empty where nothing was needed or loaded), and why others were not loaded."""
+    sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
+    wanted = [identities[source] for source in sources]
+    try:
+        found: list[ChunkKV | Hole] = store.get_many(wanted, timeout_s=timeout_s)
+    except Exception as error:  # a fault below costs time, never the answer
+        logger.warning("the KV store failed to load (%s); computing instead", error)
+        found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
+    kvs, holes = [ChunkKV(())] * len(identities), {}
+    for source, identity, kv in zip(sources, wanted, found, strict=True):
+        if isinstance(kv, Hole):
+            holes[source] = kv
+        elif _fits(kv, len(identity.token_ids), shapes):
+            kvs[source] = kv
+        else:  # anyone who can write to a store that is not encrypted can lie
+            holes[source] = Hole(key := chunk_key(identity), "damaged", None)
+            logger.warning("a stored chunk does not match the model's layers; recomputing. Delete it: %s", key)
+    return kvs, holes
+
+
+def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
+    """Return whether a chunk has the model's layers, heads and head dims."""
+    if len(kv.layers) != len(shapes):
+        return False
+    for layer, shape in zip(kv.layers, shapes, strict=True):
+        rows = shape.num_heads, num_tokens
+        keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
+        if layer.scales is None:
+            if (layer.keys.shape, layer.values.shape) != (keys, values):
+                return False
+            continue
+        try:
+            wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)]
+        except StoreError:
+            return False
+        if [tensor.shape for tensor in layer.tensors] != wanted:
+            return False
+    return True
