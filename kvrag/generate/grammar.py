@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +53,8 @@ def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constr
     library = require("llguidance", extra="structured", purpose="response_format and required calls")
     table, fault = _table(tokenizer, eos_ids), ""
     try:
-        matcher = library.LLMatcher(table, library.LLMatcher.grammar_from_json_schema(_schema(form)), log_level=0)
+        schema = json.dumps(_schema(form), allow_nan=False)
+        matcher = library.LLMatcher(table, library.LLMatcher.grammar_from_json_schema(schema), log_level=0)
         fault = matcher.get_error() if matcher.is_error() else ""
     except ValueError as error:  # it holds what JSON can't say, such as NaN
         fault = str(error) or "it is no JSON"
