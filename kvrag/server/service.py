@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from fastapi import Request
@@ -32,8 +34,9 @@ class Service:
 
     @property
     def name(self) -> str:
-        """Name of the model, as clients say it."""
-        return self.config.model_name or self.engine.source.name
+        """Name of the model, as clients say it; of one on this machine, its own, and not the way to it."""
+        source = self.engine.source.name
+        return self.config.model_name or (Path(source).resolve().name if os.path.exists(source) else source)
 
     def check_model(self, name: str) -> None:
         """Raise ``APIError`` if a client asks for a model that isn't here."""

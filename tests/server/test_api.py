@@ -3,6 +3,7 @@
 import json
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import openai
@@ -327,3 +328,8 @@ def test_the_next_turn_of_a_chat_goes_on_with_the_last(engine_of):
     assert counts[0][0] == 0
     assert all(now[0] >= before[1] - 8 for before, now in pairwise(counts)), counts
     assert engine.stats()["histories"]["tokens"] > 0
+
+
+def test_a_model_on_this_machine_is_called_by_its_own_name(tiny_dir):
+    with served(KVRagEngine.from_pretrained(tiny_dir), ServerConfig()) as (_, url), httpx.Client(base_url=url) as http:
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [Path(tiny_dir).name]
