@@ -11,6 +11,7 @@ from texts import make_chunks
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.layout import Layout, Segment, place, sources_of
 from kvrag.config import STRATEGIES
+from kvrag.generate import sequence
 
 CHUNKS = make_chunks(4, words=30)
 PREFIX = "Read this.\n"
@@ -59,6 +60,25 @@ def test_each_row_is_named_by_what_happened_to_it(kept):
     assert kinds == ["exact", *["computed", "repaired", "reused"] * 3, "computed"]
     head = len(kept.tokenizer(PREFIX)["input_ids"]) + len(kept.tokenizer(CHUNKS[0])["input_ids"])
     assert abs(result.sources[0][1] - head) <= 1, "the prefix, and the first chunk behind it"
+
+
+@pytest.mark.parametrize("repair", [RepairConfig(recompute_ratio=0.2), RepairConfig(recompute_ratio=0.2, shift=0.0)], ids=repr)
+def test_exact_rows_are_a_full_prefills_and_reused_ones_are_not(kept, repair, monkeypatch):
+    seen, real = [], sequence.prefill
+
+    def noting(*args, **options):
+        made = real(*args, **options)
+        seen.append([torch.cat([x[0, :, : len(made.token_ids)] for x in layer]) for layer in made.buffer.layers])
+        return made
+
+    monkeypatch.setattr(sequence, "prefill", noting)
+    found = rows(kept.prefill(PROMPT, mode="stitch", repair=repair))
+    kept.prefill(PROMPT, mode="full")
+    change = torch.stack([(a - b).abs().amax(dim=(0, 2)) for a, b in zip(*seen, strict=True)]).amax(dim=0)
+    by_source = {source: change[torch.tensor([each == source for each in found])] for source in set(found)}
+    assert by_source["exact"].max() < 1e-4
+    assert by_source["reused"].min() > 1e-4
+    assert by_source.keys() == {"exact", "reused", "repaired", "computed"}
 
 
 def test_chunks_without_kv_are_computed(kept):

@@ -276,7 +276,8 @@ async function run(work) {
   } catch (error) {
     if (running === own) {
       report(error);
-      if ($("headline").textContent === "Answering…") $("answers").hidden = true;
+      for (const [text, box] of [["answer-full", "full"], ["answer-reuse", "answers"]]) $(box).hidden ||= !$(text).textContent;
+      if ($("headline").textContent === "Answering…") $("headline").textContent = "The answer was broken off";
     }
   }
   if (running !== own) return;
