@@ -62,7 +62,9 @@ def test_each_row_is_named_by_what_happened_to_it(kept):
     assert abs(result.sources[0][1] - head) <= 1, "the prefix, and the first chunk behind it"
 
 
-@pytest.mark.parametrize("repair", [RepairConfig(recompute_ratio=0.2), RepairConfig(recompute_ratio=0.2, shift=0.0)], ids=repr)
+@pytest.mark.parametrize(
+    "repair", [RepairConfig(recompute_ratio=0.2), RepairConfig(recompute_ratio=0.2, shift=0.0)], ids=repr
+)
 def test_exact_rows_are_a_full_prefills_and_reused_ones_are_not(kept, repair, monkeypatch):
     seen, real = [], sequence.prefill
 

@@ -184,6 +184,7 @@ def test_a_question_is_answered_and_its_tokens_are_coloured(browse, url, passage
     assert page.locator("#bars .bar").nth(1).locator(".stage.prefill").count() == 1
     assert re.fullmatch(r"First token (as soon|[\d.]+ × (sooner|later))", page.inner_text("#headline"))
     assert "0 tokens kept, 0 repaired" in page.inner_text("#account-full")
+    assert "nothing reused. Cut after 80 tokens." in page.inner_text("#account-full")
     assert page.text_content("#answer-full")
     page.click("#legend .repaired")
     assert page.get_attribute("#map", "data-only") == "repaired"
@@ -237,7 +238,12 @@ def test_it_says_so_where_reuse_is_slower(browse, url):
 
     def answer(route):
         mode = route.request.post_data_json["kvrag"]["mode"]
-        made = {"tokens": ["a", "b"], "sources": [["reused", 1], ["computed", 1]], "exactness": "repaired", "fallback_reason": None}
+        made = {
+            "tokens": ["a", "b"],
+            "sources": [["reused", 1], ["computed", 1]],
+            "exactness": "repaired",
+            "fallback_reason": None,
+        }
         made |= {"cached_tokens": 1, "repaired_tokens": 0, "computed_tokens": 1, "ttft_ms": times[mode]}
         made["stages"] = [["repair" if mode == "auto" else "prefill", 0.0, times[mode]]]
         route.fulfill(body=f"data: {json.dumps({'choices': [], 'kvrag': [made]})}\n\ndata: [DONE]\n\n")
@@ -315,6 +321,29 @@ def test_passages_are_prepared_and_removed(browse, url, http):
     page.done()
     page.expect("#prepared").to_have_text(re.compile("0 of 13 passages are prepared"))
     assert http.get("/v1/kv/documents?collection=kvrag-page").json()["data"] == []
+
+
+def test_who_asks_first_sees_that_passages_are_prepared(browse, url):
+    page, held = browse(url, width=360).connected(), []
+    page.route("**/v1/kv/precompute", lambda route: held.append(route))
+    page.click("#go")
+    page.expect("#headline").to_have_text("Preparing passages, once: 0 of 5…")
+    page.expect("#headline").to_be_in_viewport()
+    page.click("#go")
+    page.done()
+    page.expect("#answers").to_be_hidden()
+    for each in held:
+        each.abort()
+
+
+def test_stages_and_sources_differ_in_colour():
+    css = PARTS["page.css"]
+    light, dark = css.split("@media (prefers-color-scheme: dark)")
+    for theme in (light, dark):
+        for names, count in ((r"t\d", 8), ("|".join(KINDS), len(KINDS))):
+            assert len(set(re.findall(rf"--(?:{names}): (#\w+)", theme))) == count
+    used = re.findall(r"background: (var\(--t\d\))", css)
+    assert len(used) == len(set(used))
 
 
 def test_a_refusal_is_a_sentence(browse, url, app, passages, monkeypatch):

@@ -3,10 +3,11 @@
 const COLLECTION = "kvrag-page", CHOSEN = 5, SHOWN = 7, MAX_TOKENS = 80;
 const KINDS = {
   exact: "kept, and equal to a full prefill's",
-  reused: "kept, and close to a full prefill's",
+  reused: "kept from elsewhere: an approximation",
   repaired: "kept, then computed again",
   computed: "computed for this prompt",
 };
+const LABELS = { exact: "equal to a full prefill", repaired: "approximate", full: "nothing reused" };
 const STAGES = {
   plan: "find passages", wait: "wait for others", history: "take earlier turns", load: "read kept KV", stitch: "place it", select: "choose rows",
   repair: "repair, compute the rest", prefill: "compute all rows", decode: "first token", other: "between stages",
@@ -68,7 +69,7 @@ async function answer(mode, passages, question, into, signal) {
   const kvrag = { mode, trace: true, documents: passages.map(({ text }) => ({ text })) };
   const body = { model, messages: [{ role: "user", content }], max_tokens: MAX_TOKENS, temperature: 0, kvrag };
   const started = performance.now();
-  let browserMs = null, account = null;
+  let browserMs = null, account = null, isCut = false;
   const response = await call("v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true } }, signal);
   for await (const event of events(response)) {
     if (event.error) throw new Error(sentence(event.error.message));
@@ -77,9 +78,10 @@ async function answer(mode, passages, question, into, signal) {
       browserMs ??= performance.now() - started;
       into.append(text);
     }
+    isCut ||= event.choices[0]?.finish_reason === "length";
     account = event.kvrag?.[0] ?? account;
   }
-  return { ...account, browserMs };
+  return { ...account, browserMs, isCut };
 }
 
 // ── passages: ranking and preparing ──────────────────────────────────────────────────────────────────────────────────────
@@ -127,6 +129,7 @@ function listPassages() {
     label.append(box, make("span", "title", passage.title));
     if (prepared.has(passage.id)) label.append(make("span", "tag", "prepared"));
     more.append(make("summary", "", "text"), make("p", "text", passage.text));
+    more.firstChild.setAttribute("aria-label", `text of ${passage.title}`);
     item.append(label, more);
     return item;
   }));
@@ -139,11 +142,12 @@ function chosenPassages() {
   return [...$("passages").querySelectorAll("input:checked")].map((box) => ids.get(box.value)).filter(Boolean);
 }
 
-async function prepare(passages, signal) {
+async function prepare(passages, signal, tell = () => {}) {
   const left = passages.filter(({ id }) => !prepared.has(id)), progress = $("progress"), skipped = [];
   for (let at = 0; at < left.length; at += 2) {
     Object.assign(progress, { hidden: false, value: at, max: left.length });
     $("prepared").textContent = `Preparing: ${at} of ${left.length}. Done once; answers find the KV from then on.`;
+    tell(`Preparing passages, once: ${at} of ${left.length}…`);
     const batch = left.slice(at, at + 2), documents = batch.map(({ id, text }) => ({ id, text }));
     const response = await call("v1/kv/precompute", { documents, collection: COLLECTION }, signal);
     const report = await response.json();
@@ -226,8 +230,8 @@ function showTimes(made) {
 }
 
 const accountOf = (made) =>
-  `${number(made.cached_tokens)} tokens kept, ${number(made.repaired_tokens)} repaired, ${number(made.computed_tokens)} computed; label: ` +
-  `${made.exactness}.${made.fallback_reason ? ` Less reuse than could be: ${sentence(made.fallback_reason)}` : ""}`;
+  `${number(made.cached_tokens)} tokens kept, ${number(made.repaired_tokens)} repaired, ${number(made.computed_tokens)} computed: ` +
+  `${LABELS[made.exactness]}.${made.isCut ? ` Cut after ${MAX_TOKENS} tokens.` : ""}${made.fallback_reason ? ` Less reuse than could be: ${sentence(made.fallback_reason)}` : ""}`;
 
 function showRatio(reuse, full) {
   const ratio = full.ttft_ms / reuse.ttft_ms, times = (ratio >= 1 ? ratio : 1 / ratio).toFixed(1);
@@ -243,10 +247,10 @@ async function ask(signal) {
   const question = $("question").value.trim(), passages = chosenPassages();
   for (const id of ["answer-reuse", "answer-full", "account", "account-full", "headline", "clocks"]) $(id).replaceChildren();
   for (const id of ["hello", "times", "map", "full"]) $(id).hidden = true;
-  await prepare(passages, signal);
   $("answers").hidden = false;
-  $("headline").textContent = "Answering…";
   if (matchMedia("(max-width: 56rem)").matches) $("answers").scrollIntoView();
+  await prepare(passages, signal, (text) => $("headline").replaceChildren(text));
+  $("headline").textContent = "Answering…";
   const reuse = await answer($("mode").value, passages, question, $("answer-reuse"), signal);
   $("account").textContent = accountOf(reuse);
   $("headline").textContent = `First token after ${ms(reuse.ttft_ms)}`;
