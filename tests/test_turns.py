@@ -186,6 +186,12 @@ class TestModelTurns:
             steps = pool.map(lambda i: shared.step(i, double if i % 2 else negate, limit=8), range(100))
             assert list(steps) == [2 * i if i % 2 else -i for i in range(100)]
 
+    def test_who_has_the_model_does_its_own_steps(self):
+        shared = ModelTurns()
+        with shared:
+            assert shared.step(3, lambda items: [2 * item for item in items], limit=8) == 6
+        assert shared._holder is None
+
     def test_the_model_is_handed_on_in_order_of_arrival(self):
         shared, order = ModelTurns(), []
 

@@ -133,6 +133,8 @@ class ModelTurns:
         ``work`` takes the items of those whose ``work`` is equal, and returns their results in order. If it fails for several, it is asked
         for each, and what it raises then is raised where the item came from.
         """
+        if self._holder == threading.get_ident():  # nobody else could do it
+            return work([item])[0]
         wish = _Wish[T, R](item=item, work=work, limit=limit)
         with self._guard:
             self.wishes.append(wish)
