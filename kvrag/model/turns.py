@@ -102,8 +102,8 @@ class ModelTurns:
 
     def _leave(self, waiting: _Waiting) -> bool:
         """Wait no more; return whether the model was not handed over meanwhile."""
-        waiters: list[Any] | deque[Any] = self.wishes if isinstance(waiting, _Wish) else self._queue
         with self._guard, suppress(ValueError):  # a step that was done at this moment is gone
+            waiters: list[Any] | deque[Any] = self.wishes if isinstance(waiting, _Wish) else self._queue
             waiters.remove(waiting)
         return not waiting.has_it
 
