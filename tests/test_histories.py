@@ -164,7 +164,7 @@ QUESTIONS = ["Who keeps the lamp by the river?", "And the ledger?", "Where is it
 @pytest.mark.parametrize("name", TINY)
 def test_a_chat_is_answered_as_without(engine_of, name):
     plain, engine = engine_of(name), engine_of(name, store_config=KEPT)
-    expected, got = chat(plain, QUESTIONS), chat(engine, QUESTIONS)
+    expected, got = chat(plain, QUESTIONS[:3]), chat(engine, QUESTIONS[:3])
     assert [r.token_ids for r in got] == [r.token_ids for r in expected]
     assert got[0].history_tokens == 0
     for before, result in pairwise(got):

@@ -162,6 +162,7 @@ def test_a_long_prompt_is_answered_and_labelled(small_window):
     assert result.computed_tokens == result.prompt_tokens
     block, rows = (128 - SINKS) // BLOCKS, result.prompt_tokens + 59
     assert result.evicted_tokens == -(-(rows - 128) // block) * block
+    assert sum(count for _, count in result.sources) == result.prompt_tokens
     assert (
         f"exceed the context window of 128; {result.evicted_tokens} of the oldest tokens left" in result.fallback_reason
     )
@@ -272,7 +273,10 @@ def test_the_benchmark_scores_the_same_tokens_by_every_method(monkeypatch, tmp_p
 
 
 def test_rows_that_moved_are_no_history(small_window):
-    first = small_window.generate(LONG[:300], max_new_tokens=120, **SLIDE)
+    small_window._answering.histories.max_bytes = 1 << 26
+    first = small_window.generate(LONG[:100], max_new_tokens=120, **SLIDE)
+    assert first.prompt_tokens < 128, "a longer prompt never looks for histories"
     assert first.evicted_tokens > 0
-    again = small_window.generate(LONG[:300], max_new_tokens=120, **SLIDE)
+    again = small_window.generate(LONG[:100], max_new_tokens=120, **SLIDE)
+    assert again.history_tokens == 0
     assert again.token_ids == first.token_ids, "KV in the window is not that of the prompt's rows any more"

@@ -17,8 +17,8 @@ from kvrag.model.turns import ModelTurns, lost_s
 from kvrag.testing.models import TINY
 
 CHUNKS = make_chunks(5, words=42)
-PROMPTS = [f"{' '.join(CHUNKS[i:] + CHUNKS[:i])} Who reads {i}?" for i in range(5)] + ["Who?", "word " * 40]
-IDS, MANY = torch.arange(5, 45), 200
+PROMPTS = [f"{' '.join(CHUNKS[i:] + CHUNKS[:i])} Who reads {i}?" for i in range(3)] + ["Who?", "word " * 40]
+IDS, MANY = torch.arange(5, 45), 60
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def abreast(monkeypatch):
 def test_answers_are_those_of_requests_alone(engine_of, abreast, name):
     engine = engine_of(name)
     engine.precompute(CHUNKS)
-    options = {"max_new_tokens": 12, "mode": "stitch"}
+    options = {"max_new_tokens": 8, "mode": "stitch"}
     alone = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS]
     sizes = abreast(len(PROMPTS))
     with ThreadPoolExecutor(len(PROMPTS)) as pool:

@@ -237,4 +237,7 @@ def _in_window(model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Even
     window = SlidingWindow(model, buffer)
     with clock.stage("prefill"):
         logits = window.prefill(ids, cancel).cpu()
-    return Prefilled(window, buffer, logits, plan.token_ids, 0, len(ids), "full", plan.refusal, window=window)
+    made: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
+    return Prefilled(
+        window, buffer, logits, plan.token_ids, 0, len(ids), "full", plan.refusal, sources=made, window=window
+    )

@@ -214,7 +214,9 @@ class Answering:
         """Keep a finished request's KV; a fault costs the next turn time, nothing else."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
         is_kept = self.histories.max_bytes and request.mode != "full"
-        if not is_kept or done.buffer is None or refusal_of(self.loaded.lm, len(rows)) is not None:
+        if (
+            not is_kept or done.buffer is None or refusal_of(self.loaded.lm, len(rows)) is not None
+        ):  # or rows have left the window
             return
         try:
             is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
