@@ -40,6 +40,9 @@ SPREAD = {
     "test_gpu_check.py::test_a_dry_run_of_the_kernels_benchmark_has_every_part": 0,
     "test_gpu_check.py::test_a_machine_without_kvrags_own_packages_can_run_all_of_it": 0,
     "test_gpu_check.py::test_the_sanitizers_have_cases": 0,
+    "test_histories.py::test_a_chat_is_answered_as_without": 4,
+    "test_turns.py::test_answers_are_those_of_requests_alone": 4,
+    "test_turns.py::test_a_forward_that_gives_way_computes_what_it_computes_alone": 4,
     "test_tokenizers.py::test_a_line_break_between_chunks_changes_no_seam_of_real_prompts": 0,
     "test_write_back.py::test_a_process_that_ends_right_after_its_answer_ends_in_order": 0,
 }
