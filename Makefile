@@ -127,7 +127,7 @@ load: setup ## kvrag serve with reuse and without, and transformers serve, under
 	$(PIP) install --quiet -c constraints.txt 'transformers[serving]'
 	cd tests/benchmarks && ../../$(BIN)/python load.py $(ARGS)
 
-load-check: setup ## Every answer of a loaded server beside its own single run, kills, a full disk, 64 streams for ten minutes (half an hour or more); ARGS=--short
+load-check: setup ## Every answer of a loaded server beside its own single run, kills, a full disk, 64 streams for ten minutes (half an hour or more); ARGS=--short; as tests: KVRAG_LOAD=1
 	$(BIN)/python tests/reliability/serve.py $(ARGS)
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md

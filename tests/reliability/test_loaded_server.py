@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from copy import deepcopy
@@ -21,12 +22,15 @@ from run import run
 from world import Outcome
 
 BENCHMARKS = Path(load_client.__file__).parent
-QUICK = ("malformed requests",)
+QUICK = ("malformed requests", "answers", "kills")
+LONG = pytest.mark.skipif(
+    "KVRAG_LOAD" not in os.environ, reason="takes minutes; `make load-check ARGS=--short`, `make load`"
+)
 
 
 @pytest.mark.filterwarnings("ignore:This process")
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in serve.SHORT]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else LONG) for name in serve.SHORT]
 )
 def test_a_loaded_server_keeps_its_promises(name):
     result = run(name, serve.SHORT[name])
@@ -35,7 +39,7 @@ def test_a_loaded_server_keeps_its_promises(name):
     assert result["failures"] == []
 
 
-@pytest.mark.slow
+@LONG
 def test_the_load_run_goes_through_all_its_parts(tmp_path):
     command = [sys.executable, "load.py", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=500)
