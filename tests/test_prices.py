@@ -12,7 +12,6 @@ from kvrag import RepairConfig
 from kvrag.blend.cost import IN_ROWS, CostModel, Costs, Price, costs_of, measured
 from kvrag.blend.layout import lay_out, place
 
-MEASURED = measured  # before the tests' own stopwatch takes its place
 CHUNKS = make_chunks(4, words=60, seed=9)
 COSTS = Costs(forward=10, row=1, pair=0, guessed={"request": (10, 1), "forward": (1, 1), "host": (0, 1)})
 TEN = [(250, "chunk", False, n, False) for n in range(1, 11)]
@@ -24,7 +23,8 @@ HOST = [("host", 10), *[("host", 250)] * 10]
 
 @pytest.fixture(autouse=True)
 def own_cache_of_costs(monkeypatch, tmp_path):
-    """Made-up costs are for no other test."""
+    """Costs are kept and read here, in a place of their own: made-up ones are for no other test."""
+    monkeypatch.setattr("kvrag.blend.cost.costs_of", costs_of)
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -160,7 +160,6 @@ def test_only_auto_asks_for_prices(engine_of, monkeypatch):
 
 
 def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrag.blend.cost.measured", MEASURED)
     ticks = count()
     monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: (run(), 2.0 ** next(ticks))[1])
     lm, file = lm_of(), tmp_path / "cache" / "costs" / "one.json"
@@ -205,7 +204,7 @@ def test_other_numbers_of_threads_and_processors_have_other_costs(engine, monkey
 def test_forwards_that_say_nothing_are_not_believed(monkeypatch):
     monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: 5.0)
     with pytest.raises(ArithmeticError, match="forwards of 16 and"):
-        MEASURED(lm_of())
+        measured(lm_of())
 
 
 @pytest.mark.parametrize(("per_row", "largest"), [(0.001, 1024), (1.0, 128), (20.0, 32)])
@@ -226,7 +225,7 @@ def test_measuring_is_bounded(monkeypatch, per_row, largest):
         return 10 + per_row * timed[-1]
 
     monkeypatch.setattr("kvrag.blend.cost._ms", ms)
-    costs = MEASURED(lm)
+    costs = measured(lm)
     assert max(timed) == largest
     assert (costs.forward, costs.row) == pytest.approx((10, per_row))
     assert sum(10 + per_row * rows for rows in timed) < 3000

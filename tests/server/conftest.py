@@ -7,16 +7,7 @@ from server_kit import served
 from texts import make_chunks
 
 from kvrag import KVRagEngine
-from kvrag.blend.cost import IN_ROWS
 from kvrag.server import ServerConfig
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _prices_in_rows():
-    """Let ``auto`` decide by rows: prices that were measured while other tests ran would say anything of a tiny model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrag.blend.cost.costs_of", lambda lm, file: IN_ROWS)
-        yield
 
 
 @pytest.fixture(scope="module")
