@@ -40,10 +40,11 @@ notebooks: setup ## Run the notebooks of examples/notebooks anew, and keep their
 test test-all: export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-test: setup ## Run the tests with coverage, a process per core and a thread each; without those marked slow
-	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+MARK ?= not slow and not exhaustive
+test: setup ## Run the tests with coverage, a process per core and a thread each; MARK="not exhaustive": the slow ones, too, as CI does
+	$(PYTEST) -m "$(MARK)" --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
-test-all: setup ## Run the slow tests too: every case of the emulator, all compilations, faults below the store
+test-all: setup ## Run all tests: every case of the emulator, all compilations, every architecture in everything (half an hour on two cores)
 	$(PYTEST) --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
 lint: setup ## Check format and style
@@ -55,7 +56,8 @@ types: setup ## Check types (strict)
 	cd integrations/llama_index && ../../$(BIN)/mypy --config-file ../../pyproject.toml --namespace-packages --explicit-package-bases \
 		-p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
 
-check: lint types test-all ## What CI runs, but for the wheel
+check: lint types ## What CI runs, but for the site and the wheel
+	$(MAKE) test MARK="not exhaustive"
 
 bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-slide bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
 

@@ -19,6 +19,11 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 torch.set_num_threads(1)
 
 SPREAD = {
+    "kernels/test_compile.py::test_no_variant_spills": 4,
+    "kernels/test_compile.py::test_no_kernel_grows": 4,
+    "kernels/test_compile.py::test_no_form_that_is_built_ahead_spills": 4,
+    "kernels/test_compile.py::test_no_form_of_the_stitch_spills": 4,
+    "kernels/test_compile.py::test_a_tile_softens_while_the_tile_before_it_is_added_to_the_outputs": 4,
     "kernels/test_emulated_attention.py::test_rows_see_exactly_their_keys": 5,
     "kernels/test_emulated_attention.py::test_float16": 5,
     "kernels/test_emulated_attention.py::test_keys_split_over_blocks_are_combined": 9,
@@ -46,18 +51,20 @@ SPREAD = {
     "test_tokenizers.py::test_a_line_break_between_chunks_changes_no_seam_of_real_prompts": 0,
     "test_write_back.py::test_a_process_that_ends_right_after_its_answer_ends_in_order": 0,
 }
-"""Tests of which `make test` runs every so many-th case, or none: the others are slow, and run in `make test-all`."""
+"""Tests of which every so many-th case runs in `make test` and in CI; the others are exhaustive. 0: all are slow."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark all but a spread of the cases of :data:`SPREAD` as slow."""
+    """Mark the cases of :data:`SPREAD`."""
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0].removeprefix("tests/")
         if name in SPREAD:
-            if not SPREAD[name] or seen[name] % SPREAD[name]:
+            if not SPREAD[name]:
                 item.add_marker(pytest.mark.slow)
+            elif seen[name] % SPREAD[name]:
+                item.add_marker(pytest.mark.exhaustive)
             seen[name] += 1
 
 

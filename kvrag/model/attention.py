@@ -83,7 +83,7 @@ def _by_blocks(
             if mass is not None and block.rows.stop > weighed_from:
                 mass.total[block.keys] += _collect(probabilities, q.shape, max(0, weighed_from - block.rows.start))
         else:
-            out[:, :, block.rows] = _fused(q, k, v, block.mask, scores.scale)
+            out[:, :, block.rows] = fused_attention(q, k, v, scores.scale, block.mask)
     return out
 
 
@@ -113,8 +113,10 @@ def _by_kernel(
     return out
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """One masked SDPA call with the heads of a group packed as rows, so that K and V are never repeated."""
+def fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One SDPA call with the heads of a group packed as rows, so that K and V are never repeated; without a mask rows see all keys."""
     batch, heads, rows, dim = q.shape
     packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
     out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from kvrag.model.attention import ragged_attention
+from kvrag.model.attention import fused_attention, ragged_attention
 from kvrag.model.forward import Attentions, Forward
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
 
@@ -86,20 +86,25 @@ class NextRows(Forward):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each fresh row into its request's buffer; the attention that follows looks there."""
         self._layer = layer_idx
-        for i, (kv, position) in enumerate(self.requests):
-            keys, values = kv.layers[layer_idx]
-            keys[:, :, position], values[:, :, position] = key_states[:, :, i], value_states[:, :, i]
+        for side, fresh in enumerate((key_states, value_states)):
+            for (kv, position), row in zip(self.requests, fresh.unbind(2), strict=True):
+                kv.layers[layer_idx][side].select(2, position).copy_(row)
         return key_states, value_states
 
     def attend(
         self, module: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Attend request by request."""
+        """Attend request by request; the outputs lie as the model reads them, row by row."""
         reach, outs = self.reach.get(module, EVERYTHING), []
-        for i, ((kv, position), limits) in enumerate(zip(self.requests, self._each, strict=True)):
-            own_keys, own_values = (side[:, :, : position + 1] for side in kv.layers[self._layer])
-            outs.append(ragged_attention(query[:, :, i : i + 1], own_keys, own_values, limits, reach=reach, **scores))
-        return torch.cat(outs, dim=2)
+        is_plain = scores["softcap"] is None and scores["sinks"] is None
+        for (kv, position), limits, row in zip(self.requests, self._each, query.split(1, dim=2), strict=True):
+            own = [side.narrow(2, 0, position + 1) for side in kv.layers[self._layer]]
+            if is_plain and reach.is_whole(position + 1):
+                out = fused_attention(row, *own, scores["scale"])
+            else:
+                out = ragged_attention(row, *own, limits, reach=reach, **scores)
+            outs.append(out.transpose(1, 2))
+        return torch.cat(outs, dim=1).transpose(1, 2)
 
 
 class Extension:

@@ -17,7 +17,7 @@ def warm():
 
 
 QUICK = ("bit flips, rounded KV", "identities", "clocks")
-"""Those that take a second or two; the others run in `make test-all`."""
+"""Those that take a second or two; the others run in CI."""
 
 
 @pytest.mark.filterwarnings("ignore:This process")
