@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from server_kit import served
 from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.cli.serve import read_keys
 from kvrag.server import ServerConfig
+from kvrag.testing.models import tiny_model
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
 
@@ -333,3 +335,15 @@ def test_the_next_turn_of_a_chat_goes_on_with_the_last(engine_of):
 def test_a_model_on_this_machine_is_called_by_its_own_name(tiny_dir):
     with served(KVRagEngine.from_pretrained(tiny_dir), ServerConfig()) as (_, url), httpx.Client(base_url=url) as http:
         assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [Path(tiny_dir).name]
+
+
+def test_a_prompt_longer_than_the_window_is_refused_or_slides(tokenizer):
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 128
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "The keeper counts the ships. " * 30}]}
+    with closing(KVRagEngine.from_pretrained(model, tokenizer=tokenizer)) as engine, served(engine) as (_, url):
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        slides = {**body, "max_tokens": 8, "kvrag": {"max_context": "slide"}}
+        answered = httpx.post(f"{url}/v1/chat/completions", json=slides, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert answered.json()["kvrag"][0]["evicted_tokens"] > 0
