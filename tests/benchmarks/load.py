@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -229,12 +229,14 @@ def tell(part: str, level: Level, row: dict[str, Any]) -> None:
     print(f"{level.name:>14}, {part}: {rates}, {row['equal']} of {level.requests} equal{failed}", flush=True)
 
 
-def measure(parts: list[str], plan: Plan, folder: Path) -> Iterator[dict[str, Any]]:
-    """Start the servers, go through the levels, and yield all results so far after each of them."""
+def measure(parts: list[str], plan: Plan, folder: Path, known: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Start the servers, go through the levels, and yield all results so far after each of them; ``known`` rows of the other kind stay."""
     with ExitStack() as stack:
         servers = {part: stack.enter_context(start(part, plan, folder)) for part in parts}
-        levels: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
-        singles: dict[str, dict[int, str]] = {part: {} for part in parts}
+        old = {part: known.get(part, {"levels": [], "singles": [], "peak_bytes": 0}) for part in parts}
+        kinds = {level.kind for level in plan.levels}
+        levels = {part: [row for row in found["levels"] if row["kind"] not in kinds] for part, found in old.items()}
+        singles = {part: {i: text for i, text in enumerate(found["singles"]) if text} for part, found in old.items()}
         for part, server in servers.items():  # one that is not measured: buffers grow, kernels are chosen
             warm = plan.body(part, 0) | {"messages": [{"role": "user", "content": "\n".join(plan.chunks[:2])}]}
             asyncio.run(ask(server.port, warm))
@@ -253,7 +255,7 @@ def measure(parts: list[str], plan: Plan, folder: Path) -> Iterator[dict[str, An
                 part: {
                     "machine": machine(),
                     "idle_bytes": idle[part]["rss"],
-                    "peak_bytes": server.size()["peak"],
+                    "peak_bytes": max(server.size()["peak"], old[part]["peak_bytes"]),
                     "singles": [singles[part].get(prompt) for prompt in range(len(plan.messages))],
                     "levels": levels[part],
                 }
@@ -283,6 +285,7 @@ def main() -> None:
     """Run the parts asked for, and write what is found after each level."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(BY_THEMSELVES), help=f"parts, with commas: {', '.join(PARTS)}")
+    parser.add_argument("--kind", choices=("closed", "open"), help="ask in this way alone; rows of the other one stay")
     parser.add_argument("--quick", action="store_true", help="tiny model and few requests: no measurement")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args()
@@ -298,6 +301,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvrag-load-") as name:
         folder = Path(name)
         plan = (tiny_plan if args.quick else real_plan)(folder)
+        plan = replace(plan, levels=tuple(level for level in plan.levels if args.kind in (None, level.kind)))
         precompute(plan, folder)
 
         def write(found: dict[str, Any]) -> None:
@@ -312,7 +316,7 @@ def main() -> None:
             write_result("load", whole | prompts | {"agreement": agreement(kept), "parts": kept}, args.out)
 
         if servers := [part for part in chosen if part != "figures"]:
-            for found in measure(servers, plan, folder):
+            for found in measure(servers, plan, folder, known if args.kind else {}):
                 write(found)
         if "figures" in chosen:
             with start("kvrag", plan, folder) as server:
