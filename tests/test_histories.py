@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from texts import make_chunks
 
+import kvrag.blend.prefill as prefilling
 from kvrag import StoreConfig
 from kvrag.generate.histories import Histories
 from kvrag.testing.models import TINY
@@ -317,3 +319,44 @@ def test_who_asks_for_another_repair_does_not_get_rows_of_this_one(engine_of):
     results = [each.prefill(more, **options) for each in (engine, plain)]
     assert [r.exactness for r in results] == ["exact", "exact"]
     torch.testing.assert_close(results[0].logits, results[1].logits, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("erase", ["delete", "clear"])
+def test_a_request_that_runs_during_an_erasure_is_not_kept(engine_of, erase):
+    engine = engine_of("llama", store_config=KEPT)
+    engine.precompute(CHUNKS, ids=list("abcdef"))
+    stream = engine.stream([{"role": "user", "content": "\n\n".join(CHUNKS[:3])}], max_new_tokens=40)
+    next(stream)
+    engine.delete(["a"]) if erase == "delete" else engine.clear()
+    list(stream)
+    assert engine.stats()["histories"] == {"bytes": 0, "tokens": 0}
+
+
+def test_weights_that_change_during_a_request_leave_nothing(engine_of):
+    engine = engine_of("llama", store_config=KEPT)
+    stream = engine.stream(QUESTIONS[0] * 5, max_new_tokens=40)
+    next(stream)
+    with engine.loaded.lm.turns, torch.no_grad():
+        engine.loaded.lm.model.lm_head.weight.mul_(1.5)
+    list(stream)
+    assert engine.stats()["histories"]["bytes"] == 0
+
+
+def test_without_memory_the_second_attempt_has_what_earlier_requests_held(engine_of, monkeypatch):
+    engine, real, kept = engine_of("llama", store_config=KEPT), prefilling._blend, []
+    chat(engine, QUESTIONS[:1])
+    (root,) = engine._query_side.histories._roots.values()
+    kept = [weakref.ref(t) for node in root.children for pair in node.layers for t in pair]
+    del root
+    fails = iter([True])
+
+    def blend(*args):
+        if next(fails, False):
+            raise MemoryError
+        assert [ref() for ref in kept if ref() is not None] == []
+        return real(*args)
+
+    monkeypatch.setattr(prefilling, "_blend", blend)
+    result = engine.generate([{"role": "user", "content": QUESTIONS[0]}])
+    assert kept
+    assert result.fallback_reason == "memory ran out with reuse"

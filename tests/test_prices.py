@@ -1,15 +1,18 @@
 """What ``auto`` goes by: prices of layouts, what is measured and kept of them, and what requests teach."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 
 import pytest
+import torch
 from kit import lm_of, raising
 from test_selection import LAYOUT
 from texts import make_chunks
 
 from kvrag import RepairConfig
-from kvrag.blend.cost import IN_ROWS, CostModel, Costs, Price, costs_of, measured
+from kvrag.blend.cost import IN_ROWS, CostModel, Costs, Price, _ms, costs_of, measured
 from kvrag.blend.layout import lay_out, place
 
 CHUNKS = make_chunks(4, words=60, seed=9)
@@ -229,3 +232,16 @@ def test_measuring_is_bounded(monkeypatch, per_row, largest):
     assert max(timed) == largest
     assert (costs.forward, costs.row) == pytest.approx((10, per_row))
     assert sum(10 + per_row * rows for rows in timed) < 3000
+
+
+def test_time_that_went_to_others_is_no_price(engine_of):
+    turns = engine_of().loaded.lm.turns
+
+    def run():
+        with turns:
+            return torch.zeros(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(turns.acquire).result(10)
+        threading.Timer(0.3, lambda: pool.submit(turns.release)).start()
+        assert _ms(run) < 200

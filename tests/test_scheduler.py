@@ -147,3 +147,11 @@ def test_what_a_plain_models_cache_takes_is_guessed(engine_of, monkeypatch):
     assert kv_bytes(engine.loaded, 100) == 100 * engine.loaded.lm.kv_bytes_per_token
     monkeypatch.setattr(scheduler, "PlainLM", (PlainLM, type(engine.loaded.lm)))
     assert kv_bytes(engine.loaded, 100) * 8 <= scheduler_of(engine.loaded).max_bytes
+
+
+def test_the_weights_of_every_model_take_room(engine_of):
+    one = engine_of("llama", seed=3)
+    before = scheduler_of(one.loaded).max_bytes
+    other = engine_of("qwen2", seed=3)
+    footprint = other.loaded.lm.model.get_memory_footprint()
+    assert scheduler_of(other.loaded).max_bytes == pytest.approx(before - scheduler.SHARE * footprint, abs=2)

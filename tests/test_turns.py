@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -121,24 +122,29 @@ def test_a_forward_that_gives_way_computes_what_it_computes_alone(engine_of, eag
     def decoded(is_over):
         kv, steps = lm.buffer(40 + MANY), []
         lm.forward(IDS, Rows.span(0, 40), kv)
-        extend = lm.extension(kv, 40)
-        while len(steps) < MANY and not is_over():
-            steps.append(extend(torch.tensor([50 + len(steps)])))
+        while not is_over(len(steps)):
+            if len(steps) % MANY == 0:  # from the beginning, again and again
+                extend = lm.extension(kv, 40)
+            steps.append(extend(torch.tensor([50 + len(steps) % MANY])))
             begun.set()
         return torch.cat(steps)
 
-    expected = decoded(lambda: False)
+    expected = decoded(lambda count: count == MANY)
     begun.clear(), eager.clear()
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(decoded, stop.is_set)
+        beside = pool.submit(decoded, lambda _: stop.is_set())
         assert begun.wait(60)
+        for _ in range(50):  # a busy machine may not run the other thread between two layers
+            engine.prefill(PROMPTS[0], mode="stitch")
+            if any(eager):
+                break
         company = [engine.prefill(PROMPTS[0], mode="stitch").logits]
         engine.precompute(CHUNKS[4:])
         company.append(engine.prefill(PROMPTS[0], mode="stitch", repair={"strategy": "none"}).logits)
         stop.set()
         steps = beside.result(60)
     assert all(torch.equal(a, b) for a, b in zip(alone, company, strict=True))
-    assert torch.equal(steps, expected[: len(steps)])
+    assert torch.equal(steps, expected.repeat(len(steps) // MANY + 1, 1)[: len(steps)])
     assert any(eager)
 
 
@@ -279,3 +285,72 @@ class TestModelTurns:
                 shared.give_way()
                 assert step.result(10) == 1
         assert lost_s() - before >= slow
+
+    @pytest.mark.parametrize("want", ["acquire", "step"])
+    @pytest.mark.parametrize("is_free", [True, False])
+    def test_an_interrupt_leaves_the_model_to_others(self, want, is_free):
+        """It may come when the thread is in the queue, or has the model, and has not yet heard of it."""
+
+        class Interrupted:
+            def __init__(self, lock):
+                self.lock = lock
+
+            def __enter__(self):
+                return self.lock.__enter__()
+
+            def __exit__(self, *error):
+                self.lock.__exit__(*error)
+                shared._guard = self.lock
+                raise KeyboardInterrupt
+
+        shared = ModelTurns()
+        with ThreadPoolExecutor(1) as pool:
+            if not is_free:
+                assert pool.submit(shared.acquire).result(10)
+            shared._guard = Interrupted(shared._guard)
+            with pytest.raises(KeyboardInterrupt):
+                shared.acquire() if want == "acquire" else shared.step(1, list, limit=8)
+            assert not shared._queue
+            assert not shared.wishes
+            if not is_free:
+                pool.submit(shared.release).result(10)
+            assert pool.submit(shared.acquire, 5).result(10)
+
+    def test_steps_that_are_not_shared_do_not_wait_for_each_other(self, monkeypatch):
+        shared = ModelTurns()
+        monkeypatch.setattr(shared, "_gather", lambda: pytest.fail("it waits"))
+        assert shared.step(7, list, limit=1) == 7
+
+    def test_a_shared_step_that_failed_holds_nothing_when_it_is_done_again(self):
+        kept, shared = [], ModelTurns()
+
+        def work(items):
+            if len(items) > 1:
+                large = torch.zeros(3)
+                kept.append(weakref.ref(large))
+                raise RuntimeError("out of memory")
+            assert kept[0]() is None
+            return items
+
+        with ThreadPoolExecutor(2) as pool, shared:
+            steps = [pool.submit(shared.step, i, work, limit=8) for i in range(2)]
+            while len(shared.wishes) < 2:
+                time.sleep(0.001)
+            shared.give_way()
+            assert [step.result(10) for step in steps] == [0, 1]
+
+
+def test_who_left_while_waiting_for_the_model_computes_nothing(engine_of, monkeypatch):
+    engine = engine_of()
+    engine.precompute(CHUNKS)
+    monkeypatch.setattr(CausalLM, "forward", lambda *_, **__: pytest.fail("it computes"))
+    model_turns = engine.loaded.lm.turns
+    for mode in ("full", "stitch"):
+        with model_turns:
+            stream = engine.stream(PROMPTS[0], mode=mode)
+            while not model_turns._queue:
+                time.sleep(0.001)
+            stream.cancel()
+        assert list(stream) == []
+        with pytest.raises(RuntimeError, match="cancelled before its first token"):
+            _ = stream.result

@@ -30,6 +30,7 @@ from kvrag.model.attention import ragged_attention
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file
 from kvrag.model.rows import Limits, Rows
+from kvrag.model.turns import lost_s
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
 from kvrag.threads import fork_lock
@@ -256,7 +257,7 @@ def _pair_ms(lm: CausalLM) -> float:
 
 
 def _ms(run: Callable[[], torch.Tensor]) -> float:
-    """Return the milliseconds until a result is there."""
-    start = time.perf_counter()
+    """Return the milliseconds until a result is there, without those that this thread waited for the model or worked for others."""
+    start, lost = time.perf_counter(), lost_s()
     run().flatten()[-1].item()
-    return (time.perf_counter() - start) * 1e3
+    return (time.perf_counter() - start - (lost_s() - lost)) * 1e3

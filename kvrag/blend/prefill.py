@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,21 +119,22 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
-    past: Past | None = None,
+    find_past: Callable[[], Past | None] = lambda: None,
     slides: bool = False,
     cancel: threading.Event | None = None,
 ) -> Prefilled:
     """Prefill a prompt, with room for the answer.
 
-    ``load_timeout_s`` is what planning has left of the time that the store has; ``past`` are rows of earlier requests that it begins with.
-    ``slides``: the context window takes less than prompt and answer, so rows leave it. A prompt that exceeds it alone is computed in
-    pieces; ``cancel`` ends that with ``CancelledError``.
+    ``load_timeout_s`` is what planning has left of the time that the store has; ``find_past`` finds rows of earlier requests that it begins
+    with. ``slides``: the context window takes less than prompt and answer, so rows leave it. A prompt that exceeds it alone is computed in
+    pieces; ``cancel`` raises ``CancelledError`` between them, and where the model becomes free.
     """
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
     if slides and len(plan.token_ids) > model.context_window:
         return _in_window(model, plan, clock, cancel)
     price = _price(plan, mode, config, store, costs)
+    past = None if mode == "full" else find_past()
     history = (past.num_rows, past.num_exact) if past else None
     layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, history)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
@@ -142,11 +144,10 @@ def prefill(
         if past and layout.history:
             with clock.stage("history"):
                 past.fill(buffer.layers, layout.history.num_rows)
-        selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock)
+        selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock, cancel)
     if price is not None:
         costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
-    num_history = layout.history.num_rows if layout.history else 0
     num_exact = layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
@@ -162,7 +163,7 @@ def prefill(
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
-        num_history=num_history,
+        num_history=layout.history.num_rows if layout.history else 0,
         num_exact=num_exact,
         sources=sources_of(layout, selected, rounded, history[1] if history else 0),
         window=window,
@@ -205,6 +206,7 @@ def _blend(
     ids: torch.Tensor,
     config: RepairConfig,
     clock: Clock,
+    cancel: threading.Event | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
     rotary = selected = likeness = None
@@ -218,14 +220,14 @@ def _blend(
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     if selected is None:
-        with clock.stage("select"):
+        with clock.stage("select"), model.turns.unless(cancel):
             mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None
             change = None
             if "deviation" in needs:
                 change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
             likeness = Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
             selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
-    with clock.stage("repair" if layout.reused or layout.history else "prefill"):
+    with clock.stage("repair" if layout.reused or layout.history else "prefill"), model.turns.unless(cancel):
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
         logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
     return selected, logits

@@ -100,14 +100,17 @@ class Histories:
         num_exact: int,
         num_prompt: int,
         repair: Hashable = None,
+        is_valid: Callable[[], bool] = lambda: True,
     ) -> None:
         """Keep the rows of a finished request: of its prompt, ``num_prompt``, and of the tokens of its answer that have some.
 
         ``token_ids`` are those of all rows; ``layers`` hold at least as many rows, of which the first ``num_exact`` equal a full prefill's.
-        What is kept is copied. More than there is room for is not kept.
+        What is kept is copied. More than there is room for is not kept, and nothing that is not ``is_valid`` by then.
         """
         ids = np.asarray(token_ids)
         with self._lock:
+            if not is_valid():
+                return
             node = self._roots.setdefault(space, _Node(None, ids[:0], ()))
             node, at = self._add(node, ids[:num_exact], layers, 0, num_prompt=0)
             if num_exact < len(ids):

@@ -62,7 +62,11 @@ class Sampler:
         repetition_penalty: float = 1.0,
         constraint: Constraint | None = None,
     ) -> None:
-        self._ids, self._constraint = list(prompt_ids), constraint
+        self._ids, self._num_ids, self._constraint = (
+            torch.tensor([[*prompt_ids]], dtype=torch.int64),
+            len(prompt_ids),
+            constraint,
+        )
         self._is_greedy = config.temperature == 0
         self._processors = LogitsProcessorList()
         self._num_top, self.logprobs = config.logprobs, list[TokenLogprob]()
@@ -71,7 +75,7 @@ class Sampler:
         if penalty != 1.0:
             self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
         if config.frequency_penalty or config.presence_penalty or config.logit_bias:
-            self._processors.append(Penalties(config, len(self._ids)))
+            self._processors.append(Penalties(config, self._num_ids))
         self._generator = torch.Generator()
         if self._is_greedy:
             return
@@ -92,13 +96,15 @@ class Sampler:
         if self._constraint:
             scores = self._constraint.masked(scores)  # first: a filter must not leave forbidden tokens alone
         if self._processors:
-            scores = self._processors(torch.tensor([self._ids], device=scores.device), scores)
+            scores = self._processors(self._ids[:, : self._num_ids].to(scores.device), scores)
         if self._is_greedy:
             token = int(scores.argmax())
         else:
             probabilities = torch.softmax(scores[0], dim=-1).cpu()
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
-        self._ids.append(token)
+        if self._num_ids == self._ids.shape[1]:  # doubled: a token must not cost a pass over all before it
+            self._ids = torch.cat([self._ids, self._ids.new_zeros(1, 1 + self._num_ids)], dim=1)
+        self._ids[0, self._num_ids], self._num_ids = token, self._num_ids + 1
         if self._num_top is not None:
             self.logprobs.append(logprob_of(logits, token, self._num_top))
         if self._constraint:

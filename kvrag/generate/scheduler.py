@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedModel
 
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
@@ -70,17 +72,17 @@ class Scheduler:
             fits = len(running) < self._max_running and used + num_bytes <= self.max_bytes
             return waiting[0] is mine and (fits or not running)
 
-        with changed:
-            waiting.append(mine)
-            try:
-                while not changed.wait_for(is_next, CANCEL_POLL_S):
-                    if cancel is not None and cancel.is_set():
-                        raise CancelledError
-                running[mine] = num_bytes
-            finally:
-                waiting.remove(mine)
-                changed.notify_all()
         try:
+            with changed:
+                waiting.append(mine)
+                try:
+                    while not changed.wait_for(is_next, CANCEL_POLL_S):
+                        if cancel is not None and cancel.is_set():
+                            raise CancelledError
+                    running[mine] = num_bytes
+                finally:
+                    waiting.remove(mine)
+                    changed.notify_all()
             yield
         finally:
             with changed:
@@ -89,15 +91,18 @@ class Scheduler:
 
 
 _schedulers: dict[torch.device, Scheduler] = {}
+_weights: WeakKeyDictionary[PreTrainedModel, tuple[torch.device, int]] = WeakKeyDictionary()
 _guard = fork_lock()
 
 
 def scheduler_of(loaded: LoadedModel) -> Scheduler:
     """Return the scheduler of a model's device, which all engines of this process share."""
-    device = loaded.lm.device
+    device, model = loaded.lm.device, loaded.lm.model
     with _guard:
-        if device not in _schedulers:
-            _schedulers[device] = Scheduler(MAX_RUNNING, _room(device, loaded.lm.model.get_memory_footprint()))
+        if model not in _weights or device not in _schedulers:
+            _weights[model] = device, model.get_memory_footprint()
+            room = _room(device, sum(size for where, size in _weights.values() if where == device))
+            _schedulers.setdefault(device, Scheduler(MAX_RUNNING, room)).max_bytes = room
         return _schedulers[device]
 
 

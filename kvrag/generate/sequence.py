@@ -156,9 +156,7 @@ class Answering:
         plan, slides = self._checked(plan, request, total)
         attempt = partial(
             prefill,
-            self.loaded.lm,
-            self.store,
-            plan,
+            *(self.loaded.lm, self.store, plan),
             config=request.repair,
             costs=self.costs,
             max_new_tokens=max_new_tokens,
@@ -166,12 +164,11 @@ class Answering:
             clock=clock,
             slides=slides,
             cancel=cancel,
+            find_past=partial(self._past, request, plan),
         )
         num_bytes = kv_bytes(self.loaded, min(total, self.loaded.lm.context_window))
         with clock.waiting(scheduler_of(self.loaded).turn(num_bytes, cancel)):
-            past, mode = self._past(request, plan), "full" if plan.refusal else request.mode
-            done = retry_without_reuse(partial(attempt, past=past), mode, self._release)
-            del past  # its rows may be evicted now
+            done = retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self._release)
             try:
                 yield replace(done, missed=missed) if missed else done, clock
             finally:
@@ -220,7 +217,11 @@ class Answering:
             is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
             num_exact = len(rows) if is_exact else done.num_exact
             self.histories.keep(
-                space, rows, done.buffer.layers, num_exact=num_exact, num_prompt=num_prompt, repair=request.repair
+                *(space, rows, done.buffer.layers),
+                num_exact=num_exact,
+                num_prompt=num_prompt,
+                repair=request.repair,
+                is_valid=lambda: space == self._space(request),  # since then documents were erased, or weights changed
             )
         except (RuntimeError, MemoryError) as error:
             self.histories.clear()

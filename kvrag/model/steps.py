@@ -97,12 +97,12 @@ class NextRows(Forward):
         """Attend request by request; the outputs lie as the model reads them, row by row."""
         reach, outs = self.reach.get(module, EVERYTHING), []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
-        for (kv, position), limits, row in zip(self.requests, self._each, query.split(1, dim=2), strict=True):
-            own = [side.narrow(2, 0, position + 1) for side in kv.layers[self._layer]]
+        for (kv, position), limits, row in zip(self.requests, self._each, query.unsqueeze(3).unbind(2), strict=True):
+            own_keys, own_values = (side.narrow(2, 0, position + 1) for side in kv.layers[self._layer])
             if is_plain and reach.is_whole(position + 1):
-                out = fused_attention(row, *own, scores["scale"])
+                out = fused_attention(row, own_keys, own_values, scores["scale"])
             else:
-                out = ragged_attention(row, *own, limits, reach=reach, **scores)
+                out = ragged_attention(row, own_keys, own_values, limits, reach=reach, **scores)
             outs.append(out.transpose(1, 2))
         return torch.cat(outs, dim=1).transpose(1, 2)
 

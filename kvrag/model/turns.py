@@ -10,8 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -79,18 +80,13 @@ class ModelTurns:
 
     def acquire(self, timeout: float | None = None) -> bool:
         """Wait for the model, so many seconds at most (``None``: as long as it takes), and return whether it is this thread's now."""
-        me = threading.get_ident()
-        with self._guard:
-            if self._holder == me:
-                self._depth += 1
-                return True
-            if self._holder is None:
-                self._holder, self._depth = me, 1
-                return True
-            waiting = _Waiting()
-            self._queue.append(waiting)
-        start = time.perf_counter()
-        try:
+        waiting, start = _Waiting(), time.perf_counter()
+        try:  # an interrupt may come at any moment from here on
+            with self._guard:
+                if self._holder in (None, waiting.thread):
+                    self._holder, self._depth, waiting.has_it = waiting.thread, self._depth + 1, True
+                    return True
+                self._queue.append(waiting)
             waiting.event.wait(timeout)
         except BaseException:
             if not self._leave(waiting):
@@ -120,6 +116,14 @@ class ModelTurns:
                 self._holder, self._depth, heir.has_it = heir.thread, 1, True
                 heir.event.set()
 
+    @contextmanager
+    def unless(self, cancelled: threading.Event | None) -> Iterator[None]:
+        """Wait for the model and have it for a while; raise ``CancelledError`` if by then nobody wants the result."""
+        with self:
+            if cancelled is not None and cancelled.is_set():
+                raise CancelledError
+            yield
+
     def __enter__(self) -> ModelTurns:
         self.acquire()
         return self
@@ -136,17 +140,18 @@ class ModelTurns:
         if self._holder == threading.get_ident():  # nobody else could do it
             return work([item])[0]
         wish = _Wish[T, R](item=item, work=work, limit=limit)
-        with self._guard:
-            self.wishes.append(wish)
-            if self._holder is None:
-                self._holder, self._depth, wish.has_it = wish.thread, 1, True
-            elif len(self.wishes) >= self._expected:
-                self._came.set()
         try:
+            with self._guard:
+                self.wishes.append(wish)
+                if self._holder is None:
+                    self._holder, self._depth, wish.has_it = wish.thread, 1, True
+                elif len(self.wishes) >= self._expected:
+                    self._came.set()
             if not wish.has_it:
                 wish.event.wait()
             if wish.has_it:
-                self._gather()
+                if limit > 1:
+                    self._gather()
                 while not wish.is_done:  # those before it may fill a forward
                     self._serve()
         finally:
@@ -198,13 +203,15 @@ class ModelTurns:
 
 def _do(batch: Sequence[_Wish[Any, Any]]) -> None:
     try:
-        results = batch[0].work([wish.item for wish in batch])
+        results: Sequence[Any] | None = batch[0].work([wish.item for wish in batch])
     except Exception as error:
-        if len(batch) > 1:
-            for wish in batch:
-                _do([wish])
-        else:
+        if len(batch) == 1:
             batch[0].error, batch[0].is_done = error, True
+            return
+        results = None  # done again outside: the exception keeps the failed step's tensors alive
+    if results is None:
+        for wish in batch:
+            _do([wish])
         return
     for wish, result in zip(batch, results, strict=True):
         wish.result, wish.is_done = result, True

@@ -121,6 +121,7 @@ async def _unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: flo
         return task.result() if task.done() else None
     except asyncio.CancelledError:
         task.cancel()
+        await asyncio.wait({task})  # what it reads from must not be closed before
         raise
     finally:
         leaving.cancel()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
@@ -23,9 +25,8 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     namespace = service.namespace(request.state.tenant)
     texts, ids = [document.text for document in body.documents], [document.id for document in body.documents]
     async with service.admission.turn(request.state.tenant):
-        report = await run_in_threadpool(
-            service.engine.precompute, texts, ids=ids, collection=body.collection, namespace=namespace
-        )
+        run = partial(service.engine.precompute, texts, ids=ids, collection=body.collection, namespace=namespace)
+        report = await to_thread.run_sync(run, limiter=service.precomputes)
     return asdict(report)
 
 

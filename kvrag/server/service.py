@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from anyio import CapacityLimiter
 from fastapi import Request
 
 from kvrag.engine import KVRagEngine
@@ -22,6 +23,8 @@ _SAMPLING = (
     *("tools", "tool_choice", "response_format"),
 )
 
+PRECOMPUTES = 4  # threads of requests that precompute: what others ask for must not wait until one is free
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -31,6 +34,7 @@ class Service:
     config: ServerConfig
     admission: Admission
     metrics: Metrics
+    precomputes: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PRECOMPUTES))
 
     @property
     def name(self) -> str:

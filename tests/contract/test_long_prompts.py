@@ -1,12 +1,12 @@
-"""A prompt longer than the context window, in both frameworks: refused by default, and answered with a sliding window where it is asked for."""
+"""A prompt longer than the context window, in both frameworks: refused by default, and answered in a sliding window on request."""
 
 import pytest
-from langchain_kvrag import ChatKVRag
 from llama_index_kit import make_llm, settings
 
 from kvrag import ContextLengthError
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
+from langchain_kvrag import ChatKVRag
 
 PROMPT = "The keeper of the ledger walks to the harbour at dawn, and counts the ships that came by night. " * 6
 SLIDE = {"max_context": "slide"}

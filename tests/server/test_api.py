@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -341,9 +342,24 @@ def test_a_prompt_longer_than_the_window_is_refused_or_slides(tokenizer):
     model = tiny_model("llama")
     model.config.max_position_embeddings = 128
     body = {"model": "tiny", "messages": [{"role": "user", "content": "The keeper counts the ships. " * 30}]}
-    with closing(KVRagEngine.from_pretrained(model, tokenizer=tokenizer)) as engine, served(engine) as (_, url):
+    with (
+        closing(KVRagEngine.from_pretrained(model, tokenizer=tokenizer)) as engine,
+        served(engine, ServerConfig(model_name="tiny")) as (_, url),
+    ):
         refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         slides = {**body, "max_tokens": 8, "kvrag": {"max_context": "slide"}}
         answered = httpx.post(f"{url}/v1/chat/completions", json=slides, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert answered.json()["kvrag"][0]["evicted_tokens"] > 0
+
+
+def test_requests_that_precompute_hold_up_no_others(shared, http):
+    engine, _, _ = shared
+    body = {"documents": [{"text": "The keeper of the ledger counts the ships that came by night. " * 8}]}
+    with ThreadPoolExecutor(48) as pool:
+        with engine.loaded.lm.turns:
+            waiting = [pool.submit(http.post, "/v1/kv/precompute", json=body) for _ in range(48)]
+            time.sleep(0.5)
+            assert http.get("/v1/kv/stats", timeout=5).status_code == 200
+            assert http.get("/v1/kv/documents", timeout=5).status_code == 200
+        assert all(each.result(60).status_code in (200, 429, 503) for each in waiting)
