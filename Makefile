@@ -82,7 +82,7 @@ bench-check: setup ## Whether a check after repair, or a target of covered atten
 bench-speed: setup ## Decode steps and precomputing beside transformers' own (five minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_speed.py $(ARGS)
 
-bench-chat: setup ## What a history saves in a chat over documents, and what it costs in quality (five minutes)
+bench-chat: setup ## What a history saves in a chat over documents, and what it costs in quality (half an hour on two cores)
 	cd tests/benchmarks && ../../$(BIN)/python bench_chat.py $(ARGS)
 
 bench-heads: setup ## What rows at the heads of chunks are worth, on passages, few-shot prompts and code (half an hour on two cores)
