@@ -17,13 +17,12 @@ def warm():
 
 
 QUICK = ("bit flips, rounded KV", "identities", "clocks")
-"""Those that take a second or two; the others run in CI."""
+"""Those that take a second or two; the others are slow, and one of them takes longer than all others together."""
+MARKS = dict.fromkeys(QUICK, ()) | {"system calls": (pytest.mark.slow, pytest.mark.exhaustive)}
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHORT]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, (pytest.mark.slow,))) for name in SHORT])
 def test_promises_are_kept(name):
     result = run(name, SHORT[name])
     if "skipped" in result:
