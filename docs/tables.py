@@ -542,7 +542,12 @@ def load(result: dict[str, Any]) -> str:
     said += f"Peak memory: {', '.join(sizes)}.\n\nWhere kvrag is behind by more than 2%: {losses or 'nowhere'}.\n"
     picture = '\n<picture><source media="(prefers-color-scheme: dark)" srcset="plots/load-dark.svg">'
     picture += '<img alt="time to first token against clients" src="plots/load-light.svg"></picture>\n'
-    return table([*header, "equal"], rows) + said + picture + source(result, "load.json")
+    return (
+        table([*header, "equal"], rows)
+        + said
+        + picture
+        + source({**result, "machine": parts["kvrag"]["machine"]}, "load.json")
+    )
 
 
 def _level(level: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ def warm():
 
 
 QUICK = ("bit flips, rounded KV", "identities", "clocks")
-"""Those that take a second or two; the others are slow, and one of them takes longer than all others together."""
+"""Those that take a second or two; the others are slow, and one of them takes nearly half of the time."""
 MARKS = dict.fromkeys(QUICK, ()) | {"system calls": (pytest.mark.slow, pytest.mark.exhaustive)}
 
 
