@@ -539,7 +539,9 @@ def load(result: dict[str, Any]) -> str:
     said += f"Single answers that two servers have in common: {', '.join(agreed)}. "
     sizes = (f"{SERVERS[part]} {row['peak_bytes'] / 1e9:.2f} GB" for part, row in parts.items())
     losses = "; ".join(f"{what}: {', '.join(names)}" for what, names in behind.items())
-    said += f"Peak memory: {', '.join(sizes)}.\n\nWhere kvrag is behind by more than 2%: {losses or 'nowhere'}.\n"
+    said += f"Peak memory: {', '.join(sizes)}. Measured at commits "
+    said += ", ".join(sorted({level["commit"][:10] for level in found.values()}))
+    said += f".\n\nWhere kvrag is behind by more than 2%: {losses or 'nowhere'}.\n"
     picture = '\n<picture><source media="(prefers-color-scheme: dark)" srcset="plots/load-dark.svg">'
     picture += '<img alt="time to first token against clients" src="plots/load-light.svg"></picture>\n'
     return (

@@ -200,6 +200,7 @@ def judged(
     return {
         "kind": level.kind,
         "size": level.size,
+        "commit": machine()["commit"],
         "requests": level.requests,
         "failed": [answer.error or f"status {answer.status}" for *_, answer in done if not answer.is_done],
         "open_at_once": most,
