@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ KEYS_VARIABLE = "KVRAG_API_KEYS"
 
 logger = logging.getLogger(__name__)
 
+_MOST_ARENAS = -8, 1  # M_ARENA_MAX of malloc.h, and its value
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -44,6 +46,7 @@ def serve(
     keys = _keys(host, is_insecure=insecure)
     from kvrag.server import ServerConfig, create_app
 
+    _share_freed_memory()
     warnings.filterwarnings(
         "ignore", category=UserWarning, module=r"kvrag\."
     )  # they quote prompts; explain() says as much
@@ -58,6 +61,13 @@ def serve(
         )
         with suppress(KeyboardInterrupt):
             _server_of(uvicorn, options, app).run()
+
+
+def _share_freed_memory() -> None:
+    """Let all threads allocate from one arena of glibc: each of many keeps what was freed in it, and memory grows with the requests."""
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(OSError, AttributeError, TypeError):  # another C library
+            ctypes.CDLL(None).mallopt(*_MOST_ARENAS)
 
 
 def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:

@@ -141,8 +141,11 @@ class Histories:
         while at < len(ids):
             known = [(c.match(ids[at:]), c) for c in node.children if c.is_exact == is_exact and c.repair == repair]
             count, child = max(known, key=lambda each: each[0], default=(0, None))
-            if child is None or not count or (not is_exact and count < len(child.ids)):
+            if child is None or not count or (not is_exact and count < min(len(child.ids), len(ids) - at)):
                 break
+            if not is_exact and count == len(ids) - at:  # nothing is missing, as of an answer that was broken off
+                self._use(child)
+                return child, len(ids)
             self._use(child)
             at, node = at + count, child if count == len(child.ids) else self._split(child, count)
         needed = max(1, num_prompt + 1 - at)
