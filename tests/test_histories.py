@@ -110,7 +110,7 @@ class TestTree:
         assert histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]).num_rows == 11
         assert histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 13]).num_rows == 8
         assert histories.stats()["tokens"] == 11, "the second turn adds its own rows alone"
-        for answer in range(7, 12):
+        for answer in (7, 8, 11):
             keep(histories, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12][:answer], exact=3, prompt=6)
         assert histories.stats()["tokens"] == 11, "an answer that was broken off adds nothing"
 
