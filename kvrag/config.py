@@ -241,6 +241,9 @@ class StoreConfig:
     low_watermark: Fraction = 0.85
     """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes``, when the difference of the
     two, as a fraction of what is stored, is free as well."""
+    shared: str | None = None
+    """Address of a store that machines share, ``redis://host:port/0`` or ``s3://bucket/prefix``, below ``kv_dir``, which holds copies then
+    (docs/scale.md). Without copies, pass it as ``kv_dir``. ``disk_bytes`` is the budget of the copies."""
     durability: Literal["durable", "cache"] = "durable"
     """``durable``: stored chunks survive a power cut; ``cache``: the latest may be lost, which saves waiting for the disk."""
     read_only: Switch = False

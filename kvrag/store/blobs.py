@@ -118,6 +118,15 @@ class FileBlobs:
             found.update(ChunkKey(key) for key in names if KEY.fullmatch(key) and key[:2] == shard)
         return found
 
+    def sizes(self) -> dict[ChunkKey, int]:
+        """Return the size of each file, in bytes, those written longest ago first."""
+        found = list[tuple[float, ChunkKey, int]]()
+        for key in self.keys():
+            with suppress(OSError), self._shard(key) as folder:
+                status = os.stat(key + SUFFIX, dir_fd=folder, follow_symlinks=False)
+                found.append((status.st_mtime, key, status.st_size))
+        return {key: size for _, key, size in sorted(found)}
+
     def close(self) -> None:
         """Do nothing: no file is kept open."""
 

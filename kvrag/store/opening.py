@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,15 +21,20 @@ import torch
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
+from kvrag.store.base import Blobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.database import sync
+from kvrag.store.catalog.shared import Journal, SharedRows
+from kvrag.store.copies import CopiedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier
+from kvrag.store.object_store import ObjectBlobs
+from kvrag.store.redis import RedisBlobs
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import Budget
 from kvrag.threads import fork_lock
-from kvrag.types import ChunkKV, KVDtype
+from kvrag.types import ChunkKey, ChunkKV, KVDtype
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +49,8 @@ Convert = Callable[[ChunkKV, KVDtype], ChunkKV]
 L = TypeVar("L", int, int | None)
 
 
-_shared: dict[object, tuple[MemoryTier, FileBlobs, Catalog]] = {}
+_Parts = tuple[MemoryTier, Blobs, Catalog]
+_shared: dict[object, _Parts] = {}
 """What the stores of one directory share, as long as one of them is open."""
 _users = Counter[object]()
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
@@ -54,7 +61,9 @@ _lock = fork_lock()
 def open_store(
     kv_dir: str | os.PathLike[str] | None, config: StoreConfig, *, convert: Convert | None = None
 ) -> TieredStore:
-    """Open the store of an engine in a directory, or in memory, for as long as it is open; ``convert`` is needed for ``ram_dtype``.
+    """Open the store of an engine in a directory, in memory, or at an address that machines share, for as long as it is open.
+
+    ``convert`` is needed for ``ram_dtype``.
 
     Stores of this process with the same directory, key and memory budget share one catalog and one memory tier. They are released when the
     last one is closed. Raises ``ConfigError`` and ``MissingDependencyError`` about the key, ``StoreFormatError`` if a newer kvrag wrote the
@@ -66,24 +75,72 @@ def open_store(
             log.warning("ram_dtype changes nothing without kv_dir: chunks are kept as kv_dtype=%r", config.kv_dtype)
         catalog = Catalog(None, keys, may_have_blobs=lambda: False)
         return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram, 0, 1.0, 1.0))
+    if "://" in str(kv_dir) or config.shared is not None:
+        return _open_shared(kv_dir, config, keys, MemoryTier(ram, convert=converter(convert, config.ram_dtype)))
     root = Path(os.path.abspath(kv_dir))
     read_only = prepare(root, config)
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram, config.ram_dtype)
-    host = MemoryTier(ram, convert=converter(convert, config.ram_dtype))
     durable, folder = config.durability == "durable", root / (f"catalog-{keys.id}" if keys.id else "catalog")
-    with _lock:
-        if key not in _shared:
-            blobs = FileBlobs(root, durable=durable)
-            if not read_only:
-                blobs.sweep()
-            has_blobs = (root / OBJECTS).is_dir
-            catalog = Catalog(folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs)
-            _shared[key] = host, blobs, catalog
-        _users[key] += 1
-        host, blobs, catalog = _shared[key]
+
+    def open_parts() -> _Parts:
+        blobs = FileBlobs(root, durable=durable)
+        if not read_only:
+            blobs.sweep()
+        has_blobs = (root / OBJECTS).is_dir
+        catalog = Catalog(folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs)
+        return MemoryTier(ram, convert=converter(convert, config.ram_dtype)), blobs, catalog
+
+    host, blobs, catalog = _join(key, open_parts)
     disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
     budget = Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
     return TieredStore([host], blobs, catalog, config, keys=keys, budget=budget, is_last=partial(_leave, key))
+
+
+def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier) -> TieredStore:
+    """Open a store that machines share, with copies in a directory of this one unless ``kv_dir`` is the address itself."""
+    root = None if "://" in str(kv_dir) else Path(os.path.abspath(kv_dir))
+    url = str(kv_dir) if root is None else str(config.shared)
+    if root is not None and prepare(root, config):
+        raise StoreError(f"{root} can't be written to; name a directory for copies of the shared KV store, or none")
+    key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes, config.ram_dtype)
+
+    def open_parts() -> _Parts:
+        blobs, journal = open_url(url, OBJECTS), f"journal{keys.id and '-'}{keys.id}"
+        if isinstance(blobs, RedisBlobs):
+            blobs.check()
+        rows = partial(SharedRows, journal=Journal(open_url(url, journal), open_url(url, f"{journal}-snapshots")))
+        folder = None
+        if root is not None:
+            disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
+            blobs = CopiedBlobs(blobs, FileBlobs(root, durable=False), disk)
+            folder = root / f"catalog-{hashlib.sha256(f'{url} {keys.id}'.encode()).hexdigest()[:16]}"
+            rows = partial(rows, changed=partial(_forget_copies, blobs))
+        return host, blobs, Catalog(folder, keys, read_only=config.read_only, rows=rows)
+
+    host, blobs, catalog = _join(key, open_parts)
+    return TieredStore([host], blobs, catalog, config, keys=keys, is_last=partial(_leave, key))
+
+
+def open_url(url: str, folder: str) -> Blobs:
+    """Open blobs that machines share; raises ``StoreError``."""
+    if url.startswith(("redis://", "rediss://", "unix://")):
+        return RedisBlobs(url, folder)
+    return ObjectBlobs(url, folder)
+
+
+def _forget_copies(blobs: CopiedBlobs, names: Collection[str]) -> None:
+    """Erase the copies of chunks whose rows are no more."""
+    with suppress(OSError):
+        blobs.forget([ChunkKey(name[2:]) for name in names if name.startswith("c ")])
+
+
+def _join(key: object, open_parts: Callable[[], _Parts]) -> _Parts:
+    """Return what the stores of one directory share, opened by the first of them."""
+    with _lock:
+        if key not in _shared:
+            _shared[key] = open_parts()
+        _users[key] += 1
+        return _shared[key]
 
 
 def _leave(key: object) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Listener, StoreEvent, StoreStats
-from kvrag.store.blobs import KEY, MemoryBlobs
+from kvrag.store.blobs import KEY, FileBlobs, MemoryBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.format import Blob, BlobRejected
@@ -39,7 +39,7 @@ class Reader:
     ) -> None:
         self.catalog, self.blobs, self.config, self.keys, self.names = catalog, blobs, config, keys, keys
         self.read_only = config.read_only or catalog.read_only
-        self.name = "host" if isinstance(blobs, MemoryBlobs) else "disk"
+        self.name = "host" if isinstance(blobs, MemoryBlobs) else "disk" if isinstance(blobs, FileBlobs) else "shared"
         """Name of the blobs' tier, for statistics and events."""
         said_to = config.on_event, config.event_log
         self.listeners = [Listener(*said_to)] if any(each is not None for each in said_to) else []

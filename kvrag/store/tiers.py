@@ -90,7 +90,7 @@ class TieredStore(Reader):
             return 0
         usage = Usage() if retention is None else Usage().retained(retention)
         tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
-        for tier, epoch in epochs[-1:] if self.name == "disk" else ():  # the host's
+        for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host's
             tier.keep(identity, kv, usage, epoch=epoch, reason="put")
         return record.num_bytes if written else 0
 

@@ -7,6 +7,7 @@ import pickle
 import random
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,17 +157,15 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     put(store, 1)
     victim = folder / "victim.safetensors"
     victim.write_text("x")
-    row = json.loads(store.catalog._rows.get(f"c {key(1)}"))
+    rows, row = store.catalog._rows, json.loads(store.catalog._rows.get(f"c {key(1)}"))
     names = ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", "A" * 64)
     for name, value in itertools.product(names, (row, "of no form")):
-        with store.catalog._rows.change():
-            store.catalog._rows.set(f"c {name}", value)
+        rows.change(partial(rows.set, f"c {name}", value))
         outcome.check(store.identity(ChunkKey(name)) is None, f"{name!r} is a chunk")
         store.delete([ChunkKey(name)])
         outcome.check(not store.known([ChunkKey(name)]), f"{name!r} is known after it was erased")
         outcome.add("planted_rows")
-        with store.catalog._rows.change():
-            store.catalog._rows.set(f"c {name}", value)
+        rows.change(partial(rows.set, f"c {name}", value))
     store.clear()
     outcome.check(not store.catalog.present(), "there are rows after everything was erased")
     store.close()

@@ -130,8 +130,8 @@ def test_what_could_not_be_read_for_a_while_is_erased_with_its_document(store, r
 def test_blobs_that_can_not_be_listed_are_not_taken_for_none(store, root, monkeypatch):
     """What another catalog left behind might be the document's: it is not forgotten before all of it was seen."""
     fill(store, 1, 2)
-    with store.catalog._rows.change():
-        store.catalog._rows.set("s", store.catalog.state()._replace(dormant=True))
+    rows = store.catalog._rows
+    rows.change(lambda: rows.set("s", store.catalog.state()._replace(dormant=True)))
     stray = root / "objects" / "aa" / ("a" * 64 + ".safetensors")
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"left by another catalog")

@@ -1,5 +1,6 @@
 """The catalog's database may be damaged or written by anyone: it costs time, not correctness, and runs no code."""
 
+import itertools
 import os
 import pickle
 import shutil
@@ -248,8 +249,7 @@ def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, ki
 def test_a_row_of_any_length_is_in_the_database(filled, root):
     """diskcache would keep long ones in files, which it takes their names for."""
     table, long = filled.catalog._rows, "x" * 2**20
-    with table.change():
-        table.set("a", long)
+    table.change(lambda: table.set("a", long))
     assert table.get("a") == f'"{long}"'
     assert {path.name for path in (root / "catalog").iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm"}
 
@@ -308,10 +308,8 @@ def test_names_come_by_their_beginning(opened, count):
     """Those that are listed are first or last of all: few rows are looked at, and none is missed."""
     store = opened()
     table = store.catalog._rows
-    with table.change():
-        for kind in ("c", "i", "l", "p", "t", "z"):
-            for number in range(count):
-                table.set(f"{kind} {number:04d}", number)
+    written = itertools.product(("c", "i", "l", "p", "t", "z"), range(count))
+    table.change(lambda: [table.set(f"{kind} {number:04d}", number) for kind, number in written])
     for kind in ("c", "p", "z"):
         assert sorted(table.names(f"{kind} ")) == [f"{number:04d}" for number in range(count)]
     assert table.names("q ") == []

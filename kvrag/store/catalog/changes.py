@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvrag.config import Retention
 from kvrag.store.base import Record
@@ -21,7 +22,20 @@ from kvrag.store.worth import Sized, Usage
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey, TextEntry
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_TOUCHED = 128  # chunks whose hits are collected before they are written down, in the background
+
+
+def one_step(method: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatenate[Catalog, P], T]:
+    """Let all changes that a method makes be one step. It changes nothing but rows, for it is run again where another was first."""
+
+    @wraps(method)
+    def changed(self: Catalog, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._rows.change(partial(method, self, *args, **kwargs))
+
+    return changed
 
 
 class Catalog(Ledger):
@@ -29,6 +43,7 @@ class Catalog(Ledger):
 
     ``folder``, ``read_only`` and ``durable`` are those of :class:`~kvrag.store.catalog.rows.Rows`. With ``keys``, digests of texts, ids of
     documents and all values are encrypted. ``may_have_blobs`` returns whether a catalog that is begun anew may find another's blobs.
+    ``rows`` makes the rows: those of one machine, or of several (:class:`~kvrag.store.catalog.shared.SharedRows`).
     Raises ``StoreError`` if the folder can't be used; so does every change that can't be made.
     """
 
@@ -40,22 +55,27 @@ class Catalog(Ledger):
         read_only: bool = False,
         durable: bool = True,
         may_have_blobs: Callable[[], bool] = lambda: True,
+        rows: Callable[..., Rows] = Rows,
     ) -> None:
         self._seal = None if keys is None or keys.cipher is None else Seal(keys.cipher)
         self._may_have_blobs = may_have_blobs
         self._touched: Counter[ChunkKey] = Counter()
-        self._rows = Rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
+        self._rows = rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
         self.read_only = self._rows.read_only
 
     def link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add text and document to a stored chunk; whether it is stored."""
         chunk = self._stored(key)
         if chunk is not None and not self._has(chunk, text, doc_id):
-            with self._rows.change():
-                if chunk := self._stored(key):
-                    self._attach(key, chunk, text, doc_id)
+            return self._rows.change(partial(self._link, key, text, doc_id))
         return chunk is not None
 
+    def _link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
+        if chunk := self._stored(key):
+            self._attach(key, chunk, text, doc_id)
+        return chunk is not None
+
+    @one_step
     def begin(
         self, record: Record, text: TextEntry | None, doc_id: str | None, retention: Retention | None
     ) -> int | None:
@@ -63,94 +83,93 @@ class Catalog(Ledger):
 
         Writers share a note: they write the same bytes.
         """
-        with self._rows.change():
-            if self.link(record.key, text, doc_id):
-                return None
-            new = Chunk._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
-            chunk = self._chunk(record.key) or new
-            usage = chunk.usage if retention is None else chunk.usage.retained(retention)
-            self._attach(record.key, chunk._replace(usage=usage), text, doc_id)
+        if self.link(record.key, text, doc_id):
+            return None
+        new = Chunk._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
+        chunk = self._chunk(record.key) or new
+        usage = chunk.usage if retention is None else chunk.usage.retained(retention)
+        self._attach(record.key, chunk._replace(usage=usage), text, doc_id)
         return chunk.revision
 
+    @one_step
     def confirm(self, key: ChunkKey, revision: int) -> bool:
         """Note that a chunk's blob is there; ``False`` if the chunk was erased since :meth:`begin` returned this revision.
 
         Another writer may have begun after the erasure, whose blob is not there yet.
         """
-        with self._rows.change():
-            chunk = self._chunk(key)
-            if chunk is not None and chunk.pending and chunk.revision != revision:
-                return False
-            if chunk is not None and chunk.pending:
-                variants, usage = f"i {chunk.content}", chunk.usage._replace(last=self.state().accesses)
-                stored = chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60))
-                self._rows.set(f"c {key}", stored)
-                self._rows.set(variants, [*(other for other in self._strings(variants) if other != key), key])
-                self._count(1, chunk.num_bytes)
+        chunk = self._chunk(key)
+        if chunk is not None and chunk.pending and chunk.revision != revision:
+            return False
+        if chunk is not None and chunk.pending:
+            variants, usage = f"i {chunk.content}", chunk.usage._replace(last=self.state().accesses)
+            stored = chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60))
+            self._rows.set(f"c {key}", stored)
+            self._rows.set(variants, [*(other for other in self._strings(variants) if other != key), key])
+            self._count(1, chunk.num_bytes)
         return chunk is not None
 
+    @one_step
     def cancel(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> None:
         """Take back :meth:`begin`, unless another writer has confirmed it."""
-        with self._rows.change():
-            if (chunk := self._chunk(key)) and chunk.pending:
-                self._drop(key, chunk)
-                if text is not None and doc_id is not None:
-                    self._unrefer(chunk.namespace, doc_id, {text.digest})
+        if (chunk := self._chunk(key)) and chunk.pending:
+            self._drop(key, chunk)
+            if text is not None and doc_id is not None:
+                self._unrefer(chunk.namespace, doc_id, {text.digest})
 
+    @one_step
     def remove(self, erased: Mapping[ChunkKey, int]) -> int:
         """Remove chunks whose blobs were erased, and return how many were stored. Documents stay.
 
         ``erased`` is what :meth:`revisions` returned before: a chunk that was written again since has a blob, and stays.
         """
         sizes = list[int]()
-        with self._rows.change():
-            for key, revision in erased.items():
-                if (chunk := self._chunk(key)) is None:
-                    self._rows.delete(f"c {key}")  # what is there, if anything, is not of a row's form
-                elif chunk.revision == revision:
-                    self._drop(key, chunk)
-                    sizes += [] if chunk.pending else [chunk.num_bytes]
-            self._count(-len(sizes), -sum(sizes), erasures=1)
+        for key, revision in erased.items():
+            if (chunk := self._chunk(key)) is None:
+                self._rows.delete(f"c {key}")  # what is there, if anything, is not of a row's form
+            elif chunk.revision == revision:
+                self._drop(key, chunk)
+                sizes += [] if chunk.pending else [chunk.num_bytes]
+        self._count(-len(sizes), -sum(sizes), erasures=1)
         return len(sizes)
 
+    @one_step
     def unlink(self, namespace: str, doc_id: str, erased: Mapping[ChunkKey, int]) -> bool:
         """Remove a document, and the chunks that only it held on to, whose blobs were erased; see :meth:`remove`.
 
         ``False``, and nothing was changed, if there are others by now.
         """
-        with self._rows.change():
-            if not self.revisions(self.only_held_by(namespace, doc_id)).items() <= erased.items():
-                return False
-            digests = self.document_texts(namespace, doc_id)
-            self.remove(erased)
-            self._unrefer(namespace, doc_id, digests)
+        if not self.revisions(self.only_held_by(namespace, doc_id)).items() <= erased.items():
+            return False
+        digests = self.document_texts(namespace, doc_id)
+        self.remove(erased)
+        self._unrefer(namespace, doc_id, digests)
         return True
 
+    @one_step
     def clear(self, namespace: str | None = None) -> int:
         """Remove all rows, or those of a namespace, and return how many stored chunks that were."""
-        with self._rows.change():
-            state = self.state()
-            if namespace is None:
-                self._rows.clear()
-                self._rows.set("s", state._replace(generation=state.generation + 1, chunks=0, num_bytes=0))
-                return state.chunks
-            count = self.remove(self.revisions(self.present(namespace)))
-            for doc_id in self.documents(namespace):
-                self._unrefer(namespace, doc_id, self.document_texts(namespace, doc_id))
-            return count
+        state = self.state()
+        if namespace is None:
+            self._rows.clear()
+            self._rows.set("s", state._replace(generation=state.generation + 1, chunks=0, num_bytes=0))
+            return state.chunks
+        count = self.remove(self.revisions(self.present(namespace)))
+        for doc_id in self.documents(namespace):
+            self._unrefer(namespace, doc_id, self.document_texts(namespace, doc_id))
+        return count
 
+    @one_step
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Set the retention of stored chunks, and return how many there are."""
-        with self._rows.change():
-            found = {key: chunk for key in keys if (chunk := self._stored(key))}
-            for key, chunk in found.items():
-                self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.retained(retention)))
+        found = {key: chunk for key in keys if (chunk := self._stored(key))}
+        for key, chunk in found.items():
+            self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.retained(retention)))
         return len(found)
 
+    @one_step
     def no_dormant(self) -> None:
         """Note that blobs of an earlier catalog have been erased."""
-        with self._rows.change():
-            self._rows.set("s", self.state()._replace(dormant=False))
+        self._rows.set("s", self.state()._replace(dormant=False))
 
     def touch(self, key: ChunkKey) -> None:
         """Count a hit on a chunk, in whatever tier; written down later."""
@@ -162,22 +181,28 @@ class Catalog(Ledger):
     def flush(self) -> None:
         """Write down the hits; a fault costs them, no more."""
         touched, self._touched = self._touched, Counter()
-        if not touched or self.read_only:
-            return
-        with suppress(OSError), self._rows.change():
-            state = self.state()
-            state = state._replace(accesses=state.accesses + sum(touched.values()))
-            for key, hits in touched.items():
-                if chunk := self._chunk(key):
-                    self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses)))
-            self._rows.set("s", state)
+        if touched and not self.read_only:
+            with suppress(OSError):
+                self._count_hits(touched)
+
+    @one_step
+    def _count_hits(self, touched: Mapping[ChunkKey, int]) -> None:
+        state = self.state()
+        state = state._replace(accesses=state.accesses + sum(touched.values()))
+        for key, hits in touched.items():
+            if chunk := self._chunk(key):
+                self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses)))
+        self._rows.set("s", state)
 
     def usages(self) -> tuple[int, list[Sized]]:
         """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
         self.flush()
-        with self._rows.change():  # one look instead of one for each
-            found = [Sized(key, c.num_tokens, c.num_bytes, c.usage) for key, c in self._chunks() if not c.pending]
-            return self.state().accesses, found
+        return self._usages()
+
+    @one_step  # one look instead of one for each
+    def _usages(self) -> tuple[int, list[Sized]]:
+        found = [Sized(key, c.num_tokens, c.num_bytes, c.usage) for key, c in self._chunks() if not c.pending]
+        return self.state().accesses, found
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""

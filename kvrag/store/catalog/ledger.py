@@ -114,10 +114,9 @@ class Ledger:
 
     def present(self, namespace: str | None = None) -> set[ChunkKey]:
         """Return the keys of all chunks, or a namespace's, stored or being written; raises ``StoreError`` rather than leave one out."""
-        with self._rows.change():
-            if namespace is None:
-                return {ChunkKey(key) for key in self._rows.names("c ")}
-            return {key for key, chunk in self._chunks() if chunk.namespace == namespace}
+        if namespace is None:
+            return {ChunkKey(key) for key in self._rows.change(lambda: self._rows.names("c "))}
+        return {key for key, chunk in self._rows.change(self._chunks) if chunk.namespace == namespace}
 
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
         """Return what tells each chunk, stored or being written, from itself written again; 0 for a row of no form."""

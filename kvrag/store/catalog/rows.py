@@ -98,7 +98,10 @@ class Rows:
     def set(self, name: str, value: Any) -> None:
         """Insert or replace a row, inside :meth:`change`."""
         text = json.dumps(value, separators=(",", ":"))
-        self._mine.cache.set(name, text if self._seal is None else self._seal.seal(text, name))
+        self._put(name, text if self._seal is None else self._seal.seal(text, name))
+
+    def _put(self, name: str, text: str) -> None:
+        self._mine.cache.set(name, text)
 
     def delete(self, name: str) -> None:
         """Remove a row, inside :meth:`change`; absent ones are fine."""
@@ -108,12 +111,13 @@ class Rows:
         """Remove all rows, inside :meth:`change`."""
         self._mine.cache.clear()
 
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """Make several changes one step for all threads and processes; where it can't be made, raise ``StoreError`` and change nothing."""
+    def change(self, action: Callable[[], T]) -> T:
+        """Make all that ``action`` changes one step for all threads and processes, and return what it returns.
+
+        Where that can't be done, raise ``StoreError`` and change nothing.
+        """
         if getattr(self._mine, "cache", None) is not None:  # part of the change under way
-            yield
-            return
+            return action()
         with self._lock:
             try:
                 if self._is_refused and not self._is_stuck():
@@ -122,7 +126,7 @@ class Rows:
                 with self._looking:
                     cache, file = self._healed(), self._file
                 with self._transaction(cache, file):
-                    yield
+                    return action()
             except StoreError:
                 raise
             except FAULTS as error:

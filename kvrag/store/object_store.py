@@ -1,0 +1,130 @@
+"""Blobs in an object store, by obstore: S3, Google Cloud Storage, Azure, a shared directory, or memory for tests."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from kvrag.errors import StoreError, require
+from kvrag.store.base import Bytes
+from kvrag.threads import POOL
+from kvrag.types import ChunkKey
+
+ANSWER_S = 10.0  # waited for an answer, its retries included
+PARTS_FROM = 64 * 2**20  # bytes from which on a blob is written in parts
+
+
+class ObjectBlobs:
+    """Blobs as objects below ``<url>/<folder>/``; the methods are those of :class:`kvrag.store.base.Blobs`.
+
+    Parameters
+    ----------
+    url
+        ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///directory``; credentials and endpoints come from the environment, by the
+        names that each provider gives them (``AWS_ENDPOINT_URL``, ...).
+    folder
+        Tells blobs of one kind from others.
+
+    Raises
+    ------
+    MissingDependencyError
+        If obstore is not installed.
+    StoreError
+        If the address or the environment can't be used.
+    """
+
+    def __init__(self, url: str, folder: str) -> None:
+        self._obstore: Any = require("obstore", extra="objects", purpose="a KV store in an object store")
+        self._head = f"{folder}/"
+        limit = timedelta(seconds=ANSWER_S)
+        options: dict[str, Any] = {}
+        if not url.startswith(("file:", "memory:")):
+            options = {
+                "client_options": {"timeout": limit, "connect_timeout": limit / 4, "allow_http": True},
+                "retry_config": {"max_retries": 3, "retry_timeout": limit},
+            }
+        else:
+            options = {"mkdir": True} if url.startswith("file:") else {}
+        try:
+            self._store = self._obstore.store.from_url(url, **options)
+        except (self._obstore.exceptions.BaseError, ValueError, OSError) as error:
+            raise StoreError(f"the object store {url} can't be used: {_first_line(error)}; check its address") from error
+
+    def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
+        """Return a range of an object."""
+        wanted: Any = {"offset": start} if length is None else (start, start + max(1, length))
+        try:
+            found = self._obstore.get(self._store, self._head + key, options={"range": wanted})
+            data = memoryview(found.bytes())
+        except FileNotFoundError:
+            return None
+        except self._obstore.exceptions.BaseError as error:
+            with self._faults():
+                if start and self._obstore.head(self._store, self._head + key)["size"] <= start:
+                    return b""
+            raise _outage(error) from error
+        return data[:length]
+
+    def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
+        """Write an object that is not there yet; a large one in parts, which is done twice where two writers meet: they write the same."""
+        data, path = b"".join(parts), self._head + key
+        with self._faults():
+            if len(data) >= PARTS_FROM:
+                if self._size(path) is not None:
+                    return 0
+                self._obstore.put(self._store, path, data, use_multipart=True)
+                return len(data)
+            try:
+                self._obstore.put(self._store, path, data, mode="create", use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError:
+                return 0
+        return len(data)
+
+    def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Delete objects, and return those that were there."""
+        return {key for key, was_there in zip(keys, POOL.ahead(self._delete, list(keys)), strict=True) if was_there}
+
+    def keys(self) -> set[ChunkKey]:
+        """Return all keys."""
+        with self._faults():
+            pages = self._obstore.list(self._store, self._head)
+            return {ChunkKey(each["path"].rpartition("/")[2]) for page in pages for each in page}
+
+    def close(self) -> None:
+        """Do nothing: connections close by themselves."""
+
+    def _delete(self, key: ChunkKey) -> bool:
+        path = self._head + key
+        with self._faults():
+            if self._size(path) is None:
+                return False
+            try:
+                self._obstore.delete(self._store, path)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _size(self, path: str) -> int | None:
+        try:
+            return int(self._obstore.head(self._store, path)["size"])
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Turn errors of obstore into ``OSError``."""
+        try:
+            yield
+        except self._obstore.exceptions.BaseError as error:
+            raise _outage(error) from error
+
+
+def _outage(error: Exception) -> OSError:
+    return OSError(errno.EIO, f"object store: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

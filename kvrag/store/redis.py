@@ -1,0 +1,110 @@
+"""Blobs in Redis or Valkey, by redis-py: a memory that machines share. What the server lets go for want of room is a miss."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvrag.errors import StoreError, require
+from kvrag.store.base import Bytes
+from kvrag.types import ChunkKey
+
+CONNECT_S, ANSWER_S = 2.0, 5.0  # waited for a connection, and for each answer
+PER_CALL = 512  # keys in one call
+
+
+class RedisBlobs:
+    """Blobs as strings of a server, under names that begin with ``kvrag:<folder>:``; the methods are those of :class:`kvrag.store.base.Blobs`.
+
+    Parameters
+    ----------
+    url
+        ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it, with user, password and number of the database.
+    folder
+        Tells blobs of one kind from others.
+
+    Raises
+    ------
+    MissingDependencyError
+        If redis-py is not installed.
+    """
+
+    def __init__(self, url: str, folder: str) -> None:
+        self._redis = require("redis", extra="redis", purpose="a KV store in Redis")
+        with self._faults():
+            self._client: Any = self._redis.Redis.from_url(
+                url, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, health_check_interval=30
+            )
+        self._head = f"kvrag:{folder}:"
+
+    def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
+        """Return bytes of a string; they and whether it is there come in one round trip."""
+        if length == 0:
+            return b"" if self._call("EXISTS", key) else None
+        end = -1 if length is None else start + length - 1
+        with self._faults():
+            pipe = self._client.pipeline(transaction=False)
+            pipe.getrange(self._head + key, start, end)
+            pipe.exists(self._head + key)
+            data, is_there = pipe.execute()
+        return data if data or is_there else None
+
+    def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
+        """Set a string that is not there yet."""
+        data = b"".join(parts)
+        return len(data) if self._call("SET", key, data, "NX") else 0
+
+    def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Delete strings in the order of their keys, in as few calls as there may be."""
+        gone, ordered = set(), list(keys)
+        for start in range(0, len(ordered), PER_CALL):
+            some = ordered[start : start + PER_CALL]
+            with self._faults():
+                pipe = self._client.pipeline(transaction=False)
+                for key in some:
+                    pipe.unlink(self._head + key)
+                gone |= {key for key, count in zip(some, pipe.execute(), strict=True) if count}
+        return gone
+
+    def keys(self) -> set[ChunkKey]:
+        """Return all keys; goes through all names of the database."""
+        with self._faults():
+            names = self._client.scan_iter(match=f"{self._head}*", count=PER_CALL)
+            return {ChunkKey(name[len(self._head) :].decode()) for name in names}
+
+    def expire(self, key: ChunkKey, seconds: float) -> None:
+        """Let a blob go after a time."""
+        self._call("PEXPIRE", key, max(1, int(seconds * 1000)))
+
+    def check(self) -> None:
+        """Raise :class:`~kvrag.errors.StoreError` if the server may let go of names that have no end: the journal must stay whole."""
+        try:
+            policy = self._client.config_get("maxmemory-policy").get("maxmemory-policy", "")
+        except self._redis.RedisError:  # who runs the server may not let clients ask, or it can't be reached now
+            return
+        if policy.startswith("allkeys"):
+            raise StoreError(
+                f"the Redis server evicts any key (maxmemory-policy {policy}), and would lose the store's journal; "
+                "set the policy to volatile-lru or noeviction"
+            )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _call(self, command: str, key: ChunkKey, *arguments: Any) -> Any:
+        with self._faults():
+            return self._client.execute_command(command, self._head + key, *arguments)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Turn errors of redis-py into ``OSError``; they name no key and no value."""
+        try:
+            yield
+        except self._redis.RedisError as error:
+            is_full = isinstance(error, getattr(self._redis.exceptions, "OutOfMemoryError", ())) or str(error).startswith("OOM")
+            raise OSError(errno.ENOSPC if is_full else errno.EIO, f"Redis: {error}") from error
+        except ValueError as error:
+            raise StoreError(f"the address of the Redis server can't be used: {error}; write redis://host:port/0") from error
