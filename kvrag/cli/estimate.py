@@ -167,9 +167,9 @@ def _speeds(
 ) -> dict[str, float | None]:
     """Return tokens/s, bytes/s, and what follows; ``given`` are the first two, measured where ``None`` and asked for."""
     prefill, disk = given
-    if measure and disk is None:
+    if measure and disk is None and "://" not in engine["kv_dir"]:
         with progress(f"writing and reading a file in {engine['kv_dir']} ..."):
-            disk = read_bandwidth(engine["kv_dir"])
+            disk = read_bandwidth(Path(engine["kv_dir"]))
     if measure and prefill is None:
         with progress(f"loading {engine['model']} and prefilling ..."):
             from kvrag.model.load import load

@@ -13,7 +13,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -49,12 +48,12 @@ _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
 _MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)
 
-KVDir = Annotated[Path, _of_engine("--kv-dir", envvar="KVRAG_KV_DIR", help="Directory of the KV store.")]
+KVDir = Annotated[str, _of_engine("--kv-dir", envvar="KVRAG_KV_DIR", help="Directory of the KV store, or a shared one's address.")]
 Namespace = Annotated[str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")]
 ModeName = Annotated[str, _MODE]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
-DEFAULT_KV_DIR = Path(".kvrag")
+DEFAULT_KV_DIR = ".kvrag"
 
 
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -124,7 +123,7 @@ Contexts = Annotated[list[str] | None, _CONTEXT]
 _RATIO = _field(RepairConfig, "recompute_ratio", _REPAIR, flag="--ratio")
 REPAIR: Group = (_field(RepairConfig, "strategy", _REPAIR), _RATIO)
 LIMITS: Group = tuple(
-    _field(StoreConfig, name, _STORE, env=True) for name in ("disk_bytes", "min_free_bytes", "durability")
+    _field(StoreConfig, name, _STORE, env=True) for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
 )
 _HISTORY = typer.Option(
     parser=parse_bytes,

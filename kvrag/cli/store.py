@@ -43,17 +43,20 @@ _PLAIN_COPY = typer.Option("--plain", help="Write the copy without the key of th
 _PLAIN_SOURCE = typer.Option("--plain", help="The source was written without a key; imports --namespace alone.")
 
 
-def _check_is_store(kv_dir: Path) -> None:
+def _check_is_store(kv_dir: str) -> None:
     """Raise :class:`StoreError` where there is no store: opening the directory would make one."""
-    if kv_dir.exists() and not kv_dir.is_dir():
-        raise StoreError(f"{str(kv_dir)!r} is a file; --kv-dir must name the directory of a KV store")
-    if not (kv_dir / "format.json").is_file():
-        fault = f"{str(kv_dir)!r} is not a KV store" if kv_dir.exists() else f"there is no KV store {str(kv_dir)!r}"
+    if "://" in kv_dir:
+        return
+    path = Path(kv_dir)
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"{kv_dir!r} is a file; --kv-dir must name the directory of a KV store")
+    if not (path / "format.json").is_file():
+        fault = f"{kv_dir!r} is not a KV store" if path.exists() else f"there is no KV store {kv_dir!r}"
         raise StoreError(f"{fault}; check --kv-dir, or run kvrag precompute first")
 
 
 @contextmanager
-def _existing_store(kv_dir: Path, **options: Any) -> Iterator[TieredStore]:
+def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
     """Open a store that is there, with the key of the environment; close it afterwards."""
     _check_is_store(kv_dir)
     from kvrag.store import open_store
@@ -192,7 +195,7 @@ def rm(
     show(found, *lines, as_json=as_json, ok=len(unknown) < len(erased))
 
 
-def _rm_all(kv_dir: Path, namespace: str | None, *, yes: bool, as_json: bool) -> None:
+def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> None:
     of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
     with _existing_store(kv_dir) as store:
         space = None if namespace is None else store.names.namespace(namespace)
@@ -245,7 +248,7 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Import the chunks of another store, each verified byte by byte; nothing in it is run or trusted."""
-    _check_is_store(source)
+    _check_is_store(str(source))
     from kvrag.store import check, open_store
 
     written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
