@@ -3,17 +3,17 @@
 ::
 
     engine → opening → tiers → reading ──→ memory (host, gpu)
-                                   ├─────→ catalog (diskcache)
+                                   ├─────→ catalog (diskcache; shared: a copy that follows a journal)
                                    ├─────→ format → crypto
-                                   └─────→ blobs (files, memory; later Redis, object stores)
+                                   └─────→ blobs (files; shared: redis, object_store)
     cli → check → tiers
 
 Imports ``types errors config threads layers`` and ``identity``; nothing else of kvrag.
 """
 
 from kvrag.config import Retention
-from kvrag.store.base import Blobs, Record, StoreEvent, StoreStats
-from kvrag.store.blobs import FileBlobs, MemoryBlobs
+from kvrag.store.base import Blobs, MemoryBlobs, Record, StoreEvent, StoreStats
+from kvrag.store.blobs import FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier, Prefetch

@@ -50,6 +50,35 @@ class Blobs(Protocol):
         """Release resources; idempotent."""
 
 
+class MemoryBlobs:
+    """Blobs in the memory of this process; the methods are those of :class:`Blobs`."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[ChunkKey, memoryview] = {}
+
+    def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
+        """Return a view of a blob."""
+        blob = self._blobs.get(key)
+        return None if blob is None else blob[start : None if length is None else start + length]
+
+    def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
+        """Keep a copy of the parts."""
+        blob = memoryview(bytearray().join(parts))
+        return len(blob) if self._blobs.setdefault(key, blob) is blob else 0
+
+    def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Forget blobs."""
+        return {key for key in keys if self._blobs.pop(key, None) is not None}
+
+    def keys(self) -> set[ChunkKey]:
+        """Return all keys."""
+        return set(self._blobs)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._blobs.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """What the catalog knows of a stored chunk: the :class:`~kvrag.types.ChunkIdentity`, and the size of its KV.

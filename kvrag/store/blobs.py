@@ -1,4 +1,4 @@
-"""Blobs in a directory, and blobs in memory.
+"""Blobs in a directory, and copies there of blobs that machines share.
 
 A file is ``objects/<key[:2]>/<key>.safetensors`` below the store's root, private, and reached without following a link. It is written to
 ``tmp/``, synced and then linked to its name, so a name always stands for a whole file.
@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -20,8 +21,9 @@ from itertools import islice
 from pathlib import Path
 
 from kvrag.buffers import BUFFERS
-from kvrag.store.base import Bytes
+from kvrag.store.base import Blobs, Bytes
 from kvrag.store.format import Encoded
+from kvrag.threads import renew_after_fork
 from kvrag.types import ChunkKey
 
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -181,33 +183,88 @@ class FileBlobs:
             os.fsync(folder)
 
 
-class MemoryBlobs:
-    """Blobs in the memory of this process; the methods are those of :class:`kvrag.store.base.Blobs`."""
+class CopiedBlobs:
+    """Shared blobs; each that is read or written here is copied to a directory. The methods are those of :class:`kvrag.store.base.Blobs`.
 
-    def __init__(self) -> None:
-        self._blobs: dict[ChunkKey, memoryview] = {}
+    Parameters
+    ----------
+    shared, local
+        Where blobs are, and where copies of them are kept. A fault of the disk costs copies, nothing else.
+    max_bytes
+        Budget of the copies, of which those not used for longest go first; ``None``: no limit.
+    """
+
+    def __init__(self, shared: Blobs, local: FileBlobs, max_bytes: int | None = None) -> None:
+        self.shared, self.local, self._max_bytes = shared, local, 2**62 if max_bytes is None else max_bytes
+        self._sizes = local.sizes()
+        self._at_fork_reinit()
+        renew_after_fork(self)
+
+    def _at_fork_reinit(self) -> None:
+        self._lock = threading.Lock()
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return a view of a blob."""
-        blob = self._blobs.get(key)
-        return None if blob is None else blob[start : None if length is None else start + length]
+        """Return bytes of the copy, which is made if there is none."""
+        with suppress(OSError):
+            if (data := self.local.read(key, start, length)) is not None:
+                self._use(key)
+                return data
+        if (whole := self.shared.read(key)) is None:
+            return None
+        self._copy(key, whole)
+        return memoryview(whole)[start : None if length is None else start + length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Keep a copy of the parts."""
-        blob = memoryview(bytearray().join(parts))
-        return len(blob) if self._blobs.setdefault(key, blob) is blob else 0
+        """Write a shared blob, and its copy."""
+        data = b"".join(parts)
+        written = self.shared.write(key, [data])
+        self._copy(key, data)
+        return written
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Forget blobs."""
-        return {key for key in keys if self._blobs.pop(key, None) is not None}
+        """Erase copies, and then the shared blobs."""
+        self.forget(keys)
+        return self.shared.delete(keys)
+
+    def forget(self, keys: Collection[ChunkKey]) -> None:
+        """Erase copies; raises ``OSError`` if one is still there."""
+        self.local.delete(keys)
+        with self._lock:
+            for key in keys:
+                self._sizes.pop(key, None)
 
     def keys(self) -> set[ChunkKey]:
-        """Return all keys."""
-        return set(self._blobs)
+        """Return the keys of the shared blobs."""
+        return self.shared.keys()
+
+    def expire(self, key: ChunkKey, seconds: float) -> None:
+        """Let a shared blob go after a time, where there is such a thing."""
+        getattr(self.shared, "expire", lambda *_: None)(key, seconds)
 
     def close(self) -> None:
-        """Forget everything."""
-        self._blobs.clear()
+        """Release resources; idempotent."""
+        self.shared.close()
+        self.local.close()
+
+    def _use(self, key: ChunkKey) -> None:
+        with self._lock:
+            if (size := self._sizes.pop(key, None)) is not None:
+                self._sizes[key] = size
+
+    def _copy(self, key: ChunkKey, data: Bytes) -> None:
+        """Keep a copy, and let others go for it."""
+        size = len(data)
+        if size > self._max_bytes:
+            return
+        with suppress(OSError):
+            self.local.write(key, [data])
+            with self._lock:
+                self._sizes[key] = size
+                left, going, others = sum(self._sizes.values()), list[ChunkKey](), iter(self._sizes)
+                while left > self._max_bytes:
+                    going.append(next(others))
+                    left -= self._sizes[going[-1]]
+            self.forget(going)
 
 
 def _write(fd: int, parts: Iterable[Bytes], *, is_synced: bool) -> int:

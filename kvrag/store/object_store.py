@@ -51,7 +51,9 @@ class ObjectBlobs:
         try:
             self._store = self._obstore.store.from_url(url, **options)
         except (self._obstore.exceptions.BaseError, ValueError, OSError) as error:
-            raise StoreError(f"the object store {url} can't be used: {_first_line(error)}; check its address") from error
+            raise StoreError(
+                f"the object store {url} can't be used: {_first_line(error)}; check its address"
+            ) from error
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return a range of an object."""

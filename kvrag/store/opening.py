@@ -21,12 +21,11 @@ import torch
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
-from kvrag.store.base import Blobs
-from kvrag.store.blobs import OBJECTS, TMP, FileBlobs, MemoryBlobs
+from kvrag.store.base import Blobs, MemoryBlobs
+from kvrag.store.blobs import OBJECTS, TMP, CopiedBlobs, FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.database import sync
 from kvrag.store.catalog.shared import Journal, SharedRows
-from kvrag.store.copies import CopiedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier
 from kvrag.store.object_store import ObjectBlobs
@@ -122,9 +121,9 @@ def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys
 
 
 def open_url(url: str, folder: str) -> Blobs:
-    """Open blobs that machines share; raises ``StoreError``."""
+    """Open blobs that machines share; only those of chunks may be evicted. Raises ``StoreError``."""
     if url.startswith(("redis://", "rediss://", "unix://")):
-        return RedisBlobs(url, folder)
+        return RedisBlobs(url, folder, is_endless=folder != OBJECTS)
     return ObjectBlobs(url, folder)
 
 

@@ -12,11 +12,12 @@ from kvrag.store.base import Bytes
 from kvrag.types import ChunkKey
 
 CONNECT_S, ANSWER_S = 2.0, 5.0  # waited for a connection, and for each answer
+KEPT_S = 30 * 24 * 3600.0  # for a blob that was given no other time: a server evicts only what has an end
 PER_CALL = 512  # keys in one call
 
 
 class RedisBlobs:
-    """Blobs as strings of a server, under names that begin with ``kvrag:<folder>:``; the methods are those of :class:`kvrag.store.base.Blobs`.
+    """Blobs as strings of a server, named ``kvrag:<folder>:<key>``; the methods are those of :class:`kvrag.store.base.Blobs`.
 
     Parameters
     ----------
@@ -24,6 +25,8 @@ class RedisBlobs:
         ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it, with user, password and number of the database.
     folder
         Tells blobs of one kind from others.
+    is_endless
+        Whether blobs stay until they are erased.
 
     Raises
     ------
@@ -31,13 +34,13 @@ class RedisBlobs:
         If redis-py is not installed.
     """
 
-    def __init__(self, url: str, folder: str) -> None:
+    def __init__(self, url: str, folder: str, *, is_endless: bool = False) -> None:
         self._redis = require("redis", extra="redis", purpose="a KV store in Redis")
         with self._faults():
             self._client: Any = self._redis.Redis.from_url(
                 url, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, health_check_interval=30
             )
-        self._head = f"kvrag:{folder}:"
+        self._head, self._is_endless = f"kvrag:{folder}:", is_endless
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of a string; they and whether it is there come in one round trip."""
@@ -54,7 +57,8 @@ class RedisBlobs:
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Set a string that is not there yet."""
         data = b"".join(parts)
-        return len(data) if self._call("SET", key, data, "NX") else 0
+        end = () if self._is_endless else ("PX", int(KEPT_S * 1000))
+        return len(data) if self._call("SET", key, data, "NX", *end) else 0
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Delete strings in the order of their keys, in as few calls as there may be."""
@@ -104,7 +108,11 @@ class RedisBlobs:
         try:
             yield
         except self._redis.RedisError as error:
-            is_full = isinstance(error, getattr(self._redis.exceptions, "OutOfMemoryError", ())) or str(error).startswith("OOM")
+            is_full = isinstance(error, getattr(self._redis.exceptions, "OutOfMemoryError", ())) or str(
+                error
+            ).startswith("OOM")
             raise OSError(errno.ENOSPC if is_full else errno.EIO, f"Redis: {error}") from error
         except ValueError as error:
-            raise StoreError(f"the address of the Redis server can't be used: {error}; write redis://host:port/0") from error
+            raise StoreError(
+                f"the address of the Redis server can't be used: {error}; write redis://host:port/0"
+            ) from error

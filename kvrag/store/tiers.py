@@ -89,6 +89,9 @@ class TieredStore(Reader):
         if written is None:
             return 0
         usage = Usage() if retention is None else Usage().retained(retention)
+        if retention is not None and retention.duration_s is not None and hasattr(self.blobs, "expire"):
+            with suppress(OSError):
+                self.blobs.expire(key, retention.duration_s)
         tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
         for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host's
             tier.keep(identity, kv, usage, epoch=epoch, reason="put")

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -238,13 +239,15 @@ def settle(server: Server, outcome: Outcome, wait_s: float = 30.0) -> None:
 
 
 def growth(sizes: Sequence[dict[str, int]], outcome: Outcome, *, limit: float | None) -> None:
-    """Compare the last tenth of the sizes with those after the warm-up, the first third: resident bytes, threads, files.
+    """Compare the last tenth of the sizes with those after the warm-up, the first third: medians of resident bytes, threads, files.
 
     ``limit``: by what share memory may grow; ``None`` where there were too few requests to tell.
     """
     warm, last = sizes[len(sizes) // 3 : len(sizes) // 3 + max(1, len(sizes) // 10)], sizes[-max(1, len(sizes) // 10) :]
-    found = {name: (max(s[name] for s in warm), max(s[name] for s in last)) for name in ("rss", "threads", "files")}
-    outcome.counts |= {"megabytes": round(found["rss"][1] / 1e6), "threads": found["threads"][1]}
+    found = {
+        name: (median(s[name] for s in warm), median(s[name] for s in last)) for name in ("rss", "threads", "files")
+    }
+    outcome.counts |= {"megabytes": round(found["rss"][1] / 1e6), "threads": round(found["threads"][1])}
     outcome.counts |= {"growth": round(found["rss"][1] / found["rss"][0] - 1, 4)}
     if limit is None:
         return

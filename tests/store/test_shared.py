@@ -1,10 +1,13 @@
 """Stores that machines share, in a real Redis and through obstore: the contracts with two machines, erasure, and faults of the network."""
 
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -14,10 +17,13 @@ from texts import make_chunks
 
 import kvrag.store.redis as redis_blobs
 from kvrag import Chunk
-from kvrag.config import StoreConfig
+from kvrag.config import Retention, StoreConfig
+from kvrag.errors import StoreError
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
 from kvrag.store.catalog import shared
 from kvrag.store.opening import open_url
+from kvrag.testing.chunks import make_identity, make_kv, make_text
 from kvrag.testing.store import BlobsContract, StoreContract
 
 redis = pytest.importorskip("redis")
@@ -87,6 +93,31 @@ class OnObjects:
         self.url = f"file://{tmp_path}/bucket"
 
 
+@pytest.fixture(scope="module")
+def s3():
+    """Run moto, which answers as S3 does."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            patch.setenv(f"AWS_{name}", "testing")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ALLOW_HTTP", "true")
+        yield
+    server.stop()
+
+
+class OnS3:
+    @pytest.fixture(autouse=True)
+    def address(self, s3):
+        name = f"bucket-{next(MACHINES)}"
+        url = os.environ["AWS_ENDPOINT_URL"]
+        urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT")).close()
+        self.url = f"s3://{name}/some/prefix"
+
+
 class AnyBlobs(BlobsContract):
     def make_blobs(self, directory: Path):
         return open_url(self.url, "objects")
@@ -97,6 +128,10 @@ class TestRedisBlobs(OnRedis, AnyBlobs):
 
 
 class TestObjectBlobs(OnObjects, AnyBlobs):
+    pass
+
+
+class TestS3Blobs(OnS3, AnyBlobs):
     pass
 
 
@@ -113,6 +148,11 @@ class TestStoreOnRedis(OnRedis, AnyStore):
 
 
 class TestStoreOnObjects(OnObjects, AnyStore):
+    pass
+
+
+@pytest.mark.slow
+class TestStoreOnS3(OnS3, AnyStore):
     pass
 
 
@@ -151,6 +191,54 @@ def test_what_one_machine_precomputes_all_others_stitch(engine_of, redis_url, tm
     first.delete("a")
     assert ask(second).cached_tokens < answers[1].cached_tokens
     assert len(second.store.blobs.local.keys()) == 3, "the copy of an erased chunk stays"
+
+
+def test_only_chunks_have_an_end(engine_of, redis_url):
+    engine = engine_of(kv_dir=redis_url)
+    engine.precompute(CHUNKS[:2])
+    engine.precompute(CHUNKS[2:], retention=Retention(90, duration_s=60))
+    client = redis.Redis.from_url(redis_url)
+    ends = {name: client.ttl(name) for name in client.scan_iter()}
+    of_chunks = sorted(left for name, left in ends.items() if name.startswith(b"kvrag:objects:"))
+    assert [left // 61 for left in of_chunks[:2]] == [0, 0]
+    assert all(left > 29 * 24 * 3600 for left in of_chunks[2:])
+    assert {left for name, left in ends.items() if b":journal" in name} == {-1}
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(StoreError, match="volatile-lru"):
+            open_store(f"{redis_url}?other", StoreConfig())
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_machine_that_was_away_begins_with_a_snapshot(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared, "PER_SNAPSHOT", 4)
+    url = f"file://{tmp_path}/bucket"
+    stores = [open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab"]
+    assert not stores[1].known([chunk_key(make_identity(0))])
+    for number in range(6):
+        stores[0].put(make_identity(number), make_kv(make_identity(number)), text=None)
+        stores[0].catalog.scrub()
+    assert len(list((tmp_path / "bucket" / "journal").iterdir())) == 2, "only the first and the last entry are left"
+    for store in (stores[1], open_store(url, StoreConfig())):
+        assert store.known([chunk_key(make_identity(n)) for n in range(11)]) == set(stores[0].catalog.keys())
+        store.put(make_identity(10), make_kv(make_identity(10)), text=None)
+    assert len(stores[0].catalog.keys()) == 7
+
+
+def test_many_machines_write_at_once(tmp_path):
+    url = f"file://{tmp_path}/bucket"
+    stores = [open_store(tmp_path / str(n), StoreConfig(shared=url, min_free_bytes=0)) for n in range(4)]
+
+    def put(of):
+        store, number = of
+        store.put(make_identity(number), make_kv(make_identity(number)), text=make_text(f"t{number % 5}"), doc_id="d")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put, [(stores[n % 4], n // 2) for n in range(48)]))
+    states = {tuple(sorted(store.catalog.keys())) for store in stores}
+    assert len(states) == 1
+    assert {store.catalog.totals()[0] for store in stores} == {24}
 
 
 @pytest.mark.parametrize("fault", ["cut", "half-open", "wrong bytes", "lost"])

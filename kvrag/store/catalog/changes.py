@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from kvrag.config import Retention
 from kvrag.store.base import Record
@@ -35,7 +35,7 @@ def one_step(method: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatena
     def changed(self: Catalog, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._rows.change(partial(method, self, *args, **kwargs))
 
-    return changed
+    return cast("Callable[Concatenate[Catalog, P], T]", changed)
 
 
 class Catalog(Ledger):

@@ -1,7 +1,7 @@
 """Rows that machines share: each has a copy of them, and all follow one journal.
 
-An entry of the journal is a change: rows by name. It is written under the next number, and blobs are written once, so one writer has it; who
-comes second undoes its change, follows, and makes it again. Each entry names the digest of the one before it, and the first one is
+An entry of the journal is a change: rows by name. It is written under the next number, and a blob is written once, so one writer has it;
+who comes second undoes its change, follows, and makes it again. Each entry names the digest of the one before it, and the first one is
 random, so who follows a journal that was lost and begun anew sees that, and begins anew as well.
 
 From time to time all rows are written down as a snapshot, for who begins, and entries before it are erased: the first never, the others in
@@ -38,8 +38,7 @@ AGAIN_S = 5.0  # after a fault, seconds until the journal is asked again
 ATTEMPTS = 100  # times that a change is made that others come before
 AHEAD = 16  # entries read at once
 PER_SNAPSHOT = 512  # entries at least
-PLACE = "j"  # the row that says where a copy is
-MAX_ENTRY = 2**30
+PLACE, MAX_ENTRY = "j", 2**30  # the row that says where a copy is; bytes of an entry
 
 
 class Place(NamedTuple):
@@ -105,15 +104,17 @@ class Journal:
         return Place(place.number + 1, _digest(data))
 
     def has(self, place: Place) -> bool:
-        """Whether the entry of a place is there."""
+        """Whether a place is one of this journal, and no entry behind it was erased."""
         data = self._entries.read(_key(place.number))
-        return data is not None and _digest(data) == place.digest
+        is_there = data is not None and _digest(data) == place.digest
+        return is_there and (place.number > 1 or not self._snapshots.keys())
 
     def snapshot(self, place: Place, rows: dict[str, str]) -> None:
         """Write all rows down, and erase what nobody needs any more."""
         self._snapshots.write(_key(place.number), [_dump([place.digest, rows])])
-        self._snapshots.delete([key for key in self._snapshots.keys() if key < _key(place.number)])
-        for key in sorted(key for key in self._entries.keys() if _key(1) < key < _key(place.number)):
+        snapshots, entries, end = self._snapshots.keys(), self._entries.keys(), _key(place.number)
+        self._snapshots.delete([key for key in snapshots if key < end])
+        for key in sorted(key for key in entries if _key(1) < key < end):
             self._entries.delete([key])
 
     def close(self) -> None:
@@ -253,15 +254,13 @@ class SharedRows(Rows):
         """Make an entry's change here."""
 
         def take() -> set[str]:
-            cache = self._mine.cache
-            gone = {name for name, text in entry.rows.items() if text is None}
-            if entry.is_whole:
-                gone |= set(cache.iterkeys()) - set(entry.rows)
-                cache.clear()
-            for name, text in entry.rows.items():
-                cache.delete(name) if text is None else cache.set(name, text)
-            cache.set(PLACE, json.dumps(place))
-            return gone
+            cache, rows = self._mine.cache, {name: text for name, text in entry.rows.items() if text is not None}
+            gone = set(cache.iterkeys()) if entry.is_whole else set(entry.rows)
+            for name in gone - set(rows):
+                cache.delete(name)
+            for name, text in (rows | {PLACE: json.dumps(place)}).items():
+                cache.set(name, text)
+            return gone - set(rows)
 
         self._changed(super().change(take))
 
