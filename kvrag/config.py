@@ -242,8 +242,7 @@ class StoreConfig:
     """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes``, when the difference of the
     two, as a fraction of what is stored, is free as well."""
     shared: str | None = None
-    """Address of a store that machines share, ``redis://host:port/0`` or ``s3://bucket/prefix``, below ``kv_dir``, which holds copies then
-    (docs/scale.md). Without copies, pass it as ``kv_dir``. ``disk_bytes`` is the budget of the copies."""
+    """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``; ``kv_dir`` holds copies then."""
     durability: Literal["durable", "cache"] = "durable"
     """``durable``: stored chunks survive a power cut; ``cache``: the latest may be lost, which saves waiting for the disk."""
     read_only: Switch = False

@@ -73,7 +73,7 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 545, "kvrag/config.py": 376, "kvrag/types.py": 440, "kvrag/testing/store.py": 410}
+LONGER_FILES = {"kvrag/engine.py": 545, "kvrag/config.py": 377, "kvrag/types.py": 440, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 59,
@@ -89,7 +89,7 @@ every stage."""
 LARGER_ROOMS: dict[str, int] = {"model": 14, "server": 13}
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
-KNOWN: dict[str, dict[str, int] | set[str]] = {"totals": {"lines of kvrag/store": 3870}, "undrawn rooms": {"testing"}}
+KNOWN: dict[str, dict[str, int] | set[str]] = {"totals": {"lines of kvrag/store": 3862}, "undrawn rooms": {"testing"}}
 """Violations so far: they may only become fewer. The table goes when it is empty."""
 
 

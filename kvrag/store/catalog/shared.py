@@ -82,10 +82,11 @@ class Journal:
         count = 1  # mostly there is none
         while True:
             numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
-            for number, data in zip(numbers, POOL.ahead(lambda n: self._entries.read(_key(n)), numbers), strict=True):
+            *found, last = POOL.ahead(self._entries.read, [_key(number) for number in (*numbers, place.number)])
+            if found[0] is None and not self._is_at(place, last):
+                raise _Behind
+            for number, data in zip(numbers, found, strict=True):
                 if data is None:
-                    if not self.has(place):
-                        raise _Behind
                     return
                 entry = Entry(*_load(data))
                 if entry.after != place.digest:
@@ -98,14 +99,15 @@ class Journal:
         data, key = _dump(Entry(place.digest, is_whole, rows)), _key(place.number + 1)
         if not self._entries.write(key, [data]):
             raise _Behind
-        if not self.has(place):  # the number was free because what had it was erased
+        if not self._is_at(
+            place, self._entries.read(_key(place.number))
+        ):  # the number was free because what had it was erased
             self._entries.delete([key])
             raise _Behind
         return Place(place.number + 1, _digest(data))
 
-    def has(self, place: Place) -> bool:
-        """Whether a place is one of this journal, and no entry behind it was erased."""
-        data = self._entries.read(_key(place.number))
+    def _is_at(self, place: Place, data: Any) -> bool:
+        """Whether what stands at a place is the entry that was there, and none behind it was erased."""
         is_there = data is not None and _digest(data) == place.digest
         return is_there and (place.number > 1 or not self._snapshots.keys())
 
