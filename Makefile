@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-slide bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -59,7 +59,7 @@ types: setup ## Check types (strict)
 check: lint types ## What CI runs, but for the site and the wheel
 	$(MAKE) test MARK="not exhaustive"
 
-bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-slide bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
+bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -102,6 +102,9 @@ bench-quantised: setup ## What rounding stored KV costs: errors, and KL from reu
 
 bench-slide: setup ## Perplexity beyond the context window, sliding and truncated
 	cd tests/benchmarks && ../../$(BIN)/python bench_slide.py $(ARGS)
+
+bench-shared: setup ## Reading from a shared store beside its server's own client (needs redis-server)
+	cd tests/benchmarks && ../../$(BIN)/python bench_shared.py $(ARGS)
 
 bench-seams: setup ## What tokenising segment by segment changes
 	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)

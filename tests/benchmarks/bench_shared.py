@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_shared.py
 
 ``redis``: a redis-server that this script starts; ``objects``: obstore on a directory. Each round reads every chunk with the client alone
-(``GET``, ``obstore.get``), and as kvrag does: header, proof of every layer, tensors. They take turns in a random order. The ratio is the median
-over rounds of the client's time ÷ kvrag's. The issue's target is 0.7.
+(``GET``, ``obstore.get``), and as kvrag does: header, proof of every layer, tensors. They take turns in a random order. The ratio is the
+median over rounds of the client's time ÷ kvrag's; the target is 0.7.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ FRESH_S = 1.0
 """Seconds for which a copy is looked at without following the journal: what another machine erases is not answered for longer."""
 AGAIN_S = 5.0  # after a fault, seconds until the journal is asked again
 ATTEMPTS = 100  # times that a change is made that others come before
-AHEAD = 16  # entries read at once
-PER_SNAPSHOT = 512  # entries at least
+AHEAD, PER_SNAPSHOT = 16, 512  # entries read at once, and written between snapshots
 PLACE, MAX_ENTRY = "j", 2**30  # the row that says where a copy is; bytes of an entry
 
 
@@ -82,7 +81,7 @@ class Journal:
         count = 1  # mostly there is none
         while True:
             numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
-            *found, last = POOL.ahead(self._entries.read, [_key(number) for number in (*numbers, place.number)])
+            *found, last = POOL.ahead(self._entries.read, map(_key, (*numbers, place.number)))
             if found[0] is None and not self._is_at(place, last):
                 raise _Behind
             for number, data in zip(numbers, found, strict=True):
@@ -149,8 +148,7 @@ class SharedRows(Rows):
         durable: bool = True,
         begin: Callable[[Rows, bool], None],
     ) -> None:
-        self._journal, self._changed = journal, changed
-        self._following = fork_lock()
+        self._journal, self._changed, self._following = journal, changed, fork_lock()
         self._fresh_s, self._again_s, self._is_cut_off = -FRESH_S, 0.0, False
         super().__init__(folder, seal, durable=durable, begin=begin)
         self.read_only = read_only
