@@ -28,9 +28,9 @@ def check_kv_dir(kv_dir: object) -> str | None:
     """Return the absolute path of a store's directory, a shared store's address, or ``None``; raise :class:`ConfigError` for others."""
     if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
         raise ConfigError(f"kv_dir is {kv_dir!r}; pass the path of a directory")
-    return (
-        kv_dir if isinstance(kv_dir, str) and "://" in kv_dir else None if kv_dir is None else os.path.abspath(kv_dir)
-    )
+    if kv_dir is None or (isinstance(kv_dir, str) and "://" in kv_dir):
+        return kv_dir
+    return os.path.abspath(kv_dir)
 
 
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:

@@ -21,6 +21,7 @@ from kvrag import ConfigError, GenerationResult, KVRagEngine, PrecomputeReport, 
 from kvrag.config import refuse_misplaced, unknown_option
 from kvrag.fields import EngineFields
 from kvrag.model.source import ModelSource
+from kvrag.precompute.documents import check_kv_dir
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
 from langchain_kvrag._profile import profile_of
 from langchain_kvrag._spellings import understood
@@ -220,7 +221,7 @@ class KVRagModel(EngineFields):
             "prefix": None if self.prefix is None else repr(self.prefix),
             "context": self.context,
             "namespace": self.namespace,
-            "kv_dir": None if self.kv_dir is None else os.path.abspath(self.kv_dir),
+            "kv_dir": check_kv_dir(self.kv_dir),
             "store_config": None if config is None else repr(replace(config, on_event=None)),  # its key is not shown
             "mode": self.mode,
             "max_context": self.max_context,

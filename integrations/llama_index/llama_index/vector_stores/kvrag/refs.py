@@ -35,7 +35,8 @@ class RefTable:
     Parameters
     ----------
     kv_dir
-        Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. ``None``: in memory, as the KV then.
+        Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. ``None``: in memory, as the KV then; so
+        without a directory, for a store that machines share.
     collection
         Collection that the nodes are in, which has entries of its own.
     """
@@ -43,8 +44,9 @@ class RefTable:
     def __init__(self, kv_dir: str | os.PathLike[str] | None, collection: str | None = None) -> None:
         self._given = kv_dir, collection
         self._below = "" if collection is None else f" {below_collection(collection)}"
-        self._path = None if kv_dir is None else Path(os.path.abspath(kv_dir), "llama_index", "refs.sqlite")
-        self._memory = sqlite3.connect(":memory:", check_same_thread=False) if kv_dir is None else None
+        root = None if kv_dir is None or "://" in str(kv_dir) else os.path.abspath(kv_dir)
+        self._path = None if root is None else Path(root, "llama_index", "refs.sqlite")
+        self._memory = sqlite3.connect(":memory:", check_same_thread=False) if root is None else None
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> RefTable:
