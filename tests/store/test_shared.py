@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from kit import raising
 from texts import make_chunks
 
 import kvrag.store.redis as redis_blobs
@@ -23,7 +24,7 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
 from kvrag.store.catalog import shared
 from kvrag.store.opening import open_url
-from kvrag.testing.chunks import make_identity, make_kv, make_text
+from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract, StoreContract
 
 redis = pytest.importorskip("redis")
@@ -224,6 +225,22 @@ def test_a_machine_that_was_away_begins_with_a_snapshot(tmp_path, monkeypatch):
         assert store.known([chunk_key(make_identity(n)) for n in range(11)]) == set(stores[0].catalog.keys())
         store.put(make_identity(10), make_kv(make_identity(10)), text=None)
     assert len(stores[0].catalog.keys()) == 7
+
+
+def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path, monkeypatch):
+    one = make_kv(make_identity(0))
+    config = StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=50_000)
+    store = open_store(tmp_path / "copies", config)
+    for number in range(12):
+        store.put(make_identity(number), make_kv(make_identity(number)), text=None)
+        assert sum(store.blobs.local.sizes().values()) <= 50_000
+    kept = set(store.blobs.local.keys())
+    assert 0 < len(kept) < 12
+    assert chunk_key(make_identity(11)) in kept, "the latest stay"
+    monkeypatch.setattr(store.blobs.local, "write", raising(OSError, 28, "No space left on device"))
+    for number in range(12):
+        assert same_bits(store.get(make_identity(number)), make_kv(make_identity(number)))
+    assert same_bits(store.get(make_identity(0)), one)
 
 
 def test_many_machines_write_at_once(tmp_path):
