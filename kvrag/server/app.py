@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +27,8 @@ from kvrag.server.service import Service, service_of
 _QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
 """Of newer FastAPIs' own telemetry, which would tell of bodies that can't be read and of exceptions' messages; kvrag has its own."""
 
+GIVE_BACK_S = 15.0
+"""Seconds between two times that freed memory is returned to the system."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +71,18 @@ async def _life(app: FastAPI) -> AsyncIterator[None]:
     if not getattr(loaded.lm, "can_share_forwards", False):
         logger.warning("answers of this model are decoded one after the other; see docs/support.md")
     app.state.is_loaded = True
+    giving_back = asyncio.create_task(_give_memory_back())
     yield
+    giving_back.cancel()
     service.admission.is_draining = True
+
+
+async def _give_memory_back() -> None:
+    """Let glibc return freed memory to the system: by itself it keeps what lies between blocks in use, as much as there ever was."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(GIVE_BACK_S)
+        await run_in_threadpool(trim, 0)
 
 
 async def health() -> dict[str, str]:

@@ -227,6 +227,52 @@ def test_a_machine_that_was_away_begins_with_a_snapshot(tmp_path, monkeypatch):
     assert len(stores[0].catalog.keys()) == 7
 
 
+def put(store, number):
+    store.put(make_identity(number), make_kv(make_identity(number)), text=None)
+
+
+def test_a_journal_that_was_lost_and_begun_anew_is_another_one(tmp_path):
+    url = f"file://{tmp_path}/bucket"
+    old = open_store(url, StoreConfig(min_free_bytes=0))
+    put(old, 0)
+    shutil.rmtree(tmp_path / "bucket")
+    new = open_store(tmp_path / "copies", StoreConfig(shared=url, min_free_bytes=0))
+    for number in range(1, 4):
+        put(new, number)
+    assert set(old.catalog.keys()) == set(new.catalog.keys()) == {chunk_key(make_identity(n)) for n in range(1, 4)}
+    put(old, 4)
+    assert new.known([chunk_key(make_identity(4))])
+
+
+def test_who_can_not_know_what_was_erased_answers_with_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shared, "AGAIN_S", 0.0)
+    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
+    put(store, 0)
+    assert store.get(make_identity(0)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.Journal, "after", raising(OSError, "cut off"))
+        for _ in range(3):
+            assert store.get(make_identity(0)) is None
+        with pytest.raises(StoreError, match="cut off"):
+            put(store, 1)
+    assert len([record for record in caplog.records if "counts as empty" in record.message]) == 1
+    assert store.get(make_identity(0)) is not None
+
+
+def test_a_number_that_is_free_because_its_entry_was_erased_is_not_taken(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/bucket"
+    behind, ahead = (open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab")
+    put(behind, 0)
+    for number in range(1, 5):
+        put(ahead, number)
+    ahead.catalog.scrub()
+    rows, followed = behind.catalog._rows, []
+    follow = rows._follow
+    monkeypatch.setattr(rows, "_follow", lambda: followed.append(1) if not followed else follow())
+    put(behind, 5)
+    assert set(ahead.catalog.keys()) == set(behind.catalog.keys()) == {chunk_key(make_identity(n)) for n in range(6)}
+
+
 def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path, monkeypatch):
     one = make_kv(make_identity(0))
     config = StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=50_000)
