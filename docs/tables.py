@@ -569,6 +569,25 @@ def _behind(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return found + ["tokens/s"] * (ours["tokens_per_s"] < 0.98 * theirs["tokens_per_s"])
 
 
+def shared(result: dict[str, Any]) -> str:
+    """Set reading through kvrag beside the server's own client, for each kind of server."""
+    names = {"redis": "redis-server, redis-py", "objects": "a directory, obstore"}
+    rows = [
+        [
+            names[tier],
+            f"{row['gb_per_s']['client']:.2f}",
+            f"{row['gb_per_s']['kvrag']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['lookup_ms']:.2f} ({row['lookup_first_ms']:.2f})",
+        ]
+        for tier, row in result["tiers"].items()
+    ]
+    header = ["server, client", "client, GB/s", "kvrag, GB/s", "ratio", "look-up of 20 chunks, ms"]
+    said = f"\n{result['chunks']} chunks of {result['bytes'] / 1e6:.0f} MB; the ratio's target is {result['target']}. "
+    said += "In brackets: a look-up that asks the journal first, as one a second does.\n"
+    return table(header, rows) + said + machine_of(result, "shared.json")
+
+
 def load_figures(result: dict[str, Any]) -> str:
     """Set the single figures beside their goals."""
     parts, rows = result["parts"], []
@@ -887,6 +906,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "reliability": ("reliability.json", reliability),
     "serve": ("serve.json", serve),
     "load": ("load.json", load),
+    "shared": ("shared.json", shared),
     "load-figures": ("load.json", load_figures),
     "suites": ("suites.json", suites),
     "quantised": ("quantised.json", quantised),
