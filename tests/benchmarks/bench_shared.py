@@ -107,6 +107,7 @@ def main() -> None:
         folder = Path(name)
         with redis_server(folder) as url:
             rows = {"redis": measure(url, args.rounds)}
+        (folder / "bucket").mkdir()
         rows["objects"] = measure(f"file://{folder}/bucket", args.rounds)
     for name, row in rows.items():
         print(

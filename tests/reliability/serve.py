@@ -39,6 +39,7 @@ from serving import (
 from space import on_a_small_disk
 from world import Outcome
 
+REST_S = 40.0  # in which the server returns freed memory twice
 MALFORMED: tuple[Any, ...] = (
     None,
     "",
@@ -191,17 +192,25 @@ def slow_clients(folder: Path, *, requests: int) -> Outcome:
 
 
 def soak(folder: Path, *, seconds: float, clients: int = 64, limit: float | None = None) -> Outcome:
-    """Keep so many streams open for so long; neither memory nor threads grow, and every answer is right."""
-    outcome, tiny = Outcome(), Tiny(folder)
+    """Keep so many streams open for so long; neither memory nor threads grow, and every answer is right.
+
+    Under load, memory goes up and down with what so many requests hold at a time. So it is compared at rest: after a third of the time, and
+    at the end, each time when the server has returned what was freed.
+    """
+    outcome, tiny, at_rest = Outcome(), Tiny(folder), list[dict[str, int]]()
     with tiny.start() as server:
         precompute_all(server, outcome)
-        singles = Singles(asks(48, tokens=40)).run(server, outcome)
-        end = time.monotonic() + seconds
-        load = Load(server, singles, outcome, clients, leaving=0.02).run(lambda _: time.monotonic() > end)
-        load.judge()
-        growth(load.sizes, outcome, limit=limit)
-        settle(server, outcome)
-    outcome.counts |= {"streams": clients, "for_s": round(seconds)}
+        singles, under_load = Singles(asks(48, tokens=40)).run(server, outcome), 0
+        for share in (1 / 3, 2 / 3):
+            end = time.monotonic() + seconds * share
+            load = Load(server, singles, outcome, clients, seed=len(at_rest), leaving=0.02)
+            load.run(lambda _, end=end: time.monotonic() > end).judge()  # type: ignore[misc]
+            settle(server, outcome)
+            time.sleep(REST_S if limit is not None else 0)
+            under_load = max([under_load, *(size["rss"] for size in load.sizes)])
+            at_rest.append(server.size())
+        growth(at_rest, outcome, limit=limit)
+    outcome.counts |= {"streams": clients, "for_s": round(seconds), "megabytes under load": round(under_load / 1e6)}
     return outcome
 
 
