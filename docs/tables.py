@@ -403,9 +403,11 @@ def fuzz(result: dict[str, Any]) -> str:
 
 
 def machine_of(result: dict[str, Any], file: str) -> str:
-    """Say where figures come from that need no model."""
+    """Say where figures come from that need no model; scenarios were run at commits of their own."""
     m = result["machine"]
-    return f"\n{m['cpu']}, {m['cores']} cores; commit {m['commit'][:10]}; everything in `tests/benchmarks/results/{file}`.\n"
+    ran = {row["commit"][:10] for row in result.get("scenarios", {}).values() if "commit" in row} or {m["commit"][:10]}
+    at = f"commit{'s' if ran - {min(ran)} else ''} {', '.join(sorted(ran))}"
+    return f"\n{m['cpu']}, {m['cores']} cores; {at}; everything in `tests/benchmarks/results/{file}`.\n"
 
 
 def store(result: dict[str, Any]) -> str:

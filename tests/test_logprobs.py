@@ -8,7 +8,9 @@ import torch
 from transformers import AutoTokenizer
 
 from kvrag import ConfigError
+from kvrag.config import SamplingConfig
 from kvrag.generate.logprobs import Delta, Writer
+from kvrag.generate.sampling import Penalties
 from kvrag.types import TokenLogprob
 
 PROMPT = "One two three"
@@ -43,6 +45,14 @@ def test_a_stream_tells_each_once_and_in_order(engine):
     assert tuple(told) == stream.result.logprobs[: len(told)]
     assert len(pieces) > 3
     assert all(piece.logprobs for piece in pieces)
+
+
+def test_penalties_count_the_answer_alone_and_presence_counts_once():
+    """OpenAI's formula: ``logit - count * frequency - (count > 0) * presence``."""
+    config = SamplingConfig(frequency_penalty=0.5, presence_penalty=1.0)
+    ids, logits = torch.tensor([[5, 5, 7, 7, 7, 9]]), torch.zeros(1, 12)  # three of the prompt, three of the answer
+    found = Penalties(config, num_prompt=3)(ids, logits)[0]
+    assert {token: value for token, value in enumerate(found.tolist()) if value} == {7: -2.0, 9: -1.5}
 
 
 @pytest.mark.parametrize("options", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"logit_bias": {7: 3.5}}])
