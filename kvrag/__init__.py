@@ -37,6 +37,7 @@ from kvrag.types import (
 
 if TYPE_CHECKING:
     from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig
+    from kvrag.dataset import precompute_dataset
     from kvrag.engine import KVRagEngine
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.model.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
@@ -73,6 +74,7 @@ __all__ = [
     "delete_kv",
     "flash_attention_tier",
     "install_flash_attention",
+    "precompute_dataset",
     "precompute_kv",
     "sync_kv",
     "uninstall_flash_attention",
@@ -80,6 +82,7 @@ __all__ = [
 
 _LAZY = {
     "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
+    "kvrag.dataset": ("precompute_dataset",),
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
     "kvrag.model.flash": ("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),

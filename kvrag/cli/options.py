@@ -149,8 +149,8 @@ def key_options() -> Given:
     return {"encryption_key": f"env:{KEY_VARIABLE}"} if os.environ.get(KEY_VARIABLE) else {}
 
 
-def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:
-    """Open an engine from the options of these groups and load its model, with a sign of life."""
+def engine_options(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> Given:
+    """Return the arguments of :meth:`KVRagEngine.from_pretrained` for the options of these groups."""
     options = dict(engine)
     prefix, system, context = (options.pop(name, None) for name in ("prefix", "system", "chunk_context"))
     if prefix is not None and system is not None:
@@ -161,12 +161,17 @@ def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | N
         )
     kept = {"kv_dtype": options.pop("kv_dtype")} if "kv_dtype" in options else {}
     config = StoreConfig(**kept, **key_options(), **(limits or {}))
-    repaired = RepairConfig(**repair) if repair else None
+    options["context"] = None if context in (None, "none") else context
+    options["prefix"] = prefix if system is None else [{"role": "system", "content": system}]
+    return {**options, "repair": RepairConfig(**repair) if repair else None, "store_config": config}
+
+
+def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:
+    """Open an engine from the options of these groups and load its model, with a sign of life."""
+    options = engine_options(engine, repair=repair, limits=limits)
     with progress(f"loading {options['model']} ..."):
         from kvrag.engine import KVRagEngine
 
-        options["context"] = None if context in (None, "none") else context
-        before = prefix if system is None else [{"role": "system", "content": system}]
-        opened = KVRagEngine.from_pretrained(**options, prefix=before, repair=repaired, store_config=config)
+        opened = KVRagEngine.from_pretrained(**options)
         opened.loaded  # noqa: B018 - loads it here, where it is announced
     return opened

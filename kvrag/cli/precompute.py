@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvrag.cli.documents import read_documents, split_documents
-from kvrag.cli.options import ENGINE, LIMITS, AsJson, Given, open_engine, takes
+from kvrag.cli.documents import CountTokens, DocumentChunk, read_documents, split_documents
+from kvrag.cli.options import ENGINE, LIMITS, AsJson, Given, engine_options, open_engine, takes
 from kvrag.cli.output import facts, show
+from kvrag.errors import ConfigError, require
 from kvrag.estimate import human_bytes
 
 _PRIORITY = typer.Option(
@@ -19,6 +22,14 @@ _PRIORITY = typer.Option(
     max=100,
     help="Eviction priority, of chunks stored before too; the lowest leave first. Default: 35, or theirs.",
 )
+_ON_RAY = "With Ray"
+_RAY = typer.Option(
+    "--ray",
+    help="Share the work among the machines of the Ray cluster RAY_ADDRESS, or of one started here.",
+    rich_help_panel=_ON_RAY,
+)
+_WORKERS = typer.Option(min=1, help="Processes; default: one for each GPU, or core.", rich_help_panel=_ON_RAY)
+_REPORT = typer.Option(help="Parquet file for the report: a row for each batch.", rich_help_panel=_ON_RAY)
 
 
 @takes(engine=ENGINE, limits=LIMITS)
@@ -29,30 +40,78 @@ def precompute(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")] = 250,
     batch_size: Annotated[int, typer.Option(min=1, help="Chunks per forward.")] = 8,
     priority: Annotated[int | None, _PRIORITY] = None,
+    ray: Annotated[bool, _RAY] = False,
+    workers: Annotated[int | None, _WORKERS] = None,
+    report: Annotated[Path | None, _REPORT] = None,
     as_json: AsJson = False,
 ) -> None:
     """Split files into chunks and store the KV of each; run it again after a break, and it goes on."""
     from kvrag import Retention
 
+    if not ray and (workers, report) != (None, None):
+        raise ConfigError("--workers and --report have no effect without --ray; pass it, or leave them out")
     documents = read_documents(paths)
-    with closing(open_engine(engine, limits=limits)) as opened:
-        encoder = opened.loaded.encoder
-        chunks = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
-        texts, ids = [chunk.text for chunk in chunks], [chunk.id for chunk in chunks]
-        retention = None if priority is None else Retention(priority)
-        report = opened.precompute(
-            texts, ids=ids, batch_size=batch_size, show_progress=not as_json, retention=retention
-        )
+
+    def split(count_tokens: CountTokens) -> list[DocumentChunk]:
+        return split_documents(documents, count_tokens, chunk_tokens=chunk_tokens)
+
+    run = {"batch_size": batch_size, "retention": None if priority is None else Retention(priority)}
+    if ray:
+        options = engine_options(engine, limits=limits)
+        chunks = split(_counter(options))
+        done = _on_ray(chunks, options, run, workers, report, is_quiet=as_json)
+    else:
+        with closing(open_engine(engine, limits=limits)) as opened:
+            encoder = opened.loaded.encoder
+            chunks = split(lambda text: len(encoder.chunk_ids(text)))
+            texts, ids = [chunk.text for chunk in chunks], [chunk.id for chunk in chunks]
+            done = asdict(opened.precompute(texts, ids=ids, show_progress=not as_json, **run))
     counts = {"documents": len(documents), "chunks": len(chunks), "tokens": sum(chunk.num_tokens for chunk in chunks)}
     rows = {
         "documents": len(documents),
         "chunks": f"{len(chunks)} of {counts['tokens']} tokens in all",
-        "stored": report.stored,
-        "skipped": f"{report.skipped} (stored before)",
-        "too short": f"{len(report.short)} (they stay live text)",
-        "failed": len(report.failed),
-        "written": human_bytes(report.stored_bytes),
-        "time": f"{report.seconds:.1f} s",
-        **{f"failed: {name}": reason for name, reason in report.failed[:10]},
+        "stored": done["stored"],
+        "skipped": f"{done['skipped']} (stored before)",
+        "too short": f"{len(done['short'])} (they stay live text)",
+        "failed": len(done["failed"]),
+        "written": human_bytes(done["stored_bytes"]),
+        "time": f"{done['seconds']:.1f} s",
+        **{f"failed: {name}": reason for name, reason in done["failed"][:10]},
     }
-    show(counts | asdict(report), facts(f"KV in {engine['kv_dir']}", rows), as_json=as_json, ok=not report.failed)
+    show(counts | done, facts(f"KV in {engine['kv_dir']}", rows), as_json=as_json, ok=not done["failed"])
+
+
+def _counter(options: Given) -> CountTokens:
+    """Return what counts the tokens of a text, without the model's weights."""
+    from kvrag.model.source import ModelSource, load_tokenizer
+    from kvrag.prompt.template import PromptEncoder
+
+    encoder = PromptEncoder(load_tokenizer(ModelSource(options["model"])))
+    return lambda text: len(encoder.chunk_ids(text))
+
+
+def _on_ray(
+    chunks: list[DocumentChunk],
+    options: Given,
+    run: Mapping[str, Any],
+    workers: int | None,
+    file: Path | None,
+    *,
+    is_quiet: bool,
+) -> dict[str, Any]:
+    """Store chunks on a Ray cluster; return the sums of the report, and write it to a file if one is given."""
+    ray = require("ray", extra="ray", purpose="kvrag precompute --ray")
+    pyarrow, parquet = (require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet"))
+    from kvrag.dataset import precompute_dataset
+
+    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
+    ray.data.DataContext.get_current().enable_progress_bars = not is_quiet
+    rows, start = [{"id": chunk.id, "text": chunk.text} for chunk in chunks], time.perf_counter()
+    report = precompute_dataset(ray.data.from_items(rows), **options, concurrency=workers, run=run)
+    table = pyarrow.concat_tables(ray.get(report.to_arrow_refs()))
+    if file is not None:
+        parquet.write_table(table, file)
+    done = table.to_pylist()
+    named = {what: [(each["id"], each["reason"]) for row in done for each in row[what]] for what in ("failed", "short")}
+    sums = {what: sum(row[what] for row in done) for what in ("stored", "skipped", "stored_bytes")}
+    return {**sums, **named, "seconds": time.perf_counter() - start}
