@@ -55,7 +55,7 @@ def precompute(
     def split(count_tokens: CountTokens) -> list[DocumentChunk]:
         return split_documents(documents, count_tokens, chunk_tokens=chunk_tokens)
 
-    run = {"batch_size": batch_size, "retention": None if priority is None else Retention(priority)}
+    run: Given = {"batch_size": batch_size, "retention": None if priority is None else Retention(priority)}
     if ray:
         options = engine_options(engine, limits=limits)
         chunks = split(_counter(options))

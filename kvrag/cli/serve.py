@@ -8,22 +8,29 @@ import os
 import signal
 import warnings
 from contextlib import closing, suppress
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
 
-from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, open_engine, takes
+from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, engine_options, open_engine, takes
 from kvrag.errors import ConfigError, require
-
-KEYS_VARIABLE = "KVRAG_API_KEYS"
-"""Holds ``tenant=key`` pairs, separated by commas; there is no option, because the arguments of a process can be seen by others."""
 
 logger = logging.getLogger(__name__)
 
 _MOST_ARENAS = -8, 1  # M_ARENA_MAX of malloc.h, and its value
+_ON_RAY = "With Ray"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
+_RAY = typer.Option(
+    "--ray",
+    help="Serve on the Ray cluster RAY_ADDRESS, or on one started here; name a shared store.",
+    rich_help_panel=_ON_RAY,
+)
+_REPLICAS = typer.Option(
+    help="Replicas, or the least and the most, as 2-8. Default: 1.", metavar="N[-M]", rich_help_panel=_ON_RAY
+)
 _MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 
 
@@ -38,6 +45,8 @@ def serve(
     model_name: Annotated[str | None, typer.Option(help="Name that clients ask for; default: the model's own.")] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 503.")] = 256,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="How lines of the log are written.")] = "text",
+    ray: Annotated[bool, _RAY] = False,
+    replicas: Annotated[str | None, _REPLICAS] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")] = False,
 ) -> None:
     """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
@@ -46,11 +55,18 @@ def serve(
     keys = _keys(host, is_insecure=insecure)
     from kvrag.server import ServerConfig, create_app
 
+    given: Given = {"model_name": model_name, "max_waiting": max_waiting}
+    if ray:
+        options = engine_options({**engine, "model": model}, repair=repair, limits=limits)
+        _on_ray(options, given, host, port, replicas or "1")
+        return
+    if replicas is not None:
+        raise ConfigError("--replicas has no effect without --ray; pass it, or leave it out")
     _share_freed_memory()
     warnings.filterwarnings(
         "ignore", category=UserWarning, module=r"kvrag\."
     )  # they quote prompts; explain() says as much
-    config = ServerConfig(model_name=model_name, api_keys=keys, max_waiting=max_waiting)
+    config = ServerConfig(api_keys=keys, **given)
     with closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
         app = create_app(opened, config)
         # uvicorn raises the signal again when all is answered; the store is still to be closed then.
@@ -88,8 +104,34 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
     return Server(options)
 
 
+def _on_ray(options: Given, server: Given, host: str, port: int, replicas: str) -> None:
+    """Serve on a Ray cluster until a signal ends it."""
+    ray, serve = (require(name, extra="ray", purpose="kvrag serve --ray") for name in ("ray", "ray.serve"))
+    from kvrag.serving import ServingConfig, build
+
+    least, _, most = replicas.partition("-")
+    if not (least.isdigit() and (most or least).isdigit()):
+        raise ConfigError(f"--replicas is {replicas!r}; pass a number, or the least and the most, as 2-8")
+    store, repair = asdict(options.pop("store_config")), options.pop("repair")
+    own = {name: options.pop(name) for name in ("model", "kv_dir")}
+    config = ServingConfig(
+        **own,
+        engine=options,
+        store=store,
+        repair=None if repair is None else asdict(repair),
+        server=server,
+        replicas=(int(least), int(most or least)),
+    )
+    application = build(config)  # what can't be used is said before Ray starts
+    ray.init(ignore_reinit_error=True, logging_level="warning")
+    serve.start(http_options={"host": host, "port": port})
+    serve.run(application, blocking=True)
+
+
 def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
-    keys = read_keys(os.environ.get(KEYS_VARIABLE, ""))
+    from kvrag.server.config import KEYS_VARIABLE, keys_of_environment
+
+    keys = keys_of_environment()
     if host not in _LOCAL and not keys and not is_insecure:
         raise ConfigError(
             f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
@@ -110,14 +152,3 @@ def log_config(log_format: str) -> dict[str, Any]:
         "root": {"level": "WARNING", "handlers": ["stderr"]},
         "loggers": {"kvrag": {"level": "INFO"}, "uvicorn": {"level": "INFO"}},
     }
-
-
-def read_keys(text: str) -> dict[str, str]:
-    """Return the tenant of each key in ``tenant=key,tenant=key``."""
-    found = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        tenant, mark, key = pair.partition("=")
-        if not (mark and tenant and key):
-            raise ConfigError(f"{KEYS_VARIABLE} has an entry without a tenant or a key; write tenant=key,tenant=key")
-        found[key] = tenant
-    return found

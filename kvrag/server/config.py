@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrag.errors import ConfigError
+
+KEYS_VARIABLE = "KVRAG_API_KEYS"
+"""Holds ``tenant=key`` pairs, separated by commas; there is no option, because the arguments of a process can be seen by others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +63,14 @@ class ServerConfig:
             if hmac.compare_digest(hashlib.sha256(known.encode()).digest(), digest):
                 found = tenant
         return found
+
+
+def keys_of_environment() -> dict[str, str]:
+    """Return the tenant of each key in :data:`KEYS_VARIABLE`; raises ``ConfigError``."""
+    found = {}
+    for pair in filter(None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))):
+        tenant, mark, key = pair.partition("=")
+        if not (mark and tenant and key):
+            raise ConfigError(f"{KEYS_VARIABLE} has an entry without a tenant or a key; write tenant=key,tenant=key")
+        found[key] = tenant
+    return found

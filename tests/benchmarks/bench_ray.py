@@ -2,10 +2,10 @@
 
     python tests/benchmarks/bench_ray.py --only scale,kill
 
-``scale``: SmolLM2 and chunks of 250 tokens, one thread for each worker, one worker and two by turns, each into an empty store; throughput is
-chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count.
-``kill``: a tiny model, a store in Redis, and two workers, one of which gets SIGKILL from time to time. All chunks must be there once, with the
-bits that a single process gives; what was stored before a kill is skipped by who takes the batch again.
+``scale``: SmolLM2 and chunks of 250 tokens, one thread for each worker, one worker and two by turns, each into an empty store;
+throughput is chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count.
+``kill``: a tiny model, a store in Redis, and two workers, one of which gets SIGKILL from time to time. All chunks must be there once,
+with the bits that a single process gives; what was stored before a kill is skipped by who takes the batch again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,21 @@ from kvrag import KVRagEngine, precompute_dataset
 from kvrag.store import TieredStore
 from kvrag.testing.models import save_tiny_model
 
-WORDS = "key value cache chunk token layer head prompt prefix store blob index query answer model weight".split()
+WORDS = [
+    "key",
+    "value",
+    "cache",
+    "chunk",
+    "token",
+    "layer",
+    "head",
+    "prompt",
+    "prefix",
+    "store",
+    "blob",
+    "index",
+    "query",
+]
 
 
 def run(rows: list[dict[str, str]], model: str, kv_dir: str, workers: int, batch_size: int) -> list[dict[str, Any]]:
@@ -109,7 +123,7 @@ def blobs(store: TieredStore) -> dict[str, bytes]:
     """Return the digests of all blobs."""
     import hashlib
 
-    return {key: hashlib.sha256(store.blobs.read(key) or b"").digest() for key in store.blobs.keys()}
+    return {key: hashlib.sha256(store.blobs.read(key) or b"").digest() for key in store.listed()}
 
 
 def kill(count: int, seed: int, folder: Path) -> dict[str, Any]:

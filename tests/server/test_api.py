@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_kit import served
 
 from kvrag import ConfigError, KVRagEngine, StoreConfig
-from kvrag.cli.serve import read_keys
 from kvrag.server import ServerConfig
 from kvrag.testing.models import tiny_model
 
@@ -298,10 +297,12 @@ def test_metrics_count_what_was_answered(http, client, chunks):
 
 
 @pytest.mark.parametrize("text", ["key", "=key", "a="])
-def test_keys_without_a_tenant_are_refused(text):
+def test_keys_without_a_tenant_are_refused(text, monkeypatch):
+    monkeypatch.setenv("KVRAG_API_KEYS", text)
     with pytest.raises(ConfigError, match="tenant=key"):
-        read_keys(text)
-    assert read_keys("a=x, b=y=z") == {"x": "a", "y=z": "b"}
+        keys_of_environment()
+    monkeypatch.setenv("KVRAG_API_KEYS", "a=x, b=y=z")
+    assert keys_of_environment() == {"x": "a", "y=z": "b"}
 
 
 @pytest.mark.parametrize(

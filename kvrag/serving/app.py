@@ -1,0 +1,149 @@
+"""The application: what is configured, and the deployments that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvrag.config import RepairConfig, StoreConfig, as_config, unknown_option
+from kvrag.engine import KVRagEngine
+from kvrag.errors import ConfigError, require
+from kvrag.server.config import ServerConfig, keys_of_environment
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig:
+    """Options of :func:`build`; all are values that YAML has.
+
+    Parameters
+    ----------
+    model, kv_dir
+        As for :meth:`kvrag.KVRagEngine.from_pretrained`. Replicas on several machines need a shared store, here or as
+        ``store["shared"]``.
+    engine, store, repair, server
+        Further options of the engine, of :class:`kvrag.StoreConfig`, :class:`kvrag.RepairConfig` and
+        :class:`kvrag.server.ServerConfig`. Without ``server["api_keys"]``, keys come from each machine's ``KVRAG_API_KEYS``, which
+        is the better place for them.
+    replicas
+        How many, or the least and the most: as many then as the load asks for.
+    num_cpus, num_gpus
+        Of each replica.
+    fronts
+        Processes that take requests and pass them on.
+    autoscaling
+        Further options of Ray Serve's ``AutoscalingConfig``, where ``replicas`` is a range.
+    warm_s
+        Seconds that a new replica reads the chunks that were used most into memory, before it takes requests.
+    """
+
+    model: str
+    kv_dir: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    store: Mapping[str, Any] = field(default_factory=dict)
+    repair: Mapping[str, Any] | None = None
+    server: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int | tuple[int, int] = 1
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    fronts: int = 1
+    autoscaling: Mapping[str, Any] = field(default_factory=dict)
+    warm_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        least, most = self.least_and_most
+        if self.kv_dir is None:
+            raise ConfigError(
+                "ServingConfig.kv_dir is None, and replicas could share nothing; name a directory or a shared store"
+            )
+        if not 1 <= least <= most or self.fronts < 1:
+            raise ConfigError(
+                f"ServingConfig has replicas={self.replicas!r} and fronts={self.fronts!r}; both begin at 1"
+            )
+        if self.autoscaling and least == most:
+            raise ConfigError(
+                "ServingConfig.autoscaling has no effect without a range of replicas; pass replicas=(1, 4)"
+            )
+        self.server_config, self.store_config  # noqa: B018 - what they refuse is said here
+
+    @property
+    def least_and_most(self) -> tuple[int, int]:
+        """The range of replicas."""
+        least, most = (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
+        return least, most
+
+    @property
+    def server_config(self) -> ServerConfig:
+        """The server's options, with the keys of this machine."""
+        return ServerConfig(**{"api_keys": keys_of_environment(), **self.server})
+
+    @property
+    def store_config(self) -> StoreConfig:
+        """The store's options."""
+        return StoreConfig(**self.store)
+
+    def open(self) -> KVRagEngine:
+        """Make an engine, whose model is loaded at first use."""
+        own = {
+            "kv_dir": self.kv_dir,
+            "store_config": self.store_config,
+            "repair": as_config(RepairConfig, self.repair, option="repair"),
+        }
+        return KVRagEngine.from_pretrained(self.model, **{**self.engine, **own})
+
+
+def build(args: ServingConfig | Mapping[str, Any]) -> Application:
+    """Make the Ray Serve application, for ``serve.run`` or, as ``import_path: kvrag.serving:build``, for a Serve YAML.
+
+    Parameters
+    ----------
+    args
+        A :class:`ServingConfig`, or its options.
+
+    Raises
+    ------
+    ConfigError
+        If an option is unknown or invalid.
+    MissingDependencyError
+        If Ray Serve is not installed.
+    """
+    serve = require("ray.serve", extra="ray", purpose="kvrag.serving")
+    from kvrag.serving.front import Front
+    from kvrag.serving.replica import Replica
+
+    config = args if isinstance(args, ServingConfig) else _config(args)
+    config.open().close()  # what can't be used is said here
+    server, (least, most) = config.server_config, config.least_and_most
+    options: dict[str, Any] = {
+        "max_ongoing_requests": server.max_running + server.max_waiting,
+        "max_queued_requests": server.max_waiting,
+        "ray_actor_options": {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        "request_router_config": {"request_router_class": "kvrag.serving.router.ChunkRouter"},
+        "graceful_shutdown_timeout_s": server.drain_s,
+    }
+    if least == most:
+        options["num_replicas"] = least
+    else:
+        policy = {"policy_function": "kvrag.serving.router:by_queue"}
+        scale = {"target_ongoing_requests": server.max_running, "policy": policy, **config.autoscaling}
+        options["autoscaling_config"] = {"min_replicas": least, "max_replicas": most, **scale}
+    replica = serve.deployment(Replica).options(**options).bind(asdict(config))
+    front = serve.deployment(Front).options(
+        num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+    )
+    application: Application = front.bind(replica, asdict(config))
+    return application
+
+
+def _config(options: Mapping[str, Any]) -> ServingConfig:
+    known = list(ServingConfig.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise unknown_option(name, known, of="kvrag.serving")
+    if "model" not in options:
+        raise ConfigError("kvrag.serving has no model; pass its hub id or path as the option 'model'")
+    replicas = options.get("replicas", 1)
+    return ServingConfig(**{**options, "replicas": tuple(replicas) if isinstance(replicas, list) else replicas})

@@ -1,0 +1,102 @@
+"""One replica: an engine behind the HTTP API, whose requests come from a front instead of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+from ray.serve.metrics import Gauge
+
+from kvrag.engine import KVRagEngine
+from kvrag.errors import StoreError
+from kvrag.server import create_app
+from kvrag.serving.app import ServingConfig
+
+PUBLISH_S = 5.0  # between two times that metrics are handed to Ray
+BACKLOG = 64  # messages of an answer that the front has not taken yet
+
+MOST = 1000  # chunks that a new replica asks for
+Message = dict[str, Any]
+"""An ASGI message."""
+
+
+class Replica:
+    """A deployment: answers requests with :func:`kvrag.server.create_app`."""
+
+    async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc] # Ray awaits it
+        config = ServingConfig(**options)
+        self._engine = config.open()
+        self._app = create_app(self._engine, config.server_config)
+        self._life, self._gauges = AsyncExitStack(), dict[str, Gauge]()
+        await self._life.enter_async_context(self._app.router.lifespan_context(self._app))
+        await asyncio.to_thread(warm, self._engine, config.warm_s)
+        self._publishing = asyncio.create_task(self._publish())
+
+    async def answer(self, scope: Message, body: bytes, *, keys: Sequence[str] = ()) -> AsyncIterator[Message]:
+        """Yield the messages of a response; ``keys`` are the router's. Who is no longer listened to stops."""
+        messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(BACKLOG)
+        has_left, parts = asyncio.Event(), [body]
+
+        async def receive() -> MutableMapping[str, Any]:
+            if parts:
+                return {"type": "http.request", "body": parts.pop()}
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            try:
+                await self._app(scope, receive, messages.put)
+            finally:
+                await messages.put(None)
+
+        answering = asyncio.create_task(run())
+        try:
+            while (message := await messages.get()) is not None:
+                yield dict(message)
+            await answering
+        finally:
+            has_left.set()
+            while not answering.done():  # nobody takes its messages any more, which it may wait for
+                await asyncio.wait(
+                    {answering, asyncio.ensure_future(messages.get())}, return_when=asyncio.FIRST_COMPLETED
+                )
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return how many requests run, and wait for room, for :func:`kvrag.serving.router.by_queue`."""
+        load, admission = self._engine.load, self._app.state.service.admission
+        return {"running": float(load.running), "waiting": float(load.waiting + admission.waiting)}
+
+    async def __del__(self) -> None:
+        """Close the engine, when Ray Serve lets go of a replica."""
+        with suppress(AttributeError):  # it has not begun
+            self._publishing.cancel()
+            await self._life.aclose()
+            self._engine.close()
+
+    async def _publish(self) -> None:
+        """Hand what Prometheus would read on to Ray, which serves all replicas' metrics with their names."""
+        registry = self._app.state.service.metrics.registry
+        while True:
+            for metric in await asyncio.to_thread(lambda: list(registry.collect())):
+                for sample in metric.samples:
+                    name = sample.name
+                    if name not in self._gauges:
+                        self._gauges[name] = Gauge(name, metric.documentation, tag_keys=tuple(sample.labels))
+                    self._gauges[name].set(sample.value, sample.labels)
+            await asyncio.sleep(PUBLISH_S)
+
+
+def warm(engine: KVRagEngine, seconds: float) -> int:
+    """Read the chunks that were used most into memory, as far as there is room and time; return how many were found."""
+    if seconds <= 0:
+        return 0
+    with suppress(StoreError):
+        accesses, chunks = engine.store.catalog.usages()
+        chunks.sort(key=lambda chunk: -chunk.usage.recent_hits(accesses))
+        wanted = engine.store.prefetch([chunk.key for chunk in chunks if chunk.usage.hits][:MOST])
+        wanted.wait(seconds)
+        wanted.cancel()
+        return wanted.found
+    return 0
