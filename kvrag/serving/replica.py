@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
+from ray.serve import get_replica_context
+from ray.serve.exceptions import RayServeException
 from ray.serve.metrics import Gauge
 
 from kvrag.engine import KVRagEngine
@@ -23,10 +25,14 @@ Message = dict[str, Any]
 
 
 class Replica:
-    """A deployment: answers requests with :func:`kvrag.server.create_app`."""
+    """A deployment: answers requests with :func:`kvrag.server.create_app`; the header ``x-kvrag-replica`` says who did."""
+
+    _name = ""
 
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc] # Ray awaits it
         config = ServingConfig(**options)
+        with suppress(RayServeException):  # no replica of Ray's: a test's
+            self._name = get_replica_context().replica_id.unique_id
         self._engine = config.open()
         self._app = create_app(self._engine, config.server_config)
         self._life, self._gauges = AsyncExitStack(), dict[str, Gauge]()
@@ -54,6 +60,8 @@ class Replica:
         answering = asyncio.create_task(run())
         try:
             while (message := await messages.get()) is not None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], (b"x-kvrag-replica", self._name.encode())]
                 yield dict(message)
             await answering
         finally:
@@ -68,11 +76,9 @@ class Replica:
         load, admission = self._engine.load, self._app.state.service.admission
         return {"running": float(load.running), "waiting": float(load.waiting + admission.waiting)}
 
-    async def __del__(self) -> None:
+    def __del__(self) -> None:
         """Close the engine, when Ray Serve lets go of a replica."""
         with suppress(AttributeError):  # it has not begun
-            self._publishing.cancel()
-            await self._life.aclose()
             self._engine.close()
 
     async def _publish(self) -> None:

@@ -15,6 +15,7 @@ from server_kit import served
 
 from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.server import ServerConfig
+from kvrag.server.config import keys_of_environment
 from kvrag.testing.models import tiny_model
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
