@@ -30,7 +30,7 @@ LLAMA_70B = Shape("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128)
 MODELS = ((LLAMA_8B, 1), (LLAMA_70B, 4))  # GPUs of a replica; kvrag runs a model on one device today
 KINDS = {"bf16": "auto", "int8": "int8", "int4": "int4"}
 TIERS = ("gpu", "host", "disk", "redis", "objects")
-WORKLOADS, ROUTINGS = ("zipf", "drift", "documents"), ("random", "rendezvous")
+WORKLOADS, ROUTINGS = ("zipf", "drift", "documents", "flat"), ("random", "rendezvous")
 NEVER = 2**62  # the distance of what was never asked for before
 
 STORE, SHARED = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("store", "shared"))
@@ -69,7 +69,7 @@ class Plan:  # what is asked, of how much: all assumed
     per_request: int = 5  # chunks
     requests: int = 8_000_000  # the first half fills the caches, the second counts
     looked_at: int = 12  # replicas whose caches are simulated; requests are routed over all
-    skew: float = 0.9  # exponent of Zipf's law
+    skew: tuple[float, float] = (0.9, 0.6)  # exponent of Zipf's law; of the flat workload's
     epochs: int = 20  # drift: after each, this share of the ranks goes to other chunks
     dealt: float = 0.1
     document: int = 20  # documents: chunks of each; a request asks for chunks of one
@@ -82,7 +82,7 @@ def requests(plan: Plan, workload: str, rng: np.random.Generator) -> Ints:
     """Return the chunks of each request: different ones, the most relevant first."""
 
     def draw(items: int, *shape: int) -> Any:
-        sums = np.cumsum(np.arange(1, items + 1) ** -plan.skew)
+        sums = np.cumsum(np.arange(1, items + 1) ** -plan.skew[workload == "flat"])
         return np.searchsorted(sums, rng.random(shape) * sums[-1])
 
     n, k = plan.requests, plan.per_request
