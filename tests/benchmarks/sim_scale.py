@@ -44,7 +44,7 @@ CONSTANTS: dict[str, tuple[float, str, str, str]] = {  # name: value, unit, kind
     "host_gb": (200, "GB a GPU", "assumed", "of 256 GiB in AWS's p5.4xlarge, and as many a GPU in p5.48xlarge"),
     "disk_gb": (3500, "GB a GPU", "assumed", "of 3.84 TB of NVMe a GPU in the same"),
     "pcie": (H100.link, "GB/s a GPU", "assumed", "64 by data sheet (PCIe 5 x16), of which docs/gpu.md assumes 0.78"),
-    "nvme": (6.8, "GB/s a GPU", "data sheet", "Samsung PM9A3 3.84 TB, sequential reads"),
+    "nvme": (6.5, "GB/s a GPU", "data sheet", "Samsung PM9A3 (PCIe 4), sequential reads, as announced in 2020"),
     "nvme_share": (COLD["get_ratio"], "of that", "measured", "store.json: 64 MB read cold, beside a plain file"),
     "proof": (PROVEN, "GB/s a thread", "measured", "store.json: 64 MB from memory, proven; on two cores, no GPU"),
     "readers": (4, "threads", "kvrag", "`READERS` in kvrag/store/memory.py"),
@@ -55,8 +55,8 @@ CONSTANTS: dict[str, tuple[float, str, str, str]] = {  # name: value, unit, kind
     "link": (12.5, "GB/s a GPU", "data sheet", "100 Gb/s, AWS's p5.4xlarge"),
     "gpu_hour": (6.88, "$ a GPU", "price", f"{AWS}, March 2026: p5.4xlarge; p5.48xlarge is 55.04 for eight"),
     "redis_hour": (6.981 / 450, "$ a GB", "price", f"{AWS}, October 2026: cache.r7g.16xlarge, 6.981 for 419 GiB"),
-    "s3_month": (0.022, "$ a GB", "price", f"{AWS}: S3 Standard, from 50 to 500 TB"),
-    "s3_get": (4e-7, "$ a read", "price", f"{AWS}: S3 Standard"),
+    "s3_month": (0.022, "$ a GB", "price", f"{AWS}, September 2026: S3 Standard, from 50 to 500 TB"),
+    "s3_get": (4e-7, "$ a read", "price", f"{AWS}: S3 Standard, 0.0004 for 1,000"),
     "zones": (0.02, "$ a GB", "price", f"{AWS}: between zones, 0.01 each way; within one zone none"),
 }
 VALUES = {name: constant[0] for name, constant in CONSTANTS.items()}
