@@ -87,11 +87,11 @@ def requests(plan: Plan, workload: str, rng: np.random.Generator) -> Ints:
 
     n, k = plan.requests, plan.per_request
     if workload == "documents":  # steps that share no factor with the length reach different chunks
-        document = draw(plan.chunks // plan.document, n, 1)
+        document: Ints = draw(plan.chunks // plan.document, n, 1)
         steps = [step for step in range(1, plan.document) if np.gcd(step, plan.document) == 1]
         places = rng.integers(plan.document, size=(n, 1)) + rng.choice(steps, (n, 1)) * np.arange(k)
         return document * plan.document + places % plan.document
-    rows = draw(plan.chunks, n, k)
+    rows: Ints = draw(plan.chunks, n, k)
     while (twice := (np.diff(np.sort(rows, axis=1), axis=1) == 0).any(axis=1)).any():
         rows[twice] = draw(plan.chunks, int(twice.sum()), k)
     if workload == "drift":
