@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-peers bench-overhead incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-peers bench-overhead bench-scale incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -105,6 +105,9 @@ bench-slide: setup ## Perplexity beyond the context window, sliding and truncate
 
 bench-shared: setup ## Reading from a shared store beside its server's own client (needs redis-server)
 	cd tests/benchmarks && ../../$(BIN)/python bench_shared.py $(ARGS)
+
+bench-scale: setup ## Simulate a million chunks behind 100 replicas (three minutes of one core); measures nothing, so `bench` leaves it out
+	cd tests/benchmarks && ../../$(BIN)/python sim_scale.py $(ARGS)
 
 bench-seams: setup ## What tokenising segment by segment changes
 	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)

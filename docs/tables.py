@@ -843,6 +843,95 @@ def roofline_lengths(result: dict[str, Any]) -> str:
     return table([*header, "all changes, int8"], rows) + NOTHING_MEASURED
 
 
+def scale_constants(result: dict[str, Any]) -> str:
+    """List what the simulation goes by, and where it is from."""
+    rows = [[name, f"{value:.4g}", unit, kind, source] for name, value, unit, kind, source in result["constants"]]
+    return table(["constant", "value", "unit", "kind", "source"], rows)
+
+
+def scale_loading(result: dict[str, Any]) -> str:
+    """Set loading a chunk from each tier beside computing it; bold where loading takes longer."""
+    rows, chunks = [], result["plan"]["chunks"]
+    for r in result["loading"]:
+        sizes = " / ".join(f"{size:,}" for size in r["sizes"])
+        ms = [f"{t:.1f}" if t < r["compute_ms"] else f"**{t:.0f}**" for t in r["load_ms"].values()]
+        of = [f"{r['chunk_gb'] * 1e3:.0f} MB", f"{r['chunk_gb'] * chunks / 1e3:.0f} TB", sizes]
+        rows.append([f"{r['model']}, {r['kind']}", *of, f"{r['compute_ms']:.1f}", f"{r['break_even_gb_s']:.1f}", *ms])
+    header = ["model, KV", "a chunk", "the corpus", "chunks in GPU / host / disk of a replica", "computing, ms"]
+    return table([*header, "break-even, GB/s", *result["loading"][0]["load_ms"]], rows)
+
+
+def scale_hits(result: dict[str, Any]) -> str:
+    """Set the share of chunks that each tier has, and the network's GB/s, by workload and routing."""
+    rows: dict[str, list[str]] = {}
+    for r in result["runs"]:
+        shares = [*(r["hits"][tier] for tier in ("gpu", "host", "disk")), r["hits"]["redis"] + r["hits"]["objects"]]
+        cell = " / ".join(f"{share:.0%}"[:-1] for share in shares) + f"; {r['network_gb_s']:.2f}"
+        rows.setdefault(f"{r['workload']}, {r['routing']}", []).append(cell)
+    header = [f"{r['model'].removeprefix('Llama-3.1-')} {r['kind']}" for r in result["loading"]]
+    return table(["workload, routing", *header], [[name, *cells] for name, cells in rows.items()])
+
+
+def _paid(r: dict[str, Any], ms: str, dollars: str) -> str:
+    """Milliseconds, and dollars for 1,000 requests."""
+    return f"{r['ms'][ms]:.0f} ms, ${r['dollars'][dollars]:.3f}"
+
+
+def scale_costs(result: dict[str, Any]) -> str:
+    """Set time and cost beside those of computing everything, by model and workload."""
+    rows, found = [], {(r["model"], r["kind"], r["workload"], r["routing"]): r for r in result["runs"]}
+    columns = [("zipf", "random"), *((name, "rendezvous") for name in ("zipf", "drift", "documents", "flat"))]
+    for row in result["loading"]:
+        each = [found[row["model"], row["kind"], *column] for column in columns]
+        fastest = [_paid(r, "fastest", "fastest") for r in each]
+        rows.append([f"{row['model']}, {row['kind']}", _paid(each[0], "full", "full"), *fastest])
+    header = [f"{name}, at random" if routing == "random" else name for name, routing in columns]
+    return table(["model, KV", "computing everything", *header], rows)
+
+
+def scale_shared(result: dict[str, Any]) -> str:
+    """Say what shared stores cost, and from how many requests a second the object store's costs are less than what it saves."""
+    rows, hour = [], {name: value for name, value, *_ in result["constants"]}["redis_hour"]
+    plan = result["plan"]
+    rate, runs = plan["rate"] * plan["replicas"], [r for r in result["runs"] if r["workload"] == "zipf"]
+    for row, r in zip(result["loading"], [r for r in runs if r["routing"] == "rendezvous"], strict=True):
+        cost = r["dollars"]
+        even = rate * cost["objects"] / (cost["fastest"] - cost["on_gpu"])
+        in_redis = row["chunk_gb"] * plan["chunks"] * hour / (rate * 3.6)
+        cells = [_paid(r, name, of) for name, of in (("full", "full"), ("fastest", "fastest"), ("least_gpu", "on_gpu"))]
+        shared = [f"${cost['objects']:.3f}", f"{even:.0f} requests/s", f"${in_redis:.2f}", f"${cost['zones']:.2f}"]
+        rows.append([f"{row['model']}, {row['kind']}", *cells, *shared])
+    header = ["model, KV", "computing everything", "fastest", "least GPU time", "object store", "saves more from"]
+    return table([*header, "all in Redis", "misses across zones"], rows)
+
+
+def scale_changes(result: dict[str, Any]) -> str:
+    """Set one change after the other beside computing everything."""
+    rows: dict[str, list[str]] = {}
+    for r in result["changes"]:
+        kept = r["dollars"]["objects"] + r["dollars"]["redis"]
+        cells = [_paid(r, name, name) for name in ("full", "fastest")] + [
+            _paid(r, "least_gpu", "on_gpu"),
+            f"${kept:.3f}",
+        ]
+        rows.setdefault(r["change"], []).extend(cells)
+    header = [
+        f"{m}: {what}" for m in ("8B", "70B") for what in ("computing", "fastest", "least GPU time", "shared store")
+    ]
+    return table(["change", *header], [[name, *cells] for name, cells in rows.items()])
+
+
+def scale_prompts(result: dict[str, Any]) -> str:
+    """Set prompts whose chunks all are in the host's memory beside a full prefill; bold where that is as fast."""
+    rows = []
+    for r in result["prompts"]:
+        full = r["full_ms"]
+        ms = [f"{t:.0f} ms, {full / t:.1f}×" if t < full else f"**{t:.0f} ms**" for t in r["from_host_ms"]]
+        rows.append([r["model"], str(r["chunks"]), f"{full:.0f} ms", *ms])
+    header = ["model", "chunks", "full prefill", "today, 3%", "today, 15%", "all changes, 3%", "all changes, 15%"]
+    return table(header, rows)
+
+
 def overhead(result: dict[str, Any]) -> str:
     """Set each adapter's time to first token beside the engine's own."""
     rows = []
@@ -921,6 +1010,13 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "roofline-devices": ("roofline.json", roofline_devices),
     "roofline-stages": ("roofline.json", roofline_stages),
     "roofline-lengths": ("roofline.json", roofline_lengths),
+    "scale-constants": ("scale.json", scale_constants),
+    "scale-loading": ("scale.json", scale_loading),
+    "scale-hits": ("scale.json", scale_hits),
+    "scale-costs": ("scale.json", scale_costs),
+    "scale-shared": ("scale.json", scale_shared),
+    "scale-changes": ("scale.json", scale_changes),
+    "scale-prompts": ("scale.json", scale_prompts),
 }
 
 
