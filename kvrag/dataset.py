@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrag.engine import KVRagEngine
@@ -22,6 +22,37 @@ if TYPE_CHECKING:
 
 CHUNKS_PER_CALL = 64
 """Chunks that a worker is given at once: it sorts them by length, so that forwards take chunks of similar length."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How the work of :func:`precompute_dataset` is shared; the arguments are Ray's.
+
+    Parameters
+    ----------
+    concurrency
+        Workers, or ``(least, most)``. Default: one for each GPU of the cluster; without any, one for each core.
+    num_cpus, num_gpus
+        Of each worker. Default: a GPU if the cluster has any; else a core, or as much less as leaves one core to reading the dataset.
+    """
+
+    concurrency: int | tuple[int, int] | None = None
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of ``map_batches``; raises ``MissingDependencyError``."""
+        ray = require("ray", extra="ray", purpose="precompute_dataset")
+        have, gpus, count, cpus = ray.cluster_resources(), self.num_gpus, self.concurrency, self.num_cpus
+        if gpus is None:
+            gpus = 1.0 if have.get("GPU") else 0.0
+        if count is None:
+            count = max(1, int(have["GPU"] / gpus if gpus else have.get("CPU", 1)))
+        least, most = (count, count) if isinstance(count, int) else count
+        if cpus is None:
+            cpus = min(1.0, max(have.get("CPU", 1) - 1, 0.5) / most)
+        pool = ray.data.ActorPoolStrategy(min_size=least, max_size=most)
+        return {"compute": pool, "num_cpus": cpus, "num_gpus": gpus or None}
 
 
 class Worker:
@@ -46,9 +77,8 @@ class Worker:
         texts, ids = list(batch[text]), None if name is None else list(batch[name])
         report = asdict(self._engine.precompute(texts, ids=ids, **self._run))
         row = {"worker": f"{socket.gethostname()}:{os.getpid()}", "chunks": len(texts), **report, "ended": time.time()}
-        pairs = arrow.list_(
-            arrow.struct([("id", arrow.string()), ("reason", arrow.string())])
-        )  # also where there are none
+        # Their type must be known where there are none, too.
+        pairs = arrow.list_(arrow.struct([("id", arrow.string()), ("reason", arrow.string())]))
         for what in ("failed", "short"):
             row[what] = [dict(zip(("id", "reason"), each, strict=True)) for each in row[what]]
         types = {"failed": pairs, "short": pairs}
@@ -62,65 +92,36 @@ def precompute_dataset(
     kv_dir: str | os.PathLike[str],
     text: str = "text",
     id: str | None = "id",
-    concurrency: int | tuple[int, int] | None = None,
-    num_cpus: float | None = None,
-    num_gpus: float | None = None,
+    workers: Workers | None = None,
     run: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
-    """Compute and store the KV of a dataset's chunks, on all machines of a Ray cluster.
+    """Compute and store the KV of a dataset's chunks, on all machines of a Ray cluster; raises ``ConfigError`` on a loaded model.
 
     Parameters
     ----------
-    ds
-        A chunk in each row.
+    ds, text, id
+        A chunk in each row, and the columns of its text and its id, which must be its own; ``None``: chunks have no id.
     model, kv_dir, **options
-        As for :meth:`KVRagEngine.from_pretrained`. On several machines ``kv_dir`` must be a shared store's address, or a directory that all
-        of them see. Models and keys are named, not passed: a hub id or a path, and ``encryption_key="env:NAME"``.
-    text, id
-        Columns of the chunks' texts, and of their ids; ``None``: chunks have no id. A chunk's id must be its own.
-    concurrency
-        Workers, or ``(least, most)``. Default: one for each GPU of the cluster; without any, one for each core.
-    num_cpus, num_gpus
-        Of each worker. Default: a GPU if the cluster has any; else a core, or as much less as leaves one core to reading the dataset.
+        As for :meth:`KVRagEngine.from_pretrained`. For several machines ``kv_dir`` must be a shared store's address, or a directory
+        that all of them see. Models and keys are named, not passed: a hub id or a path, and ``encryption_key="env:NAME"``.
+    workers
+        How many there are, and what each of them needs; default: :class:`Workers`' own.
     run
         More arguments of :meth:`KVRagEngine.precompute`, as ``batch_size``, ``prefix``, ``collection``, ``retention``.
 
     Returns
     -------
     Dataset
-        The report: a row for each batch, with the fields of :class:`~kvrag.PrecomputeReport`, the number of ``chunks``, the ``worker``, and
-        when it ``ended`` (seconds since 1970, UTC).
-        Nothing is computed before it is used: ``precompute_dataset(...).write_parquet("report")``.
-
-    Raises
-    ------
-    ConfigError
-        If ``model`` is a loaded one, ``kv_dir`` is missing, or an option is unknown.
-    MissingDependencyError
-        If Ray is not installed.
+        A row for each batch, with the fields of :class:`~kvrag.PrecomputeReport`, the number of ``chunks``, the ``worker``, and when it
+        ``ended`` (seconds since 1970, UTC). Nothing is computed before it is used: ``precompute_dataset(...).write_parquet("report")``.
     """
-    ray = require("ray", extra="ray", purpose="precompute_dataset")
     if not isinstance(model, (str, os.PathLike)):
         raise ConfigError("model is a loaded model, which can't be sent to workers; pass its hub id or path")
     if kv_dir is None:
         raise ConfigError("kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared store")
     options = {**options, "model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
     KVRagEngine.from_pretrained(**options).close()  # what can't be used is said here, before workers start
-    have = ray.cluster_resources()
-    if num_gpus is None:
-        num_gpus = 1.0 if have.get("GPU") else 0.0
-    if concurrency is None:
-        concurrency = max(1, int(have["GPU"] / num_gpus if num_gpus else have.get("CPU", 1)))
-    least, most = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
-    if num_cpus is None:
-        num_cpus = min(1.0, max(have.get("CPU", 1) - 1, 0.5) / most)
-    return ds.map_batches(
-        Worker,
-        fn_constructor_kwargs={"columns": (text, id), "options": options, "run": dict(run or {})},
-        batch_size=CHUNKS_PER_CALL,
-        batch_format="numpy",
-        compute=ray.data.ActorPoolStrategy(min_size=least, max_size=most),
-        num_cpus=num_cpus,
-        num_gpus=num_gpus or None,
-    )
+    how = {"batch_size": CHUNKS_PER_CALL, "batch_format": "numpy", **(workers or Workers()).options()}
+    with_what = {"columns": (text, id), "options": options, "run": dict(run or {})}
+    return ds.map_batches(Worker, fn_constructor_kwargs=with_what, **how)

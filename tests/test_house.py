@@ -34,8 +34,9 @@ RANKS = (
     {"blend"},
     {"precompute"},
     {"generate"},
-    {"engine", "hooks", "verify", "calibrate", "estimate"},
+    {"engine", "hooks", "verify", "calibrate", "estimate", "dataset"},
     {"server"},
+    {"serving"},
     {"cli", "testing", "integrations"},
 )
 """Rooms and modules of the facade. Each imports from its own room and from the ranks before its own; modules of the facade that share a
@@ -53,15 +54,16 @@ FACADE = {
     "verify",
     "calibrate",
     "estimate",
+    "dataset",
 }
 ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 LIMITS = {
     # 15,000 at the cut; calibration, prices, the audit, the accelerator's path, tools, learnt prefixes, the server, the scheduler,
-    # histories, sliding chats, the page and stores that machines share came since
-    "lines of kvrag": 20_850,
-    "files of kvrag": 127,
+    # histories, sliding chats, the page, stores that machines share, and Ray came since
+    "lines of kvrag": 21_600,
+    "files of kvrag": 133,
     "lines of kvrag/store": 2_600,
     "lines of tests, per 100 lines of code": 145,
     "median lines of a function": 10,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,9 +68,15 @@ def precompute(
             texts, ids = [chunk.text for chunk in chunks], [chunk.id for chunk in chunks]
             done = asdict(opened.precompute(texts, ids=ids, show_progress=not as_json, **run))
     counts = {"documents": len(documents), "chunks": len(chunks), "tokens": sum(chunk.num_tokens for chunk in chunks)}
-    rows = {
-        "documents": len(documents),
-        "chunks": f"{len(chunks)} of {counts['tokens']} tokens in all",
+    table = facts(f"KV in {engine['kv_dir']}", _rows(counts, done))
+    show(counts | done, table, as_json=as_json, ok=not done["failed"])
+
+
+def _rows(counts: Mapping[str, int], done: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is shown of a run."""
+    return {
+        "documents": counts["documents"],
+        "chunks": f"{counts['chunks']} of {counts['tokens']} tokens in all",
         "stored": done["stored"],
         "skipped": f"{done['skipped']} (stored before)",
         "too short": f"{len(done['short'])} (they stay live text)",
@@ -78,7 +85,6 @@ def precompute(
         "time": f"{done['seconds']:.1f} s",
         **{f"failed: {name}": reason for name, reason in done["failed"][:10]},
     }
-    show(counts | done, facts(f"KV in {engine['kv_dir']}", rows), as_json=as_json, ok=not done["failed"])
 
 
 def _counter(options: Given) -> CountTokens:
@@ -102,13 +108,15 @@ def _on_ray(
     """Store chunks on a Ray cluster; return the sums of the report, and write it to a file if one is given."""
     ray = require("ray", extra="ray", purpose="kvrag precompute --ray")
     pyarrow, parquet = (require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet"))
-    from kvrag.dataset import precompute_dataset
+    from kvrag.dataset import Workers, precompute_dataset
 
-    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
-    ray.data.DataContext.get_current().enable_progress_bars = not is_quiet
     rows, start = [{"id": chunk.id, "text": chunk.text} for chunk in chunks], time.perf_counter()
-    report = precompute_dataset(ray.data.from_items(rows), **options, concurrency=workers, run=run)
-    table = pyarrow.concat_tables(ray.get(report.to_arrow_refs()))
+    with redirect_stdout(sys.stderr):  # where Ray prints what happens to workers
+        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
+        ray.data.DataContext.get_current().enable_progress_bars = not is_quiet
+        report = precompute_dataset(ray.data.from_items(rows), **options, workers=Workers(workers), run=run)
+        table = pyarrow.concat_tables(ray.get(report.to_arrow_refs()))
+        ray.shutdown()
     if file is not None:
         parquet.write_table(table, file)
     done = table.to_pylist()

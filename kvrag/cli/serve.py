@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import signal
-import warnings
 from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -18,7 +15,6 @@ from kvrag.errors import ConfigError, require
 
 logger = logging.getLogger(__name__)
 
-_MOST_ARENAS = -8, 1  # M_ARENA_MAX of malloc.h, and its value
 _ON_RAY = "With Ray"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -54,6 +50,7 @@ def serve(
     require("sse_starlette", extra="server", purpose="kvrag serve")
     keys = _keys(host, is_insecure=insecure)
     from kvrag.server import ServerConfig, create_app
+    from kvrag.server.app import prepare_process
 
     given: Given = {"model_name": model_name, "max_waiting": max_waiting}
     if ray:
@@ -62,10 +59,7 @@ def serve(
         return
     if replicas is not None:
         raise ConfigError("--replicas has no effect without --ray; pass it, or leave it out")
-    _share_freed_memory()
-    warnings.filterwarnings(
-        "ignore", category=UserWarning, module=r"kvrag\."
-    )  # they quote prompts; explain() says as much
+    prepare_process()
     config = ServerConfig(api_keys=keys, **given)
     with closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
         app = create_app(opened, config)
@@ -77,13 +71,6 @@ def serve(
         )
         with suppress(KeyboardInterrupt):
             _server_of(uvicorn, options, app).run()
-
-
-def _share_freed_memory() -> None:
-    """Let all threads allocate from one arena of glibc: each of many keeps what was freed in it, and memory grows with the requests."""
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(OSError, AttributeError, TypeError):  # another C library
-            ctypes.CDLL(None).mallopt(*_MOST_ARENAS)
 
 
 def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import os
+import warnings
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -27,6 +29,7 @@ from kvrag.server.service import Service, service_of
 _QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
 """Of newer FastAPIs' own telemetry, which would tell of bodies that can't be read and of exceptions' messages; kvrag has its own."""
 
+_MOST_ARENAS = -8, 1  # M_ARENA_MAX of malloc.h, and its value
 GIVE_BACK_S = 15.0
 """Seconds between two times that freed memory is returned to the system."""
 
@@ -75,6 +78,19 @@ async def _life(app: FastAPI) -> AsyncIterator[None]:
     yield
     giving_back.cancel()
     service.admission.is_draining = True
+
+
+def prepare_process() -> None:
+    """Keep prompts out of the log, and let all threads allocate from one arena of glibc.
+
+    Each of many arenas keeps what was freed in it, and memory grows with the requests.
+    """
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, module=r"kvrag\."
+    )  # they quote prompts; explain() says as much
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(OSError, AttributeError, TypeError):  # another C library
+            ctypes.CDLL(None).mallopt(*_MOST_ARENAS)
 
 
 async def _give_memory_back() -> None:

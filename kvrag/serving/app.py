@@ -116,6 +116,16 @@ def build(args: ServingConfig | Mapping[str, Any]) -> Application:
 
     config = args if isinstance(args, ServingConfig) else _config(args)
     config.open().close()  # what can't be used is said here
+    replica = serve.deployment(Replica).options(**_of_replicas(config)).bind(asdict(config))
+    front = serve.deployment(Front).options(
+        num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+    )
+    application: Application = front.bind(replica, asdict(config))
+    return application
+
+
+def _of_replicas(config: ServingConfig) -> dict[str, Any]:
+    """Return the options of the replicas' deployment."""
     server, (least, most) = config.server_config, config.least_and_most
     options: dict[str, Any] = {
         "max_ongoing_requests": server.max_running + server.max_waiting,
@@ -125,17 +135,10 @@ def build(args: ServingConfig | Mapping[str, Any]) -> Application:
         "graceful_shutdown_timeout_s": server.drain_s,
     }
     if least == most:
-        options["num_replicas"] = least
-    else:
-        policy = {"policy_function": "kvrag.serving.router:by_queue"}
-        scale = {"target_ongoing_requests": server.max_running, "policy": policy, **config.autoscaling}
-        options["autoscaling_config"] = {"min_replicas": least, "max_replicas": most, **scale}
-    replica = serve.deployment(Replica).options(**options).bind(asdict(config))
-    front = serve.deployment(Front).options(
-        num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
-    )
-    application: Application = front.bind(replica, asdict(config))
-    return application
+        return options | {"num_replicas": least}
+    policy = {"policy_function": "kvrag.serving.router:by_queue"}
+    scale = {"target_ongoing_requests": server.max_running, "policy": policy, **config.autoscaling}
+    return options | {"autoscaling_config": {"min_replicas": least, "max_replicas": most, **scale}}
 
 
 def _config(options: Mapping[str, Any]) -> ServingConfig:

@@ -13,7 +13,7 @@ from ray.serve.metrics import Gauge
 
 from kvrag.engine import KVRagEngine
 from kvrag.errors import StoreError
-from kvrag.server import create_app
+from kvrag.server.app import create_app, prepare_process
 from kvrag.serving.app import ServingConfig
 
 PUBLISH_S = 5.0  # between two times that metrics are handed to Ray
@@ -30,6 +30,7 @@ class Replica:
     _name = ""
 
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc] # Ray awaits it
+        prepare_process()
         config = ServingConfig(**options)
         with suppress(RayServeException):  # no replica of Ray's: a test's
             self._name = get_replica_context().replica_id.unique_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,10 +32,11 @@ def by_owner(keys: Iterable[str], replicas: Iterable[str]) -> list[str]:
 def ranked(keys: Iterable[str], loads: Mapping[str, int]) -> list[list[str]]:
     """Return replicas in the order in which they are asked; those of one rank are equals, of which Ray takes the least loaded.
 
-    Those that have more than :data:`SLACK` times the mean load come last, together. Without keys all are equals.
+    Those that have more than :data:`SLACK` times the mean load come last, together. Without keys all are equals, in any order: of those
+    with as little to do Ray takes the first.
     """
     if not list(keys):
-        return [list(loads)]
+        return [random.sample(list(loads), len(loads))]
     limit = max(FREE, SLACK * (sum(loads.values()) + 1) / max(1, len(loads)))
     order = by_owner(keys, loads)
     hot = [replica for replica in order if loads[replica] >= limit]

@@ -27,6 +27,7 @@ from bench_shared import redis_server
 from common import items, machine, parser, small_engine, small_model, write_result
 
 from kvrag import KVRagEngine, precompute_dataset
+from kvrag.dataset import Workers
 from kvrag.store import TieredStore
 from kvrag.testing.models import save_tiny_model
 
@@ -52,8 +53,8 @@ def run(rows: list[dict[str, str]], model: str, kv_dir: str, workers: int, batch
     import ray
 
     ds = ray.data.from_items(rows, override_num_blocks=max(8, len(rows) // 64))
-    options: dict[str, Any] = {"concurrency": workers, "num_cpus": 0.5, "run": {"batch_size": batch_size}}
-    return list(precompute_dataset(ds, model, kv_dir=kv_dir, dtype="float32", **options).take_all())
+    own, how = {"batch_size": batch_size}, Workers(workers, num_cpus=0.5)
+    return list(precompute_dataset(ds, model, kv_dir=kv_dir, dtype="float32", workers=how, run=own).take_all())
 
 
 def throughput(report: list[dict[str, Any]]) -> float:
