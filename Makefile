@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-peers bench-overhead bench-scale incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -108,6 +108,10 @@ bench-shared: setup ## Reading from a shared store beside its server's own clien
 
 bench-scale: setup ## Simulate a million chunks behind 100 replicas (three minutes of one core); measures nothing, so `bench` leaves it out
 	cd tests/benchmarks && ../../$(BIN)/python sim_scale.py $(ARGS)
+
+bench-ray: setup ## Precomputing with two workers of Ray Data and with killed ones, serving with two replicas of Ray Serve and with a killed one (half an hour on two cores)
+	cd tests/benchmarks && ../../$(BIN)/python bench_ray.py $(ARGS)
+	cd tests/benchmarks && ../../$(BIN)/python bench_serving.py
 
 bench-seams: setup ## What tokenising segment by segment changes
 	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)

@@ -573,7 +573,7 @@ def _behind(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 def shared(result: dict[str, Any]) -> str:
     """Set reading through kvrag beside the server's own client, for each kind of server."""
-    names = {"redis": "redis-server, redis-py", "objects": "a directory, obstore"}
+    names = {"redis": "redis-server, redis-py", "objects": "a directory in memory, obstore", "s3": "moto (S3), obstore"}
     rows = [
         [
             names[tier],

@@ -20,7 +20,7 @@ def test_the_public_names_are_pinned():
             "StoreConfig",
             *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "ToolCall"),
             "UnsupportedModelError",
-            *("VerifyReport", "__version__", "delete_kv", "precompute_kv", "sync_kv"),
+            *("VerifyReport", "__version__", "delete_kv", "precompute_dataset", "precompute_kv", "sync_kv"),
             *("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
         ]
     )

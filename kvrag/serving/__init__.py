@@ -3,6 +3,8 @@
 ::
 
     client ─▶ front: which chunks does the prompt hold? ─▶ router: which replica had them? ─▶ replica: kvrag.server ─▶ engine
+
+``app`` configures and builds it. Imports the facade, ``server``, and what finds chunks in texts (``prompt.spans``).
 """
 
 from kvrag.serving.app import ServingConfig, build

@@ -67,7 +67,10 @@ class Front:
             told = APIError(503, "no replica answers; come again later", "no_replica", headers={"Retry-After": "1"})
             return told.response
         response = StreamingResponse((message.get("body", b"") async for message in messages), start["status"])
-        response.raw_headers = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
+        named = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
+        response.raw_headers = [
+            each for each in named if each[0] != b"x-request-id"
+        ]  # Ray's proxy adds it, and gave it
         return response
 
     def keys(self, authorization: str, body: bytes) -> list[str]:

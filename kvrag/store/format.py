@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
+from kvrag.buffers import BUFFERS
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
 from kvrag.layers import (
@@ -214,7 +215,10 @@ class Blob:
         data = memoryview(self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start))
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)
-        data = memoryview(bytearray(data)) if data.readonly else data  # torch wants to be able to write
+        if data.readonly:  # torch wants to be able to write
+            own = BUFFERS.take(len(data))
+            own[:] = data
+            data = own
         whole, proven = torch.frombuffer(data, dtype=torch.uint8), list[torch.Tensor]()
         for index in run:
             place = slice(offsets[index] - start, offsets[index + 1] - start)

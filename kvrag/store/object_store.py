@@ -36,6 +36,8 @@ class ObjectBlobs:
         If the address or the environment can't be used.
     """
 
+    is_far = True  # to ask twice costs more than to be sent what is not needed
+
     def __init__(self, url: str, folder: str) -> None:
         self._obstore: Any = require("obstore", extra="objects", purpose="a KV store in an object store")
         self._head = f"{folder}/"

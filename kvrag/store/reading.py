@@ -27,6 +27,8 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+AT_ONCE_BYTES = 16 * 2**20
+"""Bytes of KV up to which a blob of another machine is read in one round trip; layers of a longer one are read beside each other."""
 LOOK_S = 0.05
 """Seconds that a look into memory is given in any case, so that what is there comes however little time is left."""
 
@@ -180,7 +182,11 @@ class Reader:
 
     def blob(self, key: ChunkKey, identity: ChunkIdentity | None = None) -> Blob:
         """Return the blob under a key, its header proven to be that of this chunk; raises ``BlobRejected``."""
-        blob = Blob(partial(self._read, key), identity, self.keys.cipher)
+        read: Callable[[int, int], Bytes | None] = partial(self._read, key)
+        if identity is not None and getattr(self.blobs, "is_far", False):
+            record = self.catalog.get(key)
+            read = self._at_once(key) if record is not None and record.num_bytes <= AT_ONCE_BYTES else read
+        blob = Blob(read, identity, self.keys.cipher)
         if chunk_key(blob.header.identity) != key:
             raise BlobRejected("it belongs to another chunk")
         return blob
@@ -188,6 +194,18 @@ class Reader:
     def _read(self, key: ChunkKey, start: int, length: int) -> Bytes | None:
         # Who can write to a catalog that is not encrypted can name any file in it.
         return self.blobs.read(key, start, length) if KEY.fullmatch(key) else None
+
+    def _at_once(self, key: ChunkKey) -> Callable[[int, int], Bytes | None]:
+        """Return what reads parts of a blob, and asks for all of it once."""
+        found: list[memoryview | None] = []
+
+        def read(start: int, length: int) -> Bytes | None:
+            if not found:
+                whole = self.blobs.read(key) if KEY.fullmatch(key) else None
+                found.append(None if whole is None else memoryview(whole))
+            return None if found[0] is None else found[0][start : start + length]
+
+        return read
 
     def _reject(self, row: Mapping[ChunkKey, int], fault: BlobRejected) -> None:
         """Erase a damaged blob, and forget a chunk without one; what other keys or versions protect stays in its place."""

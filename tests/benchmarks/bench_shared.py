@@ -2,13 +2,16 @@
 
     python tests/benchmarks/bench_shared.py
 
-``redis``: a redis-server that this script starts; ``objects``: obstore on a directory. Each round reads every chunk with the client alone
+``redis``: a redis-server that this script starts; ``objects``: obstore on a directory, which is memory here; ``s3``: obstore on moto, a
+server that answers as S3 does, if it is installed. Each round reads every chunk with the client alone
 (``GET``, ``obstore.get``), and as kvrag does: header, proof of every layer, tensors. They take turns in a random order. The ratio is the
 median over rounds of the client's time ÷ kvrag's; the target is 0.7.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
 import shutil
 import statistics
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -50,6 +54,23 @@ def redis_server(folder: Path) -> Iterator[str]:
         server.wait()
 
 
+@contextmanager
+def s3() -> Iterator[str]:
+    """Run moto, with a bucket."""
+    port = random.randrange(20_000, 60_000)
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
+    own = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ALLOW_HTTP": "true", "REGION": "us-east-1"}
+    own |= {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "testing"}
+    os.environ |= {f"AWS_{name}": value for name, value in own.items()}
+    time.sleep(5.0)
+    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")).close()
+    try:
+        yield "s3://bucket/kv"
+    finally:
+        server.kill()
+        server.wait()
+
+
 def clients(url: str) -> Callable[[str], Any]:
     """Return what reads a blob with the client alone."""
     if url.startswith("redis"):
@@ -59,7 +80,7 @@ def clients(url: str) -> Callable[[str], Any]:
         return lambda key: client.get(f"kvrag:objects:{key}")
     import obstore
 
-    store = obstore.store.from_url(url)
+    store = obstore.store.from_url(url, **({"client_options": {"allow_http": True}} if url.startswith("s3") else {}))
     return lambda key: obstore.get(store, f"objects/{key}").bytes()
 
 
@@ -109,6 +130,9 @@ def main() -> None:
             rows = {"redis": measure(url, args.rounds)}
         (folder / "bucket").mkdir()
         rows["objects"] = measure(f"file://{folder}/bucket", args.rounds)
+    if importlib.util.find_spec("moto"):
+        with s3() as url:
+            rows["s3"] = measure(url, args.rounds)
     for name, row in rows.items():
         print(
             name,
