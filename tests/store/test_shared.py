@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from kit import raising
+from proxy import FAULTS, proxy_of
 from texts import make_chunks
 
+import kvrag.store.object_store as object_blobs
 import kvrag.store.redis as redis_blobs
 from kvrag import Chunk
 from kvrag.config import Retention, StoreConfig
@@ -339,3 +341,51 @@ def test_a_fault_of_the_network_costs_time_and_nothing_else(engine_of, own_redis
     if fault in ("wrong bytes", "lost"):
         assert engine.precompute(CHUNKS, ids=list("abcd")).stored == 4
         assert ask(engine).cached_tokens == stitched.cached_tokens
+
+
+@pytest.fixture(params=["redis", "s3"])
+def far(request, own_redis, monkeypatch):
+    """Address of a shared store, and the network before it."""
+    if request.param == "redis":
+        url = own_redis[1]
+        with proxy_of(int(url.rpartition(":")[2].partition("/")[0])) as network:
+            yield url.replace(url.rpartition(":")[2], f"{network.port}/0"), network
+        return
+    request.getfixturevalue("s3")
+    server, name = os.environ["AWS_ENDPOINT_URL"], f"bucket-{next(MACHINES)}"
+    urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="PUT")).close()
+    with proxy_of(int(server.rpartition(":")[2])) as network:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.port}")
+        yield f"s3://{name}/kv", network
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_network_costs_no_more_than_the_deadline(engine_of, far, tmp_path, fault, has_copies, monkeypatch):
+    monkeypatch.setattr(redis_blobs, "ANSWER_S", 0.5)
+    monkeypatch.setattr(object_blobs, "ANSWER_S", 0.5)
+    monkeypatch.setattr(shared, "AGAIN_S", 0.2)
+    url, network = far
+    at = {"kv_dir": tmp_path / "copies"} if has_copies else {"kv_dir": url}
+    config = StoreConfig(ram_bytes=0, load_timeout_s=1.0, shared=url if has_copies else None, min_free_bytes=0)
+    engine = engine_of(**at, store_config=config)
+    engine.precompute(CHUNKS, ids=list("abcd"))
+    full, stitched = ask(engine, "full"), ask(engine)
+    assert stitched.cached_tokens > 100
+    network.become(fault)
+    start = time.monotonic()
+    answer = ask(engine)
+    took_s = time.monotonic() - start
+    is_known = has_copies and fault not in ("cut", "half-open", "slow")  # who can ask the journal may use copies
+    assert (answer.token_ids, answer.cached_tokens) in (
+        (full.token_ids, 0),
+        (stitched.token_ids, stitched.cached_tokens),
+    )
+    assert is_known or fault == "slow" or answer.cached_tokens == 0
+    assert took_s < 1.0 + 2.0  # the deadline, and what it takes to compute all
+    network.become(None)
+    deadline = time.monotonic() + 20
+    while ask(engine).cached_tokens != stitched.cached_tokens:
+        assert time.monotonic() < deadline, "it has not recovered"
+        engine.precompute(CHUNKS, ids=list("abcd"))
+        time.sleep(0.3)
