@@ -30,13 +30,13 @@ from vllm_kit import (
     schedule,
     transfer_of,
 )
-from vllm_kvrag import export_model
-from vllm_kvrag.exported import TESTED, Exported, read_turns, weights_of
-from vllm_kvrag.heads import Heads, cut
 
 from kvrag import KVRagEngine, StoreConfig
 from kvrag.errors import ConfigError, UnsupportedModelError
 from kvrag.testing.models import TINY, save_tiny_model, tiny_model
+from vllm_kvrag import export_model
+from vllm_kvrag.exported import TESTED, Exported, read_turns, weights_of
+from vllm_kvrag.heads import Heads, cut
 
 PREFIX = "<|im_start|>user\nAnswer from the context.\n\n"
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(3, words=60)]  # which begin differently
@@ -224,6 +224,7 @@ def test_another_model_dtype_or_cache_is_refused(connector, setting_of, tmp_path
         "quantised": {"quantization": "fp8"},
         "fp8": {"cache_dtype": "fp8"},
         "several devices": {"world_size": 2},
+        "speculatively": {"speculative_config": "ngram"},
         "full attention": {"specs": [None]},
         "one group": {"specs": [None, None]},
         "recompute": {"kv_load_failure_policy": "fail"},

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_kvrag.heads import Heads
 
 from kvrag import KVRagEngine
 from kvrag.identity.fingerprint import chunk_key
+from vllm_kvrag.heads import Heads
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 BLOCK, BLOCKS = 16, 40
@@ -93,10 +93,15 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
     extra = {"kv_dir": str(setting.engine.kv_dir), "model": str(setting.file)}
     config = setting.engine.loaded.lm.model.config
     model = {"model": setting.model, "hf_config": config, "dtype": torch.float32, "quantization": None}
-    own = {"cache_dtype": "auto", "world_size": 1, "kv_load_failure_policy": "recompute"} | model | changes
+    own = (
+        {"cache_dtype": "auto", "world_size": 1, "speculative_config": None, "kv_load_failure_policy": "recompute"}
+        | model
+        | changes
+    )
     transfer = SimpleNamespace(get_from_extra_config=lambda name, default: extra.get(name, default), **own)
     one = SimpleNamespace(block_size=BLOCK, **own)
-    return SimpleNamespace(kv_transfer_config=transfer, model_config=one, cache_config=one, parallel_config=one)
+    parts = {"model_config": one, "cache_config": one, "parallel_config": one}
+    return SimpleNamespace(kv_transfer_config=transfer, speculative_config=own["speculative_config"], **parts)
 
 
 def connect(connector, setting: Setting, **changes) -> Any:

@@ -173,7 +173,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: E
     reasons = [
         (
             exported.model_type in TESTED,
-            f"it was never tested with a {exported.model_type}, but with {', '.join(TESTED)}",
+            f"it was never tested with {exported.model_type}, but with {', '.join(TESTED)}",
         ),
         (is_same, "the model's weights are not those that were exported; name the same model, or the same directory"),
         (rope == exported.rope, f"the model's RoPE parameters are {rope}, and {exported.rope} were exported"),
@@ -181,6 +181,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: E
         (model.quantization is None, f"the model is quantised ({model.quantization})"),
         (cache.cache_dtype == "auto", f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'"),
         (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
+        (vllm_config.speculative_config is None, "it decodes speculatively, and a draft model has layers of its own"),
         (is_full, "its cache is not one group of full attention"),
         # A chunk may be erased, or found to be damaged, after the scheduler has counted on it.
         (transfer.kv_load_failure_policy == "recompute", "kv_load_failure_policy must be 'recompute'"),
