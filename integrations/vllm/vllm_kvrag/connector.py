@@ -1,0 +1,189 @@
+"""The connector that vLLM loads: it reads KV that kvrag has precomputed, and writes none.
+
+vLLM's scheduler asks how many tokens of a prompt have KV in the store; its worker reads them, rotates the keys to their positions, and has
+the attention's own function write them to vLLM's cache, so that their layout there is vLLM's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvrag import StoreConfig
+from kvrag.config import as_config
+from kvrag.errors import ConfigError
+from kvrag.identity.describe import rope_text
+from kvrag.store import open_store
+from kvrag.types import ChunkKV
+from vllm_kvrag.exported import TESTED, Exported, Turn, read_turns, weights_of
+from vllm_kvrag.heads import Heads, Parts, cut
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The rows ``start`` to ``stop`` of a prompt, which the parts cover from its first token on, and the prompt's blocks."""
+
+    parts: Parts
+    start: int
+    stop: int
+    blocks: list[int]
+
+    def slots(self, block_size: int) -> torch.Tensor:
+        """Return the place in vLLM's cache of each row."""
+        rows = torch.arange(self.start, self.stop)
+        return torch.tensor(self.blocks)[rows // block_size] * block_size + rows % block_size
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    """What the worker is to load before its next forward."""
+
+    loads: list[Load] = field(default_factory=list)
+
+
+class KVRagConnector(KVConnectorBase_V1):
+    """Load the KV of a prompt's stored beginning.
+
+    ``kv_connector_extra_config``: ``kv_dir``, the store; ``model``, the file of :func:`vllm_kvrag.export_model`; ``namespace`` (default:
+    ``"default"``); ``store_config``, fields of :class:`kvrag.StoreConfig` (default: ``{"read_only": true}``). Raises ``ConfigError`` if
+    vLLM computes with another model, dtype or cache than the stored KV is of.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        option = self._kv_transfer_config.get_from_extra_config
+        self._path, kv_dir = option("model", None), option("kv_dir", None)
+        if not (self._path and kv_dir):
+            raise ConfigError("kv_connector_extra_config needs kv_dir, and model, the file of vllm_kvrag.export_model")
+        self._exported = Exported.read(self._path)
+        if reason := refusal(vllm_config, kv_cache_config, self._exported):
+            raise ConfigError(f"vLLM can't use this store: {reason}")
+        self._block_size = vllm_config.cache_config.block_size
+        config = as_config(StoreConfig, option("store_config", {"read_only": True}), option="store_config")
+        self._store = open_store(kv_dir, config or StoreConfig())
+        self._heads = Heads(self._store, self._exported.fingerprint, option("namespace", "default"))
+        self._found = dict[str, tuple[Parts, int]]()  # by request: what the store has of it, and its first row to load
+        self._loads: list[Load] = []
+        self._turns: list[Turn | None] = []
+        self._failed = set[int]()
+
+    # -- the scheduler ---------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens behind the computed ones have KV in the store; they are loaded within the step."""
+        has_own_kv = request.lora_request or request.mm_features or request.cache_salt
+        if has_own_kv or request.prompt_embeds is not None or not request.prompt_token_ids:
+            return 0, False
+        parts, count = self._heads.match(request.prompt_token_ids)
+        self._found[request.request_id] = parts, num_computed_tokens
+        # One token is left to compute: its logits are the answer's beginning.
+        return max(0, min(count, request.num_prompt_tokens - 1) - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Note what the next step loads, now that it has its blocks."""
+        parts, start = self._found.pop(request.request_id, ((), 0))
+        if num_external_tokens > 0:
+            (own,) = blocks.get_block_ids()
+            self._loads.append(Load(parts, start, start + num_external_tokens, list(own)))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Hand this step's loads to the worker."""
+        loads, self._loads = self._loads, []
+        return Loads(loads)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request that ended before it was admitted; its blocks are free."""
+        self._found.pop(request.request_id, None)
+        return False, None
+
+    # -- the worker ------------------------------------------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Load what this step needs; it is there when this returns."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Loads)
+        for load in metadata.loads:
+            rows = list(cut(load.parts, load.start, load.stop))
+            kvs = [self._store.get(identity) for identity, _, _ in rows]
+            found = [(kv, first, last) for kv, (_, first, last) in zip(kvs, rows, strict=True) if kv is not None]
+            if len(found) < len(rows):  # erased or damaged since the scheduler asked: vLLM computes them
+                logger.warning("stored KV of a prompt is gone; vLLM computes it")
+                self._failed.update(load.blocks[load.start // self._block_size : -(-load.stop // self._block_size)])
+                continue
+            for name, layer in forward_context.no_compile_layers.items():
+                if hasattr(layer, "kv_cache"):
+                    self._fill(layer, extract_layer_index(name), load, found)
+
+    def _fill(self, layer: Any, index: int, load: Load, found: list[tuple[ChunkKV, int, int]]) -> None:
+        """Write the rows of one layer to vLLM's cache, as its attention writes those that it computes."""
+        device = layer.kv_cache.device
+        if not self._turns:
+            self._turns = read_turns(self._path, device)
+        layers = [(kv.layers[index], first, last) for kv, first, last in found]
+        keys = torch.cat([each.keys[:, first:last] for each, first, last in layers], dim=1).to(device)
+        values = torch.cat([each.values[:, first:last] for each, first, last in layers], dim=1).to(device)
+        if (turn := self._turns[index]) is not None:
+            keys = turn.rotate(keys, slice(load.start, load.stop))
+        rows = [x.transpose(0, 1).contiguous() for x in (keys, values)]  # (T, H, D)
+        layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, load.slots(self._block_size).to(device))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that could not be filled in this step."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return: everything was loaded before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Save nothing: what is in the store comes from kvrag."""
+
+    def wait_for_save(self) -> None:
+        """Return: nothing is saved."""
+
+    def shutdown(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: Exported) -> str | None:
+    """Say why vLLM's cache can't take the KV of an exported model; ``None`` if it can."""
+    model, cache, transfer = vllm_config.model_config, vllm_config.cache_config, vllm_config.kv_transfer_config
+    rope = rope_text(model.hf_config.get_text_config())
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # Of windows alone, vLLM frees the blocks before the window, and could not compute what fails to load.
+    is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+    is_same = exported.weights in weights_of(model.model, model.hf_config)
+    reasons = [
+        (
+            exported.model_type in TESTED,
+            f"it was never tested with {exported.model_type}, but with {', '.join(TESTED)}",
+        ),
+        (is_same, "the model's weights are not those that were exported; name the same model, or the same directory"),
+        (rope == exported.rope, f"the model's RoPE parameters are {rope}, and {exported.rope} were exported"),
+        (str(model.dtype) == exported.dtype, f"it computes in {model.dtype}, and the stored KV is in {exported.dtype}"),
+        (model.quantization is None, f"the model is quantised ({model.quantization})"),
+        (cache.cache_dtype == "auto", f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'"),
+        (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
+        (vllm_config.speculative_config is None, "it decodes speculatively, and a draft model has layers of its own"),
+        (is_full, "its cache is not one group of full attention"),
+        # A chunk may be erased, or found to be damaged, after the scheduler has counted on it.
+        (transfer.kv_load_failure_policy == "recompute", "kv_load_failure_policy must be 'recompute'"),
+    ]
+    return next((reason for holds, reason in reasons if not holds), None)

@@ -1,0 +1,138 @@
+"""What vLLM must know of a model, in one file: the fingerprint that its KV is stored under, its weights, and how its keys rotate."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvrag import KVRagEngine
+from kvrag.errors import ConfigError, UnsupportedModelError
+from kvrag.identity.describe import rope_text
+from kvrag.identity.model import describe
+from kvrag.identity.weights import source_identity
+from kvrag.model.rope import RotaryTable
+
+TESTED = (
+    *("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral"),
+    *("olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+)
+"""Types of models that vLLM was seen to answer with as without stored KV (``tests/test_vllm.py``)."""
+FORMAT = "kvrag-vllm-1"
+NO_ROTATION = -1
+SNAPSHOT = re.compile(r"[0-9a-f]{40}")  # the folder of a hub commit in the hub's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model as kvrag's store knows it.
+
+    ``weights`` are where they come from (:func:`weights_of`), ``rope`` its RoPE parameters as JSON. ``kinds`` has each layer's rotation, by
+    number, or :data:`NO_ROTATION`; ``neighbours`` says which rotations turn pairs of neighbours rather than of halves.
+    """
+
+    fingerprint: str
+    model_type: str
+    dtype: str
+    weights: str
+    rope: str
+    kinds: tuple[int, ...]
+    neighbours: tuple[bool, ...]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Exported:
+        """Read the file that :func:`export_model` wrote, without its tables; raises ``ConfigError`` for another one."""
+        try:
+            with safe_open(path, "pt") as file:
+                found = json.loads((file.metadata() or {})[FORMAT])
+        except Exception as error:
+            raise ConfigError(f"{path} is not a file of vllm_kvrag.export_model ({error}); write it again") from error
+        return cls(**{**found, "kinds": tuple(found["kinds"]), "neighbours": tuple(found["neighbours"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One rotation: cosine and sine of each pair, float32 ``(positions, pairs)``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    is_neighbours: bool
+
+    def rotate(self, keys: torch.Tensor, positions: slice) -> torch.Tensor:
+        """Rotate position-free keys ``(H, T, D)`` to these positions; float32 inside, cast back once."""
+        cos, sin, width = self.cos[positions], self.sin[positions], 2 * self.cos.shape[1]
+        found = keys[..., :width].float()
+        first, second = (found[..., 0::2], found[..., 1::2]) if self.is_neighbours else found.chunk(2, dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        out = torch.stack(turned, dim=-1).flatten(-2) if self.is_neighbours else torch.cat(turned, dim=-1)
+        return torch.cat([out.to(keys.dtype), keys[..., width:]], dim=-1)
+
+
+def read_turns(path: str | os.PathLike[str], device: torch.device) -> list[Turn | None]:
+    """Return the rotation of each layer, ``None`` for one without."""
+    exported = Exported.read(path)
+    with safe_open(path, "pt", device=str(device)) as file:
+        turns = [
+            Turn(file.get_tensor(f"cos.{kind}"), file.get_tensor(f"sin.{kind}"), is_neighbours)
+            for kind, is_neighbours in enumerate(exported.neighbours)
+        ]
+    return [None if kind == NO_ROTATION else turns[kind] for kind in exported.kinds]
+
+
+def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
+    """Write what vLLM must know of an engine's model; no text and no KV is in it.
+
+    Raises
+    ------
+    ConfigError
+        If the engine's KV is not that of a model that vLLM can load from the same place: a model handed in, changed, or with adapters.
+    UnsupportedModelError
+        If its KV is not reused, is of other rotations than vLLM's layers have, or depends on the prompt's length.
+    """
+    loaded, source = engine.loaded, engine.source
+    lm = loaded.reusable
+    if lm.reuse_window < lm.context_window:
+        raise UnsupportedModelError("this model's keys depend on the prompt's length, so there is no one table of them")
+    weights = _origin(source.model, lm.model.config, source.hf_kwargs)
+    identity = describe(lm.model, engine.tokenizer, weights or "", extra_keys=source.extra_keys)
+    if identity.fingerprint != loaded.fingerprint or identity.adapters or identity.quantisation:
+        raise ConfigError("only a plain model, loaded by its name or directory, without adapters, can be exported")
+    rotations = lm.rotary(lm.reuse_window)
+    tables = {id(table): table for table in rotations if table.width}
+    turns = [_turn(table) for table in tables.values()]
+    numbers = {name: number for number, name in enumerate(tables)}
+    config = lm.model.config.get_text_config()
+    kinds = tuple(numbers.get(id(table), NO_ROTATION) for table in rotations)
+    about = loaded.fingerprint, config.model_type, str(lm.dtype), weights or "", rope_text(config)
+    exported = Exported(*about, kinds, tuple(turn.is_neighbours for turn in turns))
+    tensors = {f"{name}.{kind}": getattr(turn, name) for kind, turn in enumerate(turns) for name in ("cos", "sin")}
+    save_file(tensors, path, metadata={FORMAT: json.dumps(asdict(exported))})
+
+
+def _turn(table: RotaryTable) -> Turn:
+    if (pairs := table.pairs()) is None:
+        raise UnsupportedModelError("this model's keys rotate neither in halves nor in pairs of neighbours")
+    cos, sin, is_neighbours = pairs
+    return Turn(cos.cpu(), sin.cpu(), is_neighbours)
+
+
+def weights_of(model: str, config: Any) -> set[str]:
+    """Return what the weights of a model may be called that is loaded from a directory, or from the hub by name."""
+    folder, found = Path(model), {_origin(model, config, {})}
+    if folder.parent.name == "snapshots" and SNAPSHOT.fullmatch(folder.name):
+        found.add(source_identity("", commit=folder.name, options={}))  # the hub's cache: the name says the commit
+    return {name for name in found if name is not None}
+
+
+def _origin(model: object, config: Any, options: Mapping[str, Any]) -> str | None:
+    if not isinstance(model, (str, os.PathLike)):
+        return None
+    return source_identity(os.fspath(model), commit=getattr(config, "_commit_hash", None), options=options)
