@@ -217,8 +217,8 @@ class CopiedBlobs:
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Write a shared blob, and its copy."""
         data = b"".join(parts)
-        written = self.shared.write(key, [data])
-        self._copy(key, data)
+        if written := self.shared.write(key, [data]):  # what is there already may be something else
+            self._copy(key, data)
         return written
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:

@@ -54,8 +54,8 @@ class ObjectBlobs:
             self._store = self._obstore.store.from_url(url, **options)
         except (self._obstore.exceptions.BaseError, ValueError, OSError) as error:
             raise StoreError(
-                f"the object store {url} can't be used: {_first_line(error)}; check its address"
-            ) from error
+                f"the object store {url.partition('://')[0]}://... can't be used ({type(error).__name__}); check its address"
+            ) from None  # an address may hold a password
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return a range of an object."""
@@ -67,7 +67,7 @@ class ObjectBlobs:
             return None
         except self._obstore.exceptions.BaseError as error:
             with self._faults():
-                if start and self._obstore.head(self._store, self._head + key)["size"] <= start:
+                if self._obstore.head(self._store, self._head + key)["size"] <= start:
                     return b""
             raise _outage(error) from error
         return data[:length]

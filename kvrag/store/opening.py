@@ -42,6 +42,7 @@ OWN = (FORMAT_FILE, OBJECTS, TMP, *["lock", "catalog", "index", "references", "q
 """How the names of all that a store puts into its directory begin."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
+OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
 Convert = Callable[[ChunkKV, KVDtype], ChunkKV]
 """Returns a chunk kept as a type: :func:`kvrag.blend.quantise.convert`."""
 
@@ -122,9 +123,15 @@ def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys
 
 def open_url(url: str, folder: str) -> Blobs:
     """Open blobs that machines share; only those of chunks may be evicted. Raises ``StoreError``."""
-    if url.startswith(("redis://", "rediss://", "unix://")):
-        return RedisBlobs(url, folder, is_endless=folder != OBJECTS)
-    return ObjectBlobs(url, folder)
+    scheme, _, rest = url.partition("://")
+    scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme.lower(), scheme.lower())
+    if scheme in ("redis", "rediss", "unix"):
+        return RedisBlobs(f"{scheme}://{rest}", folder, is_endless=folder != OBJECTS)
+    if scheme not in OBJECT_STORES:
+        raise StoreError(
+            f"there is no shared KV store at {scheme}://; use redis, rediss, unix, {', '.join(OBJECT_STORES)}"
+        )
+    return ObjectBlobs(f"{scheme}://{rest}", folder)
 
 
 def _forget_copies(blobs: CopiedBlobs, names: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Listener, MemoryBlobs, StoreEvent, StoreStats
-from kvrag.store.blobs import KEY, FileBlobs
+from kvrag.store.blobs import KEY, CopiedBlobs, FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
 from kvrag.store.format import Blob, BlobRejected
@@ -174,8 +174,16 @@ class Reader:
         try:
             return take(self.blob(key, identity))
         except BlobRejected as fault:
-            self._reject(row, fault)
-            return self._hole(key, fault.hole, fault.layer)
+            try:
+                if fault.hole != "damaged" or not isinstance(self.blobs, CopiedBlobs):
+                    raise
+                self.blobs.forget([key])  # what is damaged may be the copy on this machine alone
+                return take(self.blob(key, identity))
+            except BlobRejected as last:
+                self._reject(row, last)
+                return self._hole(key, last.hole, last.layer)
+            except OSError:
+                return self._hole(key, "unreadable")
         except (MemoryError, RuntimeError) as error:
             log.warning("a stored chunk could not be read (%s); computing instead", error)
             return self._hole(key, "unreadable")

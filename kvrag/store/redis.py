@@ -116,7 +116,8 @@ class RedisBlobs:
                 error
             ).startswith("OOM")
             raise OSError(errno.ENOSPC if is_full else errno.EIO, f"Redis: {error}") from error
-        except ValueError as error:
+        except ValueError:  # its message may quote a part of the password
             raise StoreError(
-                f"the address of the Redis server can't be used: {error}; write redis://host:port/0"
-            ) from error
+                "the address of the Redis server can't be used; write redis://user:password@host:port/0, and / and # in a password as %2F "
+                "and %23"
+            ) from None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import random
 import secrets
 import time
 import zlib
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvrag.errors import StoreError
 from kvrag.store.base import Blobs
+from kvrag.store.blobs import KEY
 from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Seal
 from kvrag.threads import POOL, fork_lock
@@ -35,6 +37,8 @@ T = TypeVar("T")
 FRESH_S = 1.0
 """Seconds for which a copy is looked at without following the journal: what another machine erases is not answered for longer."""
 AGAIN_S = 5.0  # after a fault, seconds until the journal is asked again
+DAMAGED = "its journal is damaged; erase it, and precompute again"
+PAUSE_S = 0.25  # at most, before a change is made again
 ATTEMPTS = 100  # times that a change is made that others come before
 AHEAD, PER_SNAPSHOT = 16, 512  # entries read at once, and written between snapshots
 PLACE, MAX_ENTRY = "j", 2**30  # the row that says where a copy is; bytes of an entry
@@ -67,10 +71,10 @@ class Journal:
 
     def begin(self) -> tuple[Place, Entry]:
         """Return the place to begin at, with all rows there; the first entry is written if there is none."""
-        for number in sorted(self._snapshots.keys(), reverse=True):
+        for number in sorted(filter(KEY.fullmatch, self._snapshots.keys()), reverse=True):
             if (data := self._snapshots.read(number)) is not None:
                 digest, rows = _load(data)
-                return Place(int(number, 16), digest), Entry("", True, rows)
+                return Place(int(number, 16), digest), _checked(Entry(digest, True, rows))
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
         if (data := self._entries.read(_key(1))) is None:
             raise OSError("the journal's first entry is gone")
@@ -82,12 +86,12 @@ class Journal:
         while True:
             numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
             *found, last = POOL.ahead(self._entries.read, map(_key, (*numbers, place.number)))
-            if found[0] is None and not self._is_at(place, last):
+            if not self._is_at(place, last):  # what seems to follow may stand where others have erased
                 raise _Behind
             for number, data in zip(numbers, found, strict=True):
                 if data is None:
                     return
-                entry = Entry(*_load(data))
+                entry = _entry(data)
                 if entry.after != place.digest:
                     raise _Behind
                 place = Place(number, _digest(data))
@@ -98,9 +102,13 @@ class Journal:
         data, key = _dump(Entry(place.digest, is_whole, rows)), _key(place.number + 1)
         if not self._entries.write(key, [data]):
             raise _Behind
-        if not self._is_at(
-            place, self._entries.read(_key(place.number))
-        ):  # the number was free because what had it was erased
+        try:
+            is_next = self._is_at(place, self._entries.read(_key(place.number)))
+        except OSError:
+            with suppress(OSError):
+                self._entries.delete([key])
+            raise
+        if not is_next:  # the number was free because what had it was erased
             self._entries.delete([key])
             raise _Behind
         return Place(place.number + 1, _digest(data))
@@ -157,11 +165,12 @@ class SharedRows(Rows):
         """Make a change here and in the journal, or nowhere; see :meth:`Rows.change`. ``action`` may run several times."""
         if getattr(self._mine, "cache", None) is not None:
             return action()
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             try:
                 self._follow()
                 with suppress(_Behind):
                     return super().change(partial(self._noted, action))
+                time.sleep(random.uniform(0, min(PAUSE_S, 0.002 * 2**attempt)))  # or who was first is first again
             except StoreError:
                 raise
             except OSError as error:
@@ -210,7 +219,8 @@ class SharedRows(Rows):
             place = self._journal.append(place, rows, is_whole=is_whole)
             self._mine.cache.set(PLACE, json.dumps(place))
             if place.number % PER_SNAPSHOT == 0:
-                POOL.submit(self.scrub)
+                with suppress(RuntimeError):  # no thread can be had
+                    POOL.submit(self.scrub)
         return result
 
     def _look(self, action: Callable[[Any], T], default: T) -> T:
@@ -220,17 +230,24 @@ class SharedRows(Rows):
 
     def _is_fresh(self) -> bool:
         """Follow the journal if that is due; whether this copy is as fresh as it must be."""
-        now = time.monotonic()
-        if now - self._fresh_s > FRESH_S and now >= self._again_s:
+        asked = time.monotonic()
+        if asked - self._fresh_s <= FRESH_S:
+            return True
+        with self._following:  # while another thread followed, or has found that it can't
+            if self._fresh_s >= asked:
+                return True
+            if time.monotonic() < self._again_s:
+                return False
             try:
                 self._follow()
-                self._is_cut_off = False
             except OSError as error:
                 self._again_s = time.monotonic() + AGAIN_S
                 if not self._is_cut_off:
                     log.warning("the shared KV store can't be reached (%s); it counts as empty", error)
                 self._is_cut_off = True
-        return not self._is_cut_off and self._fresh_s >= 0
+                return False
+            self._again_s, self._is_cut_off = 0.0, False
+            return True
 
     def _follow(self) -> None:
         """Take over what others have changed; raises ``OSError``."""
@@ -292,9 +309,26 @@ def _dump(value: Any) -> bytes:
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
 
 
+def _entry(data: Any) -> Entry:
+    """Return what an entry says; raises ``OSError``."""
+    try:
+        return _checked(Entry(*_load(data)))
+    except TypeError as error:
+        raise OSError(DAMAGED) from error
+
+
+def _checked(entry: Entry) -> Entry:
+    """Return an entry that has the form of one; raises ``OSError`` for any other."""
+    after, is_whole, rows = entry
+    is_right = isinstance(after, str) and isinstance(is_whole, bool) and isinstance(rows, dict)
+    if not is_right or not all(text is None or isinstance(text, str) for text in rows.values()):
+        raise OSError(DAMAGED)
+    return entry
+
+
 def _load(data: Any) -> Any:
     """Return what an entry or a snapshot says; raises ``OSError`` for what is none."""
     try:
         return json.loads(zlib.decompressobj().decompress(data, MAX_ENTRY))
     except (zlib.error, ValueError, RecursionError) as error:
-        raise OSError("its journal is damaged; erase it, and precompute again") from error
+        raise OSError(DAMAGED) from error
