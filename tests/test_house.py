@@ -62,8 +62,8 @@ ANYONE = {"__init__", "__main__"}
 LIMITS = {
     # 15,000 at the cut; calibration, prices, the audit, the accelerator's path, tools, learnt prefixes, the server, the scheduler,
     # histories, sliding chats, the page, stores that machines share, and Ray came since
-    "lines of kvrag": 21_600,
-    "files of kvrag": 133,
+    "lines of kvrag": 21_750,
+    "files of kvrag": 134,
     "lines of kvrag/store": 2_600,
     "lines of tests, per 100 lines of code": 145,
     "median lines of a function": 10,

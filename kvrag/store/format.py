@@ -216,9 +216,8 @@ class Blob:
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)
         if data.readonly:  # torch wants to be able to write
-            own = BUFFERS.take(len(data))
-            own[:] = data
-            data = own
+            stored, data = data, BUFFERS.take(len(data))
+            data[:] = stored
         whole, proven = torch.frombuffer(data, dtype=torch.uint8), list[torch.Tensor]()
         for index in run:
             place = slice(offsets[index] - start, offsets[index + 1] - start)

@@ -24,7 +24,7 @@ from kvrag.config import Retention, StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
-from kvrag.store.catalog import shared
+from kvrag.store.catalog import journal, shared
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract, StoreContract
@@ -389,3 +389,92 @@ def test_a_bad_network_costs_no_more_than_the_deadline(engine_of, far, tmp_path,
         assert time.monotonic() < deadline, "it has not recovered"
         engine.precompute(CHUNKS, ids=list("abcd"))
         time.sleep(0.3)
+
+
+# -- faults that a review has found --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 60_000])
+def test_a_damaged_copy_harms_no_shared_blob(tmp_path, damage):
+    url, key = f"file://{tmp_path}/bucket", chunk_key(make_identity(0))
+    store = open_store(tmp_path / "copies", StoreConfig(shared=url, min_free_bytes=0, ram_bytes=0))
+    put(store, 0)
+    [copy] = [path for path in (tmp_path / "copies").rglob(f"*{key}*") if path.is_file()]
+    copy.write_bytes(damage)
+    assert same_bits(store.get(make_identity(0)), make_kv(make_identity(0)))
+    assert store.blobs.shared.keys() == {key}
+    assert copy.stat().st_size > 1000  # made anew
+    [blob] = [path for path in (tmp_path / "bucket").rglob(f"*{key}*") if path.is_file()]
+    for path in (copy, blob):
+        path.write_bytes(b"x" * 60_000)
+    assert store.get(make_identity(0)) is None
+    assert store.blobs.shared.keys() == set()
+
+
+def test_a_thread_that_can_follow_again_ends_the_pause_of_one_that_could_not(tmp_path, monkeypatch):
+    stores = [open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0)) for _ in range(2)]
+    put(stores[0], 0)
+    assert stores[1].known([chunk_key(make_identity(0))])
+    rows = stores[1].catalog._rows
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.Journal, "after", raising(OSError, "time-out"))
+        assert not stores[1].known([chunk_key(make_identity(0))])
+    assert rows._again_s > time.monotonic()
+    assert not stores[1].known([chunk_key(make_identity(0))]), "in the pause nobody knows"
+    rows._again_s = 0.0
+    assert stores[1].known([chunk_key(make_identity(0))])
+    stores[0].delete([chunk_key(make_identity(0))])
+    assert not stores[1].known([chunk_key(make_identity(0))])
+
+
+def test_an_entry_that_its_writer_could_not_check_is_taken_back(tmp_path, monkeypatch):
+    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
+    put(store, 0)
+    entries = store.catalog._rows._journal._entries
+    before = entries.keys()
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.Journal, "_is_at", raising(OSError, "time-out"))
+        with pytest.raises(StoreError):
+            store.catalog._rows.change(lambda: store.catalog._rows.set("x", 1))
+    assert entries.keys() == before
+
+
+@pytest.mark.parametrize("wrong", [3, [1], ["", False, 3], ["", False, {"c x": 3}], [None, False, {}], ["", 1, {}], {}])
+def test_what_is_no_entry_counts_as_a_fault_of_the_journal(tmp_path, wrong, monkeypatch):
+    monkeypatch.setattr(shared, "AGAIN_S", 0.0)
+    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
+    put(store, 0)
+    entries = store.catalog._rows._journal._entries
+    last = max(entries.keys())
+    entries.write(journal._key(int(last, 16) + 1), [journal._dump(wrong)])
+    assert store.get(make_identity(0)) is None
+    with pytest.raises(StoreError, match="damaged"):
+        put(store, 1)
+    entries.delete([journal._key(int(last, 16) + 1)])
+    assert store.get(make_identity(0)) is not None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+cluster://:hunter2@host:1/0",
+        "https://me:hunter2@host/kv",
+        "redis://:hunt/er2@host:port",
+        "nowhere://hunter2",
+    ],
+)
+def test_no_password_of_an_address_is_in_a_message(url):
+    with pytest.raises(StoreError) as caught:
+        open_url(url, "objects")
+    assert "hunt" not in str(caught.value)
+
+
+def test_valkeys_own_addresses_are_taken(redis_url):
+    assert open_url(redis_url.replace("redis://", "Valkey://"), "objects").keys() == set()
+
+
+def test_an_empty_object_is_read_as_nothing(tmp_path):
+    blobs, key = open_url(f"file://{tmp_path}/bucket", "objects"), chunk_key(make_identity(0))
+    blobs.write(key, [b""])
+    assert bytes(blobs.read(key, 0, 10) or b"") == b""
+    assert blobs.read(key, 0, 10) is not None

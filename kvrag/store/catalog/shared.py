@@ -10,26 +10,21 @@ their order. So if the entry that a copy is at is there, none behind it was eras
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import random
-import secrets
 import time
-import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from kvrag.errors import StoreError
-from kvrag.store.base import Blobs
-from kvrag.store.blobs import KEY
+from kvrag.store.catalog.journal import Behind, Entry, Journal, Place
 from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Seal
 from kvrag.threads import POOL, fork_lock
-from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,99 +32,10 @@ T = TypeVar("T")
 FRESH_S = 1.0
 """Seconds for which a copy is looked at without following the journal: what another machine erases is not answered for longer."""
 AGAIN_S = 5.0  # after a fault, seconds until the journal is asked again
-DAMAGED = "its journal is damaged; erase it, and precompute again"
 PAUSE_S = 0.25  # at most, before a change is made again
 ATTEMPTS = 100  # times that a change is made that others come before
-AHEAD, PER_SNAPSHOT = 16, 512  # entries read at once, and written between snapshots
-PLACE, MAX_ENTRY = "j", 2**30  # the row that says where a copy is; bytes of an entry
-
-
-class Place(NamedTuple):
-    """Where a copy is in the journal: the number of the last entry that it has, and its digest."""
-
-    number: int
-    digest: str
-
-
-class Entry(NamedTuple):
-    """A change: what ``after`` it follows, whether it begins with no rows, and rows; ``None`` for those that are removed."""
-
-    after: str
-    is_whole: bool
-    rows: dict[str, str | None]
-
-
-class _Behind(Exception):
-    """Another writer was first."""
-
-
-class Journal:
-    """Entries and snapshots, as blobs whose keys are numbers. Raises ``OSError`` where they can't be read or written."""
-
-    def __init__(self, entries: Blobs, snapshots: Blobs) -> None:
-        self._entries, self._snapshots = entries, snapshots
-
-    def begin(self) -> tuple[Place, Entry]:
-        """Return the place to begin at, with all rows there; the first entry is written if there is none."""
-        for number in sorted(filter(KEY.fullmatch, self._snapshots.keys()), reverse=True):
-            if (data := self._snapshots.read(number)) is not None:
-                digest, rows = _load(data)
-                return Place(int(number, 16), digest), _checked(Entry(digest, True, rows))
-        self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
-        if (data := self._entries.read(_key(1))) is None:
-            raise OSError("the journal's first entry is gone")
-        return Place(1, _digest(data)), Entry("", True, {})
-
-    def after(self, place: Place) -> Iterator[tuple[Place, Entry]]:
-        """Yield the entries behind a place; raises :class:`_Behind` if that is not, or no longer, a place of this journal."""
-        count = 1  # mostly there is none
-        while True:
-            numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
-            *found, last = POOL.ahead(self._entries.read, map(_key, (*numbers, place.number)))
-            if not self._is_at(place, last):  # what seems to follow may stand where others have erased
-                raise _Behind
-            for number, data in zip(numbers, found, strict=True):
-                if data is None:
-                    return
-                entry = _entry(data)
-                if entry.after != place.digest:
-                    raise _Behind
-                place = Place(number, _digest(data))
-                yield place, entry
-
-    def append(self, place: Place, rows: dict[str, str | None], *, is_whole: bool) -> Place:
-        """Write the entry behind a place, and return where that is; raises :class:`_Behind` if another was first."""
-        data, key = _dump(Entry(place.digest, is_whole, rows)), _key(place.number + 1)
-        if not self._entries.write(key, [data]):
-            raise _Behind
-        try:
-            is_next = self._is_at(place, self._entries.read(_key(place.number)))
-        except OSError:
-            with suppress(OSError):
-                self._entries.delete([key])
-            raise
-        if not is_next:  # the number was free because what had it was erased
-            self._entries.delete([key])
-            raise _Behind
-        return Place(place.number + 1, _digest(data))
-
-    def _is_at(self, place: Place, data: Any) -> bool:
-        """Whether what stands at a place is the entry that was there, and none behind it was erased."""
-        is_there = data is not None and _digest(data) == place.digest
-        return is_there and (place.number > 1 or not self._snapshots.keys())
-
-    def snapshot(self, place: Place, rows: dict[str, str]) -> None:
-        """Write all rows down, and erase what nobody needs any more."""
-        self._snapshots.write(_key(place.number), [_dump([place.digest, rows])])
-        snapshots, entries, end = self._snapshots.keys(), self._entries.keys(), _key(place.number)
-        self._snapshots.delete([key for key in snapshots if key < end])
-        for key in sorted(key for key in entries if _key(1) < key < end):
-            self._entries.delete([key])
-
-    def close(self) -> None:
-        """Release resources; idempotent."""
-        self._entries.close()
-        self._snapshots.close()
+PER_SNAPSHOT = 512  # entries between snapshots
+PLACE = "j"  # the row that says where a copy is
 
 
 class SharedRows(Rows):
@@ -168,7 +74,7 @@ class SharedRows(Rows):
         for attempt in range(ATTEMPTS):
             try:
                 self._follow()
-                with suppress(_Behind):
+                with suppress(Behind):
                     return super().change(partial(self._noted, action))
                 time.sleep(random.uniform(0, min(PAUSE_S, 0.002 * 2**attempt)))  # or who was first is first again
             except StoreError:
@@ -256,13 +162,13 @@ class SharedRows(Rows):
             try:
                 place = super()._look(_place_of, Place(0, ""))
                 if not place.number:
-                    raise _Behind
+                    raise Behind
                 for found in self._journal.after(place):
                     self._take(*found)
-            except _Behind:
+            except Behind:
                 place, entry = self._journal.begin()
                 self._take(place, entry)
-                with suppress(_Behind):
+                with suppress(Behind):
                     for found in self._journal.after(place):
                         self._take(*found)
             self._fresh_s = start
@@ -295,40 +201,3 @@ def _place_of(cache: Any) -> Place:
     with suppress(ValueError, TypeError):
         return Place(*json.loads(cache.get(PLACE) or ""))
     return Place(0, "")
-
-
-def _key(number: int) -> ChunkKey:
-    return ChunkKey(f"{number:064x}")
-
-
-def _digest(data: Any) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _dump(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
-
-
-def _entry(data: Any) -> Entry:
-    """Return what an entry says; raises ``OSError``."""
-    try:
-        return _checked(Entry(*_load(data)))
-    except TypeError as error:
-        raise OSError(DAMAGED) from error
-
-
-def _checked(entry: Entry) -> Entry:
-    """Return an entry that has the form of one; raises ``OSError`` for any other."""
-    after, is_whole, rows = entry
-    is_right = isinstance(after, str) and isinstance(is_whole, bool) and isinstance(rows, dict)
-    if not is_right or not all(text is None or isinstance(text, str) for text in rows.values()):
-        raise OSError(DAMAGED)
-    return entry
-
-
-def _load(data: Any) -> Any:
-    """Return what an entry or a snapshot says; raises ``OSError`` for what is none."""
-    try:
-        return json.loads(zlib.decompressobj().decompress(data, MAX_ENTRY))
-    except (zlib.error, ValueError, RecursionError) as error:
-        raise OSError(DAMAGED) from error
