@@ -571,6 +571,26 @@ def _behind(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return found + ["tokens/s"] * (ours["tokens_per_s"] < 0.98 * theirs["tokens_per_s"])
 
 
+def ray_kill(result: dict[str, Any]) -> str:
+    """Say what became of chunks whose workers were killed."""
+    rows = [
+        ["chunks", f"{result['chunks']:,}"],
+        ["workers killed", str(result["kills"])],
+        ["stored, and skipped by who took the batch again", f"{result['stored']:,} + {result['skipped']:,}"],
+        ["failed", str(result["failed"])],
+        [
+            "in the store, in the catalog, documents",
+            ", ".join(f"{result[w]:,}" for w in ("in_store", "in_catalog", "documents")),
+        ],
+        ["with other bits than one process gives", str(result["other_bits"])],
+        [
+            "time; of one process, without kills, on a disk",
+            f"{result['seconds']:.0f} s; {result['single_process_seconds']:.0f} s",
+        ],
+    ]
+    return table(["what", "result"], rows) + machine_of(result, "ray_kill.json")
+
+
 def shared(result: dict[str, Any]) -> str:
     """Set reading through kvrag beside the server's own client, for each kind of server."""
     names = {"redis": "redis-server, redis-py", "objects": "a directory in memory, obstore", "s3": "moto (S3), obstore"}
@@ -998,6 +1018,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "serve": ("serve.json", serve),
     "load": ("load.json", load),
     "shared": ("shared.json", shared),
+    "ray-kill": ("ray_kill.json", ray_kill),
     "load-figures": ("load.json", load_figures),
     "suites": ("suites.json", suites),
     "quantised": ("quantised.json", quantised),

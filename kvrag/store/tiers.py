@@ -80,7 +80,7 @@ class TieredStore(Reader):
         self._check_writable()
         check_retention(retention)
         key, epochs = chunk_key(identity), self._epochs()
-        if self.catalog.link(key, text, doc_id):
+        if self._is_linked(key, text, doc_id):
             return 0
         encoded = Encoded(identity, kv, self.keys.cipher)
         record = record_of(identity, encoded.header.num_bytes)
@@ -140,7 +140,7 @@ class TieredStore(Reader):
         if self.read_only or self._is_closed:
             return False
         key = chunk_key(identity)
-        if self.catalog.link(key, text, doc_id):
+        if self._is_linked(key, text, doc_id):
             return True
         try:
             record = record_of(identity, self.blob(key, identity).header.num_bytes)
@@ -153,6 +153,17 @@ class TieredStore(Reader):
         if is_stored := self.catalog.confirm(key, revision):
             tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
+
+    def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
+        """Add text and document to a stored chunk; one whose blob another machine has let go is forgotten."""
+        is_there, far = self.catalog.link(key, text, doc_id), getattr(self.blobs, "shared", self.blobs)
+        if is_there and getattr(far, "is_far", False):
+            with suppress(OSError):
+                if is_gone := far.read(key, 0, 1) is None:
+                    self.catalog.remove(self.catalog.revisions([key]))
+                    self.blobs.delete([key])  # its copy
+                return not is_gone
+        return is_there
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Update the retention of stored chunks in every tier, and return how many there are.

@@ -478,3 +478,16 @@ def test_an_empty_object_is_read_as_nothing(tmp_path):
     blobs.write(key, [b""])
     assert bytes(blobs.read(key, 0, 10) or b"") == b""
     assert blobs.read(key, 0, 10) is not None
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_what_the_server_let_go_is_precomputed_again(engine_of, redis_url, tmp_path, has_copies):
+    config = StoreConfig(shared=redis_url if has_copies else None, min_free_bytes=0, ram_bytes=0)
+    engine = engine_of(kv_dir=tmp_path / "copies" if has_copies else redis_url, store_config=config)
+    engine.precompute(CHUNKS, ids=list("abcd"))
+    client = redis.Redis.from_url(redis_url)
+    client.delete(*client.keys("kvrag:objects:*"))
+    assert engine.precompute(CHUNKS, ids=list("abcd")).stored == 4
+    assert len(client.keys("kvrag:objects:*")) >= 4
+    assert sorted(engine.document_ids()) == list("abcd")
+    assert engine.precompute(CHUNKS, ids=list("abcd")).skipped == 4
