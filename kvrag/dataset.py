@@ -20,7 +20,7 @@ from kvrag.precompute.documents import check_kv_dir
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-CHUNKS_PER_CALL = 64
+CHUNKS_PER_CALL = 32
 """Chunks that a worker is given at once: it sorts them by length, so that forwards take chunks of similar length."""
 
 

@@ -52,7 +52,7 @@ def run(rows: list[dict[str, str]], model: str, kv_dir: str, workers: int, batch
     """Precompute on so many workers, and return the report."""
     import ray
 
-    ds = ray.data.from_items(rows, override_num_blocks=max(8, len(rows) // 64))
+    ds = ray.data.from_items(rows, override_num_blocks=max(8, len(rows) // 32))
     own, how = {"batch_size": batch_size}, Workers(workers, num_cpus=0.5)
     return list(precompute_dataset(ds, model, kv_dir=kv_dir, dtype="float32", workers=how, run=own).take_all())
 
@@ -162,7 +162,7 @@ def kill(count: int, seed: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run the parts, and write ``results/ray.json``."""
-    options = parser(__doc__, chunks=10_000, scale_chunks=192, rounds=3, seed=0)
+    options = parser(__doc__, chunks=10_000, scale_chunks=256, rounds=3, seed=0)
     options.add_argument("--only", default="scale,kill")
     args = options.parse_args()
     import ray
