@@ -210,8 +210,7 @@ class Blob:
 
     def _run(self, run: range) -> list[torch.Tensor]:
         """Read some layers, and prove them: bytes of one tensor unless they are encrypted. Behind the last one, the blob must end."""
-        offsets = self.header.layout.offsets
-        start, end = offsets[run.start], offsets[run.stop]
+        start, end = (offsets := self.header.layout.offsets)[run.start], offsets[run.stop]
         data = memoryview(self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start))
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)

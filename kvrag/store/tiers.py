@@ -1,8 +1,7 @@
 """The store of an engine: memory above blobs, and the catalog that says what is where.
 
-Reading looks in memory first, uppermost tier first, then in the blobs, and keeps a copy in each tier above. Writing notes the chunk in the
-catalog as pending, writes its blob, and confirms it. Erasing takes blobs first and rows last. So whoever is killed in between leaves rows
-without blobs, which are misses, or pending rows, which count as absent; and an erasure that is run again finishes the first one.
+Reading looks in memory first, uppermost tier first, then in the blobs, and keeps a copy in each tier above. Writing notes a pending row,
+writes the blob, and confirms. Erasing takes blobs first, rows last. So a kill leaves rows without blobs (misses) or pending ones (absent).
 """
 
 from __future__ import annotations
@@ -157,12 +156,11 @@ class TieredStore(Reader):
     def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add text and document to a stored chunk; one whose blob another machine has let go is forgotten."""
         is_there, far = self.catalog.link(key, text, doc_id), getattr(self.blobs, "shared", self.blobs)
-        if is_there and getattr(far, "is_far", False):
-            with suppress(OSError):
-                if is_gone := far.read(key, 0, 1) is None:
-                    self.catalog.remove(self.catalog.revisions([key]))
-                    self.blobs.delete([key])  # its copy
-                return not is_gone
+        with suppress(OSError):
+            if is_there and getattr(far, "is_far", False) and far.read(key, 0, 1) is None:
+                self.catalog.remove(self.catalog.revisions([key]))
+                self.blobs.delete([key])  # its copy
+                return False
         return is_there
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
