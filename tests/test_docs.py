@@ -75,8 +75,8 @@ RUN = [page for page in RUN if "```python" in page.read_text()]
 """Pages whose blocks run from top to bottom in one namespace, on a tiny model in the place of the one they name."""
 TUTORIALS = sorted((ROOT / "docs").glob("tutorial*.md"))
 """The same on the real small model, so that what is shown can be compared with what is printed."""
-WITHOUT_ANSWERS = ("gpu.md", "limits.md")
-NOT_RUN = 6
+WITHOUT_ANSWERS = ("gpu.md", "limits.md", "ray.md")
+NOT_RUN = 7
 """Blocks that are not run at most: other packages' code, to be replaced, and what needs a GPU."""
 
 WORDS = "The archive opens at nine and closes at five. A reader asks for a box, and the keeper brings it to table {n}. "
