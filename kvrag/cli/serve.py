@@ -54,6 +54,8 @@ def serve(
 
     given: Given = {"model_name": model_name, "max_waiting": max_waiting}
     if ray:
+        if log_format != "text":
+            raise ConfigError("--log-format has no effect with --ray, which writes the logs itself; leave it out")
         options = engine_options({**engine, "model": model}, repair=repair, limits=limits)
         _on_ray(options, given, host, port, replicas or "1")
         return

@@ -24,17 +24,9 @@ ATTEMPTS = 5  # replicas that a request is passed to, one after the other
 LOST = (RayActorError, ReplicaUnavailableError)
 """A replica that has died, or whose machine has."""
 PASSED_ON = (
-    "type",
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "headers",
-    "client",
-    "server",
+    *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server"),
 )
+"""What of an ASGI scope can be sent to another process."""
 
 _TOLD = APIError(503, "the replica was lost in the middle of the answer; ask again", "replica_lost")
 BROKEN_OFF = {"type": "http.response.body", "body": f"data: {json.dumps(_TOLD.body)}\n\n".encode()}
@@ -68,9 +60,8 @@ class Front:
             return told.response
         response = StreamingResponse((message.get("body", b"") async for message in messages), start["status"])
         named = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
-        response.raw_headers = [
-            each for each in named if each[0] != b"x-request-id"
-        ]  # Ray's proxy adds it, and gave it
+        # Ray's proxy has given the request its id, and adds it to the response.
+        response.raw_headers = [each for each in named if each[0] != b"x-request-id"]
         return response
 
     def keys(self, authorization: str, body: bytes) -> list[str]:

@@ -18,8 +18,8 @@ from kvrag.serving.app import ServingConfig
 
 PUBLISH_S = 5.0  # between two times that metrics are handed to Ray
 BACKLOG = 64  # messages of an answer that the front has not taken yet
-
 MOST = 1000  # chunks that a new replica asks for
+
 Message = dict[str, Any]
 """An ASGI message."""
 

@@ -172,21 +172,24 @@ class Reader:
         if not row:
             return self._hole(key)
         try:
-            return take(self.blob(key, identity))
+            return self._taken(key, take, identity)
         except BlobRejected as fault:
-            try:
-                if fault.hole != "damaged" or not isinstance(self.blobs, CopiedBlobs):
-                    raise
-                self.blobs.forget([key])  # what is damaged may be the copy on this machine alone
-                return take(self.blob(key, identity))
-            except BlobRejected as last:
-                self._reject(row, last)
-                return self._hole(key, last.hole, last.layer)
-            except OSError:
-                return self._hole(key, "unreadable")
+            self._reject(row, fault)
+            return self._hole(key, fault.hole, fault.layer)
         except (MemoryError, RuntimeError) as error:
             log.warning("a stored chunk could not be read (%s); computing instead", error)
             return self._hole(key, "unreadable")
+
+    def _taken(self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None) -> T:
+        """Take something from a blob; from the shared one, where the copy on this machine is damaged."""
+        try:
+            return take(self.blob(key, identity))
+        except BlobRejected as fault:
+            if fault.hole != "damaged" or not isinstance(self.blobs, CopiedBlobs):
+                raise
+            with suppress(OSError):
+                self.blobs.forget([key])
+            return take(self.blob(key, identity))
 
     def blob(self, key: ChunkKey, identity: ChunkIdentity | None = None) -> Blob:
         """Return the blob under a key, its header proven to be that of this chunk; raises ``BlobRejected``."""

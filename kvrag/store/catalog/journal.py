@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from kvrag.store.base import Blobs
 from kvrag.store.blobs import KEY
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey
+
+log = logging.getLogger(__name__)
 
 DAMAGED = "its journal is damaged; erase it, and precompute again"
 AHEAD, MAX_ENTRY = 16, 2**30  # entries read at once; bytes of one
@@ -51,8 +54,8 @@ class Journal:
         """Return the place to begin at, with all rows there; the first entry is written if there is none."""
         for number in sorted(filter(KEY.fullmatch, self._snapshots.keys()), reverse=True):
             if (data := self._snapshots.read(number)) is not None:
-                digest, rows = _load(data)
-                return Place(int(number, 16), digest), _checked(Entry(digest, True, rows))
+                entry = _entry(data, is_snapshot=True)
+                return Place(int(number, 16), entry.after), entry
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
         if (data := self._entries.read(_key(1))) is None:
             raise OSError("the journal's first entry is gone")
@@ -97,7 +100,10 @@ class Journal:
         return is_there and (place.number > 1 or not self._snapshots.keys())
 
     def snapshot(self, place: Place, rows: dict[str, str]) -> None:
-        """Write all rows down, and erase what nobody needs any more."""
+        """Write all rows down, and erase what nobody needs any more; nothing where they are more than can be read again."""
+        if sum(map(len, rows)) + sum(map(len, rows.values())) > MAX_ENTRY // 2:
+            log.warning("the catalog of the shared KV store is too large for a snapshot; use several stores")
+            return
         self._snapshots.write(_key(place.number), [_dump([place.digest, rows])])
         snapshots, entries, end = self._snapshots.keys(), self._entries.keys(), _key(place.number)
         self._snapshots.delete([key for key in snapshots if key < end])
@@ -122,26 +128,14 @@ def _dump(value: Any) -> bytes:
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
 
 
-def _entry(data: Any) -> Entry:
-    """Return what an entry says; raises ``OSError``."""
+def _entry(data: Any, *, is_snapshot: bool = False) -> Entry:
+    """Return what an entry or a snapshot says; raises ``OSError`` for what is none."""
     try:
-        return _checked(Entry(*_load(data)))
-    except TypeError as error:
+        found = json.loads(zlib.decompressobj().decompress(data, MAX_ENTRY))
+        after, is_whole, rows = (found[0], True, found[1]) if is_snapshot else found
+    except (zlib.error, ValueError, TypeError, LookupError, RecursionError) as error:
         raise OSError(DAMAGED) from error
-
-
-def _checked(entry: Entry) -> Entry:
-    """Return an entry that has the form of one; raises ``OSError`` for any other."""
-    after, is_whole, rows = entry
     is_right = isinstance(after, str) and isinstance(is_whole, bool) and isinstance(rows, dict)
     if not is_right or not all(text is None or isinstance(text, str) for text in rows.values()):
         raise OSError(DAMAGED)
-    return entry
-
-
-def _load(data: Any) -> Any:
-    """Return what an entry or a snapshot says; raises ``OSError`` for what is none."""
-    try:
-        return json.loads(zlib.decompressobj().decompress(data, MAX_ENTRY))
-    except (zlib.error, ValueError, RecursionError) as error:
-        raise OSError(DAMAGED) from error
+    return Entry(after, is_whole, rows)

@@ -33,6 +33,7 @@ FRESH_S = 1.0
 """Seconds for which a copy is looked at without following the journal: what another machine erases is not answered for longer."""
 AGAIN_S = 5.0  # after a fault, seconds until the journal is asked again
 PAUSE_S = 0.25  # at most, before a change is made again
+ROUNDS = 10  # times that a copy begins anew before it gives up
 ATTEMPTS = 100  # times that a change is made that others come before
 PER_SNAPSHOT = 512  # entries between snapshots
 PLACE = "j"  # the row that says where a copy is
@@ -159,25 +160,34 @@ class SharedRows(Rows):
         """Take over what others have changed; raises ``OSError``."""
         with self._following:
             start = time.monotonic()
-            try:
-                place = super()._look(_place_of, Place(0, ""))
-                if not place.number:
-                    raise Behind
-                for found in self._journal.after(place):
-                    self._take(*found)
-            except Behind:
-                place, entry = self._journal.begin()
-                self._take(place, entry)
-                with suppress(Behind):
-                    for found in self._journal.after(place):
-                        self._take(*found)
-            self._fresh_s = start
+            for _ in range(ROUNDS):
+                if self._is_at_the_end():
+                    self._fresh_s = start
+                    return
+        raise OSError("its journal changes faster than it can be followed")
 
-    def _take(self, place: Place, entry: Entry) -> None:
-        """Make an entry's change here."""
+    def _is_at_the_end(self) -> bool:
+        """Take over what is behind this copy's place; whether nothing came between."""
+        here = super()._look(_place_of, Place(0, ""))
+        try:
+            if not here.number:
+                raise Behind
+            for place, entry in self._journal.after(here):
+                self._take(here, place, entry)
+                here = place
+        except Behind:
+            with suppress(Behind):
+                self._take(super()._look(_place_of, Place(0, "")), *self._journal.begin())
+            return False
+        return True
+
+    def _take(self, here: Place, place: Place, entry: Entry) -> None:
+        """Make an entry's change here; raises ``Behind`` if this copy is elsewhere by now: other threads and processes follow, too."""
 
         def take() -> set[str]:
             cache, rows = self._mine.cache, {name: text for name, text in entry.rows.items() if text is not None}
+            if _place_of(cache) != here:
+                raise Behind
             gone = set(cache.iterkeys()) if entry.is_whole else set(entry.rows)
             for name in gone - set(rows):
                 cache.delete(name)
