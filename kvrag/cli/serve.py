@@ -54,10 +54,8 @@ def serve(
 
     given: Given = {"model_name": model_name, "max_waiting": max_waiting}
     if ray:
-        if log_format != "text":
-            raise ConfigError("--log-format has no effect with --ray, which writes the logs itself; leave it out")
         options = engine_options({**engine, "model": model}, repair=repair, limits=limits)
-        _on_ray(options, given, host, port, replicas or "1")
+        _on_ray(options, given, host, port, replicas or "1", log_format)
         return
     if replicas is not None:
         raise ConfigError("--replicas has no effect without --ray; pass it, or leave it out")
@@ -93,8 +91,10 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
     return Server(options)
 
 
-def _on_ray(options: Given, server: Given, host: str, port: int, replicas: str) -> None:
+def _on_ray(options: Given, server: Given, host: str, port: int, replicas: str, log_format: str) -> None:
     """Serve on a Ray cluster until a signal ends it."""
+    if log_format != "text":
+        raise ConfigError("--log-format has no effect with --ray, which writes the logs itself; leave it out")
     ray, serve = (require(name, extra="ray", purpose="kvrag serve --ray") for name in ("ray", "ray.serve"))
     from kvrag.serving import ServingConfig, build
 

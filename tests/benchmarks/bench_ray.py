@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_shared import redis_server
-from common import items, machine, parser, small_engine, small_model, write_result
+from common import items, machine, parser, pids, small_engine, small_model, write_result
 
 from kvrag import KVRagEngine, precompute_dataset
 from kvrag.dataset import Workers
@@ -97,18 +97,6 @@ class Killer(threading.Thread):
     def stop(self) -> None:
         self._over.set()
         self.join()
-
-
-def pids(title: str) -> list[int]:
-    """Return the processes whose title begins so."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().decode(errors="replace").startswith(title):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 def cpu_seconds(pid: int) -> float:

@@ -23,8 +23,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from bench_ray import pids
-from common import items, machine, parser, small_model, write_result
+from common import items, machine, parser, pids, small_model, write_result
 
 from kvrag import KVRagEngine
 from kvrag.serving import build

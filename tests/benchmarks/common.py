@@ -146,6 +146,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+def pids(title: str) -> list[int]:
+    """Return the processes whose title begins so."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().decode(errors="replace").startswith(title):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
 def git(*arguments: str) -> str:
     """Return what git says of the checkout, or nothing where there is no git or none of its folders."""
     try:

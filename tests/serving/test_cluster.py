@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import urllib.request
@@ -19,6 +20,10 @@ from kvrag.cli.app import app
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from common import pids
 
 from kvrag.serving import build
 
@@ -39,18 +44,6 @@ def cluster(monkeypatch):
 @pytest.fixture
 def kv_dir(tmp_path):
     return tmp_path / "kv"
-
-
-def pids(title):
-    """Return the processes whose title begins so."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().decode(errors="replace").startswith(title):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 def blobs(engine):

@@ -1,0 +1,87 @@
+"""What an application is made of, and what it refuses to be made of."""
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed")
+
+from texts import make_chunks
+from typer.testing import CliRunner
+
+from kvrag import ConfigError, KVRagEngine
+from kvrag.cli.app import app
+from kvrag.serving import ServingConfig, build
+from kvrag.serving.replica import warm
+
+CHUNKS = make_chunks(4, words=42)
+
+
+@pytest.fixture
+def options(tiny_dir, tmp_path):
+    return {"model": tiny_dir, "kv_dir": str(tmp_path / "kv"), "server": {"model_name": "tiny"}, "warm_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"modell": "x"}, "did you mean 'model'"),
+        ({"model": None}, "model"),
+        ({"kv_dir": None}, "share nothing"),
+        ({"replicas": 0}, "begin at 1"),
+        ({"replicas": (3, 2)}, "begin at 1"),
+        ({"fronts": 0}, "begin at 1"),
+        ({"autoscaling": {"upscale_delay_s": 1}}, "without a range"),
+        ({"server": {"max_running": 0}}, "max_running"),
+        ({"store": {"disk_byte": 1}}, "disk_byte"),
+        ({"repair": 3}, "repair"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(options, wrong, words):
+    given = {name: value for name, value in {**options, **wrong}.items() if (name, value) != ("model", None)}
+    with pytest.raises(ConfigError, match=words):
+        build(given)
+
+
+def test_the_application_is_what_was_asked_for(options):
+    app = build(options | {"replicas": [1, 3], "fronts": 2, "num_cpus": 0.25, "autoscaling": {"upscale_delay_s": 1.0}})
+    assert app._bound_deployment.name == "Front"
+    assert app._bound_deployment.num_replicas == 2
+    replica = app._bound_deployment.init_args[0]._bound_deployment
+    scaling = replica._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 3, 1.0)
+    assert scaling.policy.policy_function == "kvrag.serving.router:by_queue"
+    fixed = build(ServingConfig(**options | {"replicas": 2}))._bound_deployment.init_args[0]._bound_deployment
+    assert fixed.num_replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["serve", "--replicas", "2"], "without --ray"),
+        (["serve", "--ray", "--replicas", "some"], "2-8"),
+        (["serve", "--ray", "--replicas", "4-2"], "begin at 1"),
+        (["serve", "--ray", "--log-format", "json"], "--log-format"),
+        (["precompute", ".", "--workers", "2"], "without --ray"),
+        (["precompute", ".", "--report", "r"], "without --ray"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(tiny_dir, tmp_path, monkeypatch, given, words):
+    monkeypatch.setenv("KVRAG_MODEL", tiny_dir)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr
+
+
+def test_a_new_replica_has_the_chunks_that_were_used_in_memory(options, tmp_path):
+    engine = KVRagEngine.from_pretrained(options["model"], kv_dir=tmp_path)
+    assert warm(engine, 5.0) == 0
+    engine.precompute(CHUNKS)
+    engine.generate(f"{CHUNKS[1]}\n\n{CHUNKS[2]}\n\nWho?", max_new_tokens=1, mode="stitch")
+    engine.close()
+    engine = KVRagEngine.from_pretrained(options["model"], kv_dir=tmp_path)
+    assert engine.store.stats()["host"].chunks == 0
+    assert warm(engine, 0.0) == 0
+    assert warm(engine, 5.0) >= 2
+    assert engine.store.stats()["host"].chunks >= 2
+    engine.close()
+    assert warm(engine, 5.0) == 0  # its store is closed
