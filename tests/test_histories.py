@@ -1,6 +1,8 @@
 """A prompt that begins as an earlier one, or goes on with it, computes only what is new, and gets the same answer."""
 
 import random
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -259,13 +261,30 @@ def test_erased_documents_are_forgotten(engine_of, erase):
     assert engine.stats()["histories"] == {"bytes": 0, "tokens": 0}
 
 
-def test_an_erasure_by_another_engine_counts(engine_of, tmp_path):
-    one, other = (engine_of("llama", kv_dir=tmp_path / "kv", store_config=KEPT) for _ in range(2))
+@pytest.mark.parametrize("erase", ["document", "namespace", "all"])
+def test_an_erasure_by_another_process_counts(engine_of, tmp_path, erase):
+    one = engine_of("llama", kv_dir=tmp_path / "kv", store_config=KEPT)
     one.precompute(CHUNKS, ids=list("abcdef"))
     chat(one, QUESTIONS[:1])
     assert one.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens > 0
-    other.delete(["a"])
+    whose = {"document": ["--document", "a"], "namespace": ["--all", "--yes", "--namespace", "default"]}
+    command = [sys.executable, "-m", "kvrag", "rm", "--kv-dir", tmp_path / "kv"]
+    subprocess.run([*command, *whose.get(erase, ["--all", "--yes"])], check=True)
     assert one.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens == 0
+    assert one.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens > 0
+
+
+def test_what_others_erased_can_not_be_known_without_the_catalog(engine_of, tmp_path, monkeypatch):
+    """So histories are neither used nor kept until it can be read."""
+    engine = engine_of("llama", kv_dir=tmp_path / "kv", store_config=KEPT)
+    chat(engine, QUESTIONS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.store.catalog._rows), "get", lambda *_: None)
+        before = engine.stats()["histories"]
+        assert engine.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens == 0
+        assert engine.generate([{"role": "user", "content": QUESTIONS[1]}]).history_tokens == 0
+        assert engine.stats()["histories"] == before
+    assert engine.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens > 0
 
 
 def test_namespaces_and_modes(engine_of):

@@ -189,29 +189,28 @@ class Answering:
 
     def _past(self, request: Request, plan: Plan) -> Past | None:
         """Return rows of earlier requests that a prompt begins with."""
-        if request.mode == "full" or plan.refusal or not self.histories.max_bytes:
+        if request.mode == "full" or plan.refusal or (space := self._space(request)) is None:
             return None
-        return self.histories.find(
-            self._space(request), plan.token_ids, only_exact=request.mode == "prefix", repair=request.repair
-        )
+        return self.histories.find(space, plan.token_ids, only_exact=request.mode == "prefix", repair=request.repair)
 
     def forget(self, namespace: str | None) -> None:
         """Forget earlier requests of a namespace, by its digest, or of all."""
-        self.histories.clear(lambda space: namespace is None or cast(tuple[str, str, int], space)[1] == namespace)
+        self.histories.clear(lambda space: namespace is None or cast(tuple[str, str, Hashable], space)[1] == namespace)
 
     def _space(self, request: Request) -> Hashable:
-        """Return what KV depends on besides token ids; after an erasure, nothing that was there before is found."""
-        return self.histories.max_bytes and (
-            self.loaded.fingerprint,
-            request.namespace,
-            self.erasures.count(request.namespace),
-        )
+        """Return what KV depends on besides token ids. After an erasure, by any process, nothing that was there before is found.
+
+        ``None``: nothing is kept, or nobody knows what was erased.
+        """
+        erased = self.store.catalog.erased(request.namespace) if self.histories.max_bytes else None
+        return erased and (self.loaded.fingerprint, request.namespace, erased)
 
     def _remember(self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]) -> None:
         """Keep a finished request's KV; a fault costs the next turn time, nothing else."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
-        is_off = not self.histories.max_bytes or request.mode == "full"
-        if is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows)):  # if that, rows have left the window
+        if (
+            space is None or request.mode == "full" or done.buffer is None or refusal_of(self.loaded.lm, len(rows))
+        ):  # if that, rows have left the window
             return
         try:
             is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)

@@ -143,6 +143,7 @@ class Catalog(Ledger):
         digests = self.document_texts(namespace, doc_id)
         self.remove(erased)
         self._unrefer(namespace, doc_id, digests)
+        self._mark(namespace)
         return True
 
     @one_step
@@ -152,10 +153,12 @@ class Catalog(Ledger):
         if namespace is None:
             self._rows.clear()
             self._rows.set("s", state._replace(generation=state.generation + 1, chunks=0, num_bytes=0))
+            self._mark("")
             return state.chunks
         count = self.remove(self.revisions(self.present(namespace)))
         for doc_id in self.documents(namespace):
             self._unrefer(namespace, doc_id, self.document_texts(namespace, doc_id))
+        self._mark(namespace)
         return count
 
     @one_step
@@ -218,6 +221,7 @@ class Catalog(Ledger):
         self._rows = rows  # which are being opened
         state = self._read(STATE, "s") or State(time.time_ns(), dormant=self._may_have_blobs())
         rows.set("s", state._replace(dormant=state.dormant or is_other))
+        self._mark("")
 
     def _keep(self, name: str, value: Any) -> None:
         """Write a row, or remove an empty one."""
@@ -229,6 +233,10 @@ class Catalog(Ledger):
     def _count(self, chunks: int, num_bytes: int, *, erasures: int = 0) -> None:
         generation, count, size, *rest = self.state()
         self._rows.set("s", [generation + erasures, count + chunks, size + num_bytes, *rest])
+
+    def _mark(self, namespace: str) -> None:
+        """Let everyone see that documents were erased; see :meth:`erased`."""
+        self._rows.set(f"e {namespace}", secrets.randbits(60))
 
     def _has(self, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> bool:
         """Whether :meth:`_attach` would change nothing."""

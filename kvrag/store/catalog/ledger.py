@@ -3,6 +3,7 @@
 ::
 
     c <key>                   a chunk, stored or being written
+    e <namespace>             a number, another one after each erasure of documents there; without a namespace: of all
     i <content>               keys of the chunk's variants, oldest first
     l <namespace> <page>      a page of the texts, by number, in the order in which they came
     n <namespace>             numbers of the first and of the last text
@@ -87,7 +88,12 @@ class State(NamedTuple):
 
 
 CHUNK, TEXT, STATE = TypeAdapter(Chunk), TypeAdapter(Text), TypeAdapter(State)
-PAGE, STRINGS, RANGE = TypeAdapter(dict[Count, Entry]), TypeAdapter(list[str]), TypeAdapter(tuple[Count, Count])
+MARK, PAGE, STRINGS, RANGE = (
+    TypeAdapter(Count),
+    TypeAdapter(dict[Count, Entry]),
+    TypeAdapter(list[str]),
+    TypeAdapter(tuple[Count, Count]),
+)
 
 PER_PAGE = 64  # texts in one row
 MOST_TEXTS = 10**7  # of a namespace: a row from elsewhere must not make reading endless
@@ -186,6 +192,11 @@ class Ledger:
     def state(self) -> State:
         """Return the totals; its generation changes with each erasure or eviction by any process."""
         return self._read(STATE, "s") or State(time.time_ns())
+
+    def erased(self, namespace: str) -> tuple[int, int] | None:
+        """Return what is another one after each erasure of documents of a namespace; ``None`` where that can't be known now."""
+        marks = tuple(self._read(MARK, f"e {space}") or 0 for space in (namespace, ""))
+        return (marks[0], marks[1]) if self._read(STATE, "s") else None
 
     def totals(self) -> tuple[int, int]:
         """Return how many chunks are stored, and their bytes."""
