@@ -10,9 +10,10 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvrag.config import StoreConfig, as_config
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, require
 from kvrag.precompute.documents import check_kv_dir
@@ -120,7 +121,9 @@ def precompute_dataset(
         raise ConfigError("model is a loaded model, which can't be sent to workers; pass its hub id or path")
     if kv_dir is None:
         raise ConfigError("kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared store")
-    options = {**options, "model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
+    config = as_config(StoreConfig, options.get("store_config"), option="store_config") or StoreConfig()
+    options |= {"model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
+    options["store_config"] = replace(config, ram_bytes=0)  # a worker reads nothing of what it stores
     KVRagEngine.from_pretrained(**options).close()  # what can't be used is said here, before workers start
     how = {"batch_size": CHUNKS_PER_CALL, "batch_format": "numpy", **(workers or Workers()).options()}
     with_what = {"columns": (text, id), "options": options, "run": dict(run or {})}
