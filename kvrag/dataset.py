@@ -69,7 +69,9 @@ class Worker:
 
     def __init__(self, columns: tuple[str, str | None], options: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         self._columns, self._run = columns, run
-        self._engine = KVRagEngine.from_pretrained(**options)
+        config = as_config(StoreConfig, options.get("store_config"), option="store_config") or StoreConfig()
+        unread = replace(config, ram_bytes=0)  # a worker reads nothing of what it stores
+        self._engine = KVRagEngine.from_pretrained(**{**options, "store_config": unread})
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         """Store a batch's chunks, and return the row of the report."""
@@ -121,9 +123,7 @@ def precompute_dataset(
         raise ConfigError("model is a loaded model, which can't be sent to workers; pass its hub id or path")
     if kv_dir is None:
         raise ConfigError("kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared store")
-    config = as_config(StoreConfig, options.get("store_config"), option="store_config") or StoreConfig()
-    options |= {"model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
-    options["store_config"] = replace(config, ram_bytes=0)  # a worker reads nothing of what it stores
+    options = {**options, "model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
     KVRagEngine.from_pretrained(**options).close()  # what can't be used is said here, before workers start
     how = {"batch_size": CHUNKS_PER_CALL, "batch_format": "numpy", **(workers or Workers()).options()}
     with_what = {"columns": (text, id), "options": options, "run": dict(run or {})}
