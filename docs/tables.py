@@ -591,6 +591,37 @@ def ray_kill(result: dict[str, Any]) -> str:
     return table(["what", "result"], rows) + machine_of(result, "ray_kill.json")
 
 
+def ray_scale(result: dict[str, Any]) -> str:
+    """Set two workers beside one."""
+    rows = [
+        [count, ", ".join(f"{each:.2f}" for each in result["chunks_per_s"][count])]
+        for count in sorted(result["chunks_per_s"])
+    ]
+    said = f"\n{result['chunks']} chunks of up to 250 tokens in each run; two workers are **{result['ratio']:.2f} times** as quick as one.\n"
+    return table(["workers", "chunks per second"], rows) + said + machine_of(result, "ray_scale.json")
+
+
+def serving(result: dict[str, Any]) -> str:
+    """Set routing by chunks beside routing by load, and say what a replica that is killed costs."""
+    rows = [
+        [
+            name,
+            *(
+                ", ".join(form.format(run[what]) for run in result[name])
+                for what, form in (("hit_rate", "{:.2f}"), ("requests_per_s", "{:.2f}"), ("median_s", "{:.2f}"))
+            ),
+        ]
+        for name in ("chunks", "load")
+    ]
+    kill = result["kill"]
+    said = (
+        f"\nA replica killed under load: {kill['requests']} requests, **{kill['lost']} lost**; reused tokens before, during and after it: "
+        f"{kill['reused_before']:.3f}, {kill['reused_during']:.3f}, {kill['reused_after']:.3f} of the prompt; slowest answer {kill['slowest_s']:.1f} s.\n"
+    )
+    header = ["routed by", "hits of look-ups in memory", "requests per second", "median time, s"]
+    return table(header, rows) + said + machine_of(result, "serving.json")
+
+
 def shared(result: dict[str, Any]) -> str:
     """Set reading through kvrag beside the server's own client, for each kind of server."""
     names = {"redis": "redis-server, redis-py", "objects": "a directory in memory, obstore", "s3": "moto (S3), obstore"}
@@ -1019,6 +1050,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "load": ("load.json", load),
     "shared": ("shared.json", shared),
     "ray-kill": ("ray_kill.json", ray_kill),
+    "ray-scale": ("ray_scale.json", ray_scale),
+    "serving": ("serving.json", serving),
     "load-figures": ("load.json", load_figures),
     "suites": ("suites.json", suites),
     "quantised": ("quantised.json", quantised),
