@@ -597,7 +597,8 @@ def ray_scale(result: dict[str, Any]) -> str:
         [count, ", ".join(f"{each:.2f}" for each in result["chunks_per_s"][count])]
         for count in sorted(result["chunks_per_s"])
     ]
-    said = f"\n{result['chunks']} chunks of up to 250 tokens in each run; two workers are **{result['ratio']:.2f} times** as quick as one.\n"
+    said = f"\n{result['chunks']} chunks of up to 250 tokens in each run; "
+    said += f"two workers are **{result['ratio']:.2f} times** as quick as one.\n"
     return table(["workers", "chunks per second"], rows) + said + machine_of(result, "ray_scale.json")
 
 
@@ -615,8 +616,10 @@ def serving(result: dict[str, Any]) -> str:
     ]
     kill = result["kill"]
     said = (
-        f"\nA replica killed under load: {kill['requests']} requests, **{kill['lost']} lost**; reused tokens before, during and after it: "
-        f"{kill['reused_before']:.3f}, {kill['reused_during']:.3f}, {kill['reused_after']:.3f} of the prompt; slowest answer {kill['slowest_s']:.1f} s.\n"
+        f"\nA replica killed under load: {kill['requests']} requests, **{kill['lost']} lost**; "
+        "reused tokens before, during and after it: "
+        f"{kill['reused_before']:.3f}, {kill['reused_during']:.3f}, {kill['reused_after']:.3f} of the prompt; "
+        f"slowest answer {kill['slowest_s']:.1f} s.\n"
     )
     header = ["routed by", "hits of look-ups in memory", "requests per second", "median time, s"]
     return table(header, rows) + said + machine_of(result, "serving.json")
