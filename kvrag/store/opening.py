@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from kvrag.config import StoreConfig
-from kvrag.errors import StoreError, StoreFormatError
+from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.store.base import Blobs, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, CopiedBlobs, FileBlobs
@@ -67,10 +67,14 @@ def open_store(
     ``convert`` is needed for ``ram_dtype``.
 
     Stores of this process with the same directory, key and memory budget share one catalog and one memory tier. They are released when the
-    last one is closed. Raises ``ConfigError`` and ``MissingDependencyError`` about the key, ``StoreFormatError`` if a newer kvrag wrote the
-    store, and ``StoreError`` if the directory can't be used; one that holds a store and can't be written to is opened for reading.
+    last one is closed. Raises ``ConfigError`` and ``MissingDependencyError`` about the key or ``shared``, ``StoreFormatError`` if a newer
+    kvrag wrote the store, and ``StoreError`` if the directory can't be used; one that can't be written to is opened for reading.
     """
     keys, ram = Keys.of(config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
+    if config.shared is not None and (kv_dir is None or ("://" in str(kv_dir) and str(kv_dir) != config.shared)):
+        raise ConfigError(
+            "StoreConfig.shared has no effect without a directory for copies; pass one as kv_dir, or leave shared out"
+        )
     if kv_dir is None:
         if config.ram_dtype not in (None, config.kv_dtype):
             log.warning("ram_dtype changes nothing without kv_dir: chunks are kept as kv_dtype=%r", config.kv_dtype)

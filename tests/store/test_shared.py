@@ -3,7 +3,9 @@
 import os
 import shutil
 import urllib.request
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from texts import make_chunks
 
 from kvrag import Chunk
 from kvrag.config import Retention, StoreConfig
-from kvrag.errors import StoreError
+from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
 from kvrag.store.catalog import shared
@@ -129,6 +131,13 @@ def test_what_one_machine_precomputes_all_others_stitch(engine_of, redis_url, tm
     assert len(second.store.blobs.local.keys()) == 3, "the copy of an erased chunk stays"
 
 
+@pytest.mark.parametrize("kv_dir", [None, "redis://10.0.0.1:6379/0"])
+def test_shared_without_a_directory_for_copies_is_refused(kv_dir):
+    with pytest.raises(ConfigError, match="shared has no effect") as refused:
+        open_store(kv_dir, StoreConfig(shared="redis://:secret@10.0.0.2:6379/0"))
+    assert "secret" not in str(refused.value)
+
+
 def test_only_chunks_have_an_end(engine_of, redis_url):
     engine = engine_of(kv_dir=redis_url)
     engine.precompute(CHUNKS[:2])
@@ -195,6 +204,21 @@ def test_who_can_not_know_what_was_erased_answers_with_nothing(tmp_path, monkeyp
             put(store, 1)
     assert len([record for record in caplog.records if "counts as empty" in record.message]) == 1
     assert store.get(make_identity(0)) is not None
+
+
+def test_the_journal_does_not_keep_the_names_of_erased_documents(tmp_path):
+    url = f"file://{tmp_path}"
+    with closing(open_store(url, StoreConfig())) as store:
+        for number, doc_id in enumerate(["kept", "secret"]):
+            identity = make_identity(number)
+            store.put(identity, make_kv(identity), text=make_text(f"text {number}"), doc_id=doc_id)
+        store.forget(identity.namespace, "secret")
+    said = b""
+    for folder in ("journal", "journal-snapshots"):
+        with closing(open_url(url, folder)) as blobs:
+            said += b"".join(zlib.decompress(blobs.read(key)) for key in sorted(blobs.keys()))
+    assert b"kept" in said
+    assert b"secret" not in said
 
 
 def test_a_number_that_is_free_because_its_entry_was_erased_is_not_taken(tmp_path, monkeypatch):

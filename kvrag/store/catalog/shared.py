@@ -98,7 +98,10 @@ class SharedRows(Rows):
     def scrub(self) -> None:
         """Leave nothing of erased rows: neither here nor, as far as it can be reached, in the journal."""
         super().scrub()
-        with suppress(OSError):
+        with suppress(OSError, StoreError):
+            self.change(
+                partial(self._note, {"": None})
+            )  # the last entry stays, and must not be the one that names what was erased
             self._snapshot()
 
     def close(self) -> None:
