@@ -99,9 +99,7 @@ class SharedRows(Rows):
         """Leave nothing of erased rows: neither here nor, as far as it can be reached, in the journal."""
         super().scrub()
         with suppress(OSError, StoreError):
-            self.change(
-                partial(self._note, {"": None})
-            )  # the last entry stays, and must not be the one that names what was erased
+            self.change(partial(self._note, {"": None}))  # the last entry stays: let it be one that names nothing
             self._snapshot()
 
     def close(self) -> None:
