@@ -120,7 +120,11 @@ def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys
             blobs = CopiedBlobs(blobs, FileBlobs(root, durable=False), disk)
             folder = root / f"catalog-{hashlib.sha256(f'{url} {keys.id}'.encode()).hexdigest()[:16]}"
             rows = partial(rows, changed=partial(_forget_copies, blobs))
-        return host, blobs, Catalog(folder, keys, read_only=config.read_only, rows=rows)
+        catalog = Catalog(folder, keys, read_only=config.read_only, rows=rows)
+        if isinstance(blobs, CopiedBlobs) and [folder] == list(blobs.local.root.glob("catalog*")):
+            with suppress(OSError, StoreError):  # copies that a killed process has left of what is erased
+                blobs.forget(blobs.local.keys() - catalog.present())
+        return host, blobs, catalog
 
     host, blobs, catalog = _join(key, open_parts)
     return TieredStore([host], blobs, catalog, config, keys=keys, is_last=partial(_leave, key))

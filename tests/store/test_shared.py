@@ -236,6 +236,25 @@ def test_a_number_that_is_free_because_its_entry_was_erased_is_not_taken(tmp_pat
     assert set(ahead.catalog.keys()) == set(behind.catalog.keys()) == {chunk_key(make_identity(n)) for n in range(6)}
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_copies_of_what_was_erased_while_nobody_looked_leave_at_the_next_opening(tmp_path, others):
+    """Unless the directory has another store's chunks, too."""
+    url, copies = f"file://{tmp_path}/shared", tmp_path / "copies"
+    for name in range(others):
+        (copies / f"catalog-{name}").mkdir(parents=True)
+    with closing(open_store(copies, StoreConfig(shared=url))) as store:
+        for number in range(2):
+            identity = make_identity(number)
+            store.put(identity, make_kv(identity), text=make_text(f"text {number}"), doc_id=f"doc {number}")
+        kept = {path: path.read_bytes() for path in copies.glob("objects/**/*.safetensors")}
+        store.forget(identity.namespace, "doc 1")
+    for path, data in kept.items():  # as if the process had been killed amid that
+        path.write_bytes(data)
+    open_store(copies, StoreConfig(shared=url)).close()
+    assert len(kept) == 2
+    assert len(list(copies.glob("objects/**/*.safetensors"))) == 1 + others
+
+
 def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path, monkeypatch):
     one = make_kv(make_identity(0))
     config = StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=50_000)
