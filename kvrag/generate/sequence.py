@@ -208,9 +208,8 @@ class Answering:
     def _remember(self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]) -> None:
         """Keep a finished request's KV; a fault costs the next turn time, nothing else."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
-        if (
-            space is None or request.mode == "full" or done.buffer is None or refusal_of(self.loaded.lm, len(rows))
-        ):  # if that, rows have left the window
+        is_off = space is None or request.mode == "full"
+        if is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows)):  # if that, rows have left the window
             return
         try:
             is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)

@@ -12,6 +12,7 @@ import torch
 from stores import config_of, other_handle
 
 from kvrag.store import open_store
+from kvrag.store.catalog import shared
 
 RAM_DISK = Path("/dev/shm")
 
@@ -142,3 +143,9 @@ def s3():
         patch.setenv("AWS_ALLOW_HTTP", "true")
         yield
     server.stop()
+
+
+@pytest.fixture
+def always_fresh(monkeypatch):
+    """Let a machine follow the others at each look, so that tests need not wait."""
+    monkeypatch.setattr(shared, "FRESH_S", 0.0)

@@ -26,13 +26,9 @@ from kvrag.testing.store import BlobsContract, StoreContract
 redis = pytest.importorskip("redis")
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.usefixtures("always_fresh")
+
 MACHINES = count()
-
-
-@pytest.fixture(autouse=True)
-def always_fresh(monkeypatch):
-    """Let a machine follow the others at each look, so that tests need not wait."""
-    monkeypatch.setattr(shared, "FRESH_S", 0.0)
 
 
 class OnRedis:
