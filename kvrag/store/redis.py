@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
+import socket
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvrag.buffers import BUFFERS
 from kvrag.errors import StoreError, require
 from kvrag.store.base import Bytes
 from kvrag.types import ChunkKey
@@ -40,7 +44,7 @@ class RedisBlobs:
         self._redis = require("redis", extra="redis", purpose="a KV store in Redis")
         with self._faults():
             self._client: Any = self._redis.Redis.from_url(
-                url, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, health_check_interval=30
+                url, protocol=2, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, health_check_interval=30
             )
         self._head, self._is_endless = f"kvrag:{folder}:", is_endless
 
@@ -48,12 +52,11 @@ class RedisBlobs:
         """Return bytes of a string; they and whether it is there come in one round trip."""
         if length == 0:
             return b"" if self._call("EXISTS", key) else None
-        end = -1 if length is None else start + length - 1
-        if (start, end) == (0, -1):  # which the server sends as it is; of a range it makes a copy
-            return self._call("GET", key)  # type: ignore[no-any-return]
+        if start == 0 and length is None:  # which the server sends as it is; of a range it makes a copy
+            return self._whole(key)
         with self._faults():
             pipe = self._client.pipeline(transaction=False)
-            pipe.getrange(self._head + key, start, end)
+            pipe.getrange(self._head + key, start, -1 if length is None else start + length - 1)
             pipe.exists(self._head + key)
             data, is_there = pipe.execute()
         return data if data or is_there else None
@@ -102,6 +105,19 @@ class RedisBlobs:
         """Close the connections."""
         self._client.close()
 
+    def _whole(self, key: ChunkKey) -> Bytes | None:
+        """Return a string, received where it will stay; redis-py would read it in pieces and copy them twice."""
+        with self._faults():
+            connection = (pool := self._client.connection_pool).get_connection()
+            try:
+                connection.send_command("GET", self._head + key)
+                return _value(connection._sock, time.monotonic() + ANSWER_S)
+            except BaseException:
+                connection.disconnect()  # the rest of the answer may still come
+                raise
+            finally:
+                pool.release(connection)
+
     def _call(self, command: str, key: ChunkKey, *arguments: Any) -> Any:
         with self._faults():
             return self._client.execute_command(command, self._head + key, *arguments)
@@ -112,12 +128,32 @@ class RedisBlobs:
         try:
             yield
         except self._redis.RedisError as error:
-            is_full = isinstance(error, getattr(self._redis.exceptions, "OutOfMemoryError", ())) or str(
-                error
-            ).startswith("OOM")
+            is_full = isinstance(error, self._redis.exceptions.OutOfMemoryError) or str(error).startswith("OOM")
             raise OSError(errno.ENOSPC if is_full else errno.EIO, f"Redis: {error}") from error
         except ValueError:  # its message may quote a part of the password
-            raise StoreError(
-                "the address of the Redis server can't be used; write redis://user:password@host:port/0, and / and # in a password as %2F "
-                "and %23"
-            ) from None
+            form = "redis://user:password@host:port/0, and / and # in a password as %2F and %23"
+            raise StoreError(f"the address of the Redis server can't be used; write {form}") from None
+
+
+def _value(sock: socket.socket, until: float) -> Bytes | None:
+    """Receive a value (``$length``, end of line, value, end of line); raises ``OSError``."""
+    got, head = 0, bytearray(512)
+    while b"\r\n" not in head:
+        got += _received(sock, memoryview(head)[got:], until)
+    line, _, rest = bytes(head[:got]).partition(b"\r\n")
+    if line == b"$-1":
+        return None
+    if not re.fullmatch(rb"\$\d{1,10}", line):
+        raise OSError(errno.EIO, f"Redis: {line.decode('ascii', 'replace') if line[:1] == b'-' else 'no value'}")
+    whole, got = BUFFERS.take(int(line[1:]) + 2), len(rest)
+    whole[:got] = rest[: len(whole)]
+    while got < len(whole):
+        got += _received(sock, whole[got:], until)
+    return whole[:-2]
+
+
+def _received(sock: socket.socket, into: memoryview, until: float) -> int:
+    """Receive some bytes; raises ``OSError`` where there are none, or no time for them."""
+    if time.monotonic() < until and (got := sock.recv_into(into)):
+        return got
+    raise OSError(errno.EIO, "Redis: the answer takes too long or ends too early")

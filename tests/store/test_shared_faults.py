@@ -123,6 +123,38 @@ def test_a_bad_network_costs_no_more_than_the_deadline(engine_of, far, tmp_path,
         time.sleep(0.3)
 
 
+@pytest.mark.parametrize("size", [0, 1, 500, 504, 505, 506, 507, 508, 600, 70_000])
+def test_a_value_from_redis_is_whole_wherever_its_first_piece_ends(own_redis, size):
+    blobs, data = redis_blobs.RedisBlobs(own_redis[1], "objects"), os.urandom(size)
+    blobs.write("a" * 64, [data])
+    assert [bytes(blobs.read("a" * 64)) for _ in range(2)] == [data, data]
+    assert blobs.read("b" * 64) is None
+
+
+def test_an_error_instead_of_a_value_is_named_and_ends_no_later_read(own_redis):
+    blobs = redis_blobs.RedisBlobs(own_redis[1], "objects")
+    redis.Redis.from_url(own_redis[1]).lpush(f"kvrag:objects:{'a' * 64}", "x")
+    with pytest.raises(OSError, match="WRONGTYPE"):
+        blobs.read("a" * 64)
+    blobs.write("b" * 64, [b"value"])
+    assert bytes(blobs.read("b" * 64)) == b"value"
+
+
+def test_a_value_from_redis_that_comes_slowly_has_one_deadline_for_all_of_it(own_redis, monkeypatch):
+    monkeypatch.setattr(redis_blobs, "ANSWER_S", 0.5)
+    port = own_redis[1].rpartition(":")[2].partition("/")[0]
+    with proxy_of(int(port)) as network:
+        blobs, data = redis_blobs.RedisBlobs(f"redis://127.0.0.1:{network.port}/0", "objects"), os.urandom(100_000)
+        blobs.write("a" * 64, [data])
+        network.become("slow")  # a piece every 0.05 s: no single wait is too long
+        with pytest.raises(OSError, match="too long"):
+            blobs.read("a" * 64)
+        network.become(None)
+        assert (
+            bytes(blobs.read("a" * 64)) == data
+        )  # on a new connection: the rest of the other answer is not taken for it
+
+
 # -- faults that a review has found --------------------------------------------------------------------------------------
 
 
