@@ -8,6 +8,7 @@ import pytest
 import torch
 from kit import assert_reuse_is_exact
 from texts import make_chunks
+from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 import kvrag.identity.model
 import kvrag.precompute.run
@@ -20,6 +21,18 @@ from kvrag.testing.models import save_tiny_model, tiny_model
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed: adapters can't be loaded here")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def follows_peft() -> str:
+    """Say why transformers' own integration can't be used with the peft that is installed; nothing if it can."""
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+needs_integration = pytest.mark.skipif(bool(follows_peft()), reason=f"transformers refuses this peft: {follows_peft()}")
 
 CHUNKS = make_chunks(3, words=30)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -319,6 +332,7 @@ def test_adapters_that_change_during_a_precompute_store_nothing_wrong(engine_of,
 # -- transformers' own way with adapters, and directories ----------------------------------------------------------------------
 
 
+@needs_integration
 def test_transformers_own_integration_is_followed(tokenizer, engine_of, tmp_path, plain):
     for seed in (1, 2):
         with_adapter(seed=seed).save_pretrained(tmp_path / str(seed), selected_adapters=["a"])
@@ -359,6 +373,7 @@ def adapter_dir(tmp_path):
     return make
 
 
+@needs_integration
 def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir, tmp_path):
     one, two, elsewhere = adapter_dir(1), adapter_dir(2), adapter_dir(1, base="other-place")
     engine = KVRagEngine.from_pretrained(one, kv_dir=tmp_path / "kv", context=None)
@@ -415,6 +430,7 @@ def test_adapters_that_look_beyond_a_row_are_refused(config, message, engine_of)
         engine_of(model)
 
 
+@needs_integration
 def test_an_adapter_of_a_refused_kind_that_comes_later_is_refused_then(engine_of):
     model = tiny_model()
     engine = engine_of(model)

@@ -1,6 +1,7 @@
 """kvrag's attention under transformers' own ``generate``: what torch's attention gives, and a reason where it can't."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -20,7 +21,14 @@ from kvrag.model import flash
 from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.testing.models import TINY, tiny_model
 
-DENSE = ("bloom", "codegen", "falcon", "falcon-multi-head", "falcon-new", "gptj", "mpt")
+
+def asks_for_attention(name: str) -> bool:
+    """Whether a modelling module uses transformers' attention functions; GPT-J's and CodeGen's do from 5.24 on."""
+    return hasattr(sys.modules[type(tiny_model(name)).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+OWN = ("bloom", "codegen", "falcon", "falcon-multi-head", "falcon-new", "gptj", "mpt")
+DENSE = tuple(name for name in OWN if not asks_for_attention(name))
 """Attention that takes a mask and nothing else."""
 
 SERVED = sorted(set(TINY) - set(DENSE))

@@ -145,9 +145,9 @@ def test_values_of_another_row_are_found(monkeypatch):
 def test_a_forward_that_forgets_to_write_a_row_is_found(monkeypatch):
     real = Forward.update
 
-    def forgetful(self, keys, values, layer, *others):
+    def forgetful(self, keys, values, layer, *others, **options):
         before = self._kv.layers[layer][0][:, :, 5].clone()
-        found = real(self, keys, values, layer, *others)
+        found = real(self, keys, values, layer, *others, **options)
         self._kv.layers[layer][0][:, :, 5] = before
         return found
 

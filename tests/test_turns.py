@@ -95,11 +95,11 @@ def eager(monkeypatch):
         nested.append(running() is not None)
         serve_(self)
 
-    def update(self, *args):
+    def update(self, *args, **options):
         for _ in range(50):  # tiny models have done their layers before another thread gets the interpreter
             if self._turns is not None and not self._turns.wishes and not self._turns.is_stepping:
                 time.sleep(1e-4)
-        return update_(self, *args)
+        return update_(self, *args, **options)
 
     monkeypatch.setattr(ModelTurns, "_serve", serve)
     monkeypatch.setattr(Forward, "update", update)

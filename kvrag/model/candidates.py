@@ -160,7 +160,8 @@ def _tables(base: torch.nn.Module, attention: torch.nn.Module) -> Iterator[tuple
             try:
                 made = module(torch.empty((1, 1), device=device), torch.arange(2, device=device)[None], *kinds)
                 is_complex = isinstance(made, torch.Tensor) and made.is_complex()
-                tables = partial(from_module, module, kinds, is_complex)
+                is_sine_first = not made[0][0, 0].any()  # of position 0 (GPT-J)
+                tables = partial(from_module, module, kinds, is_complex, is_sine_first)
                 tables(torch.arange(2, device=device))
             except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
                 continue  # not the tables of a text decoder

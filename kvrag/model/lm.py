@@ -20,7 +20,7 @@ from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported,
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.steps import Extension, NextRow, NextRows
-from kvrag.model.traits import LayerTraits, accepted, find_traits, observe, sample_positions
+from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
 from kvrag.model.turns import turns_of
 
 
@@ -209,14 +209,14 @@ class CausalLM:
 
     def _run(self, ids: torch.Tensor, forward: Forward, logits: int) -> torch.Tensor:
         positions = forward.positions[None].expand(ids.shape[0], -1)
-        options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": logits}
+        options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": logits, **dict.fromkeys(CACHE, forward)}
         if self.is_dense:  # ALiBi is made from the mask of padding
             options["attention_mask"] = positions.new_ones((ids.shape[0], forward.limits.num_keys))
         options = {name: value for name, value in options.items() if name in self._accepted[bool(logits)]}
         run = self.model if logits else self._base
         weighing = self._weighing(forward) if self.is_dense and forward.mass is not None else nullcontext()
         with switched(self.model, forward), weighing, suppress(StopForward):
-            out = run(input_ids=ids, past_key_values=forward, use_cache=True, **options)
+            out = run(input_ids=ids, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
         return torch.empty(0)

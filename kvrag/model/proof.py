@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import Rows
-from kvrag.model.traits import accepted
+from kvrag.model.traits import CACHE, accepted
 from kvrag.model.turns import turns_of
 
 LIMIT = 1e-3  # promised agreement in float32: of logits, and of keys and values relative to the largest of their layer
@@ -168,7 +168,7 @@ class _Trial:
         with turns_of(model), evaluating(model) if self._attention is None else switched(model, self._attention):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
             given = self._moved_embeddings(batch) if moved else batch
-            run = partial(model, past_key_values=cache, use_cache=True, **keep)
+            run = partial(model, use_cache=True, **dict.fromkeys(CACHE & accepted(model), cache), **keep)
             parts = [run(**{name: part}).logits[0] for part in given.tensor_split(pieces, dim=1)]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
@@ -230,12 +230,13 @@ class _Trial:
         if "position_ids" not in accepted(lm.model):  # a model that takes no positions rotates no keys
             return 0.0, limit
         cache = DynamicCache()
+        given = dict.fromkeys(CACHE & accepted(lm.model), cache)
         with lm.capture() as captured:
             lm.forward(tokens, Rows.span(0, len(tokens)), lm.buffer(len(tokens)), logits=0)
             first = captured[0]
             captured.clear()
             with evaluating(lm.model):
-                lm.model(input_ids=tokens[None], past_key_values=cache, use_cache=True, position_ids=positions[None])
+                lm.model(input_ids=tokens[None], use_cache=True, position_ids=positions[None], **given)
         rotary, cached = lm.rotary(start + len(tokens)), [layer.keys[0] for layer in cache.layers]
         found = {n: rotary[n].rotate(keys[0].transpose(0, 1), positions) for n, keys in {**captured, 0: first}.items()}
         return max(gap(keys, cached[n]) / float(cached[n].abs().max()) for n, keys in found.items()), limit

@@ -182,15 +182,15 @@ def complex_product(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
 
 
 def from_module(
-    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, positions: torch.Tensor
+    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, is_sine_first: bool, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tables of a rotary module; ``kinds``: the layer type, where it asks for one."""
     made = module(torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds)
-    cos, sin = (made.real, made.imag) if is_complex else made
+    cos, sin = (made.real, made.imag) if is_complex else reversed(made) if is_sine_first else made
     return cos[0].float(), sin[0].float()
 
 
 def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tables of a buffer of sinusoids, sine first (GPT-J)."""
+    """Return the tables of a buffer of sinusoids, sine first (GPT-J before transformers 5.24)."""
     sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
     return cos, sin

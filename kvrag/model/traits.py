@@ -24,6 +24,7 @@ from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
 from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
 STATES = (0, 0, 1, 0, 1, 1, 0, 1)  # hidden state of each row: neighbours differ, so a mix of neighbours shows
+CACHE = frozenset({"cache", "past_key_values"})  # what models call their cache: the first from transformers 5.24 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,11 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
     seen, decoder, name = Seen(), decoder_of(model), type(model).__name__
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
     recorder = _Recorder(model, seen, len(positions))
-    inputs = {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
+    inputs = {
+        "position_ids": positions[None],
+        "attention_mask": torch.ones_like(positions)[None],
+        **dict.fromkeys(CACHE, recorder),
+    }
     inputs = {option: value for option, value in inputs.items() if option in accepted(decoder)}
     inputs["input_ids"] = ((states + 1) % int(model.config.vocab_size))[None]
     try:
@@ -82,7 +87,7 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
             for layer, attention in enumerate(attentions):
                 stack.enter_context(_watched(attention, layer, states, seen))
             stack.enter_context(switched(model, recorder))
-            decoder(**inputs, past_key_values=recorder, use_cache=True)
+            decoder(**inputs, use_cache=True)
     except UnsupportedModelError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
