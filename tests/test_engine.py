@@ -223,7 +223,7 @@ def test_precompute_goes_on_after_a_kill(tiny_dir, tmp_path, monkeypatch):
 
 
 def test_a_batch_is_written_while_the_next_one_is_computed(engine, monkeypatch):
-    encode, put = kvrag.precompute.run.encode_chunks, engine.store.put
+    encode, put_all = kvrag.precompute.run.encode_chunks, engine.store.put_all
     computing, calls, waited = threading.Event(), [], []
 
     def encode_chunks(*args):
@@ -232,15 +232,15 @@ def test_a_batch_is_written_while_the_next_one_is_computed(engine, monkeypatch):
             computing.set()
         return encode(*args)
 
-    def wait_and_put(identity, kv, *, text, **options):
-        if text is not None:  # not the prefix
+    def wait_and_put(chunks):
+        if chunks[0].text is not None:  # not the prefix
             waited.append(computing.wait(30))
-        return put(identity, kv, text=text, **options)
+        return put_all(chunks)
 
     monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", encode_chunks)
-    monkeypatch.setattr(engine.store, "put", wait_and_put)
+    monkeypatch.setattr(engine.store, "put_all", wait_and_put)
     assert engine.precompute(CHUNKS[:4], batch_size=2).stored == 4
-    assert waited == [True] * 4
+    assert waited == [True] * 2
 
     monkeypatch.setattr(kvrag.precompute.run.POOL, "submit", raising(RuntimeError, "can't start new thread"))
     assert engine.precompute(CHUNKS[4:]).stored == 1, "written in the same thread"
@@ -282,17 +282,22 @@ def test_precompute_halves_its_batch_when_memory_runs_out(engine, monkeypatch):
 
 
 def test_a_store_that_can_not_write_is_reported_and_the_rest_goes_on(engine, monkeypatch):
-    real = engine.store.put
+    """Chunks of one batch, of which one can't be written."""
+    real, calls = engine.store.blobs.write, []
 
-    def full(identity, kv, *, text, doc_id=None, **options):
-        if doc_id == "b":
-            raise StoreError("no space left")
-        return real(identity, kv, text=text, doc_id=doc_id, **options)
+    def full(key, parts):
+        calls.append(key)
+        if len(calls) == 3:  # after the prefix and a chunk
+            raise OSError(28, "No space left on device")
+        return real(key, parts)
 
-    monkeypatch.setattr(engine.store, "put", full)
+    monkeypatch.setattr(engine.store.blobs, "write", full)
     report = engine.precompute(CHUNKS[:3], ids=["a", "b", "c"])
     assert report.stored == 2
-    assert report.failed == [("b", "no space left")]
+    [(failed, why)] = report.failed
+    assert "No space left on device" in why
+    assert engine.store.blobs.keys() == set(calls) - {calls[2]}
+    assert engine.document_ids() == sorted({"a", "b", "c"} - {failed})
 
 
 def test_deleting_the_last_document_erases_the_kv(engine):

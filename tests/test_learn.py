@@ -216,7 +216,7 @@ def test_an_engine_that_is_closed_meanwhile_encodes_no_more(engine_of, monkeypat
 
 def test_a_store_that_refuses_costs_nothing_but_exactness(engine, monkeypatch, caplog):
     engine.precompute(CHUNKS)
-    monkeypatch.setattr(engine.store, "put", raising(StoreError, "the disk is full"))
+    monkeypatch.setattr(engine.store, "put_all", raising(StoreError, "the disk is full"))
     for n in range(LEARN_AFTER + 2):
         assert answer(engine, asked(HEADS[0], n)).has_other_prefix
     assert engine.stats()["write_back"]["failed"] == 2, "nothing is tried for a minute"

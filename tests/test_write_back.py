@@ -220,7 +220,7 @@ def test_without_room_or_a_thread_chunks_are_dropped_and_counted(what, engine, m
 
 def test_faults_are_counted_and_logged_and_the_engine_goes_on(engine, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr(engine.store, "put", raising(StoreError, "the disk is full"))
+        patch.setattr(engine.store, "put_all", raising(StoreError, "the disk is full"))
         answer(engine, given(engine, CHUNKS[0]))
     assert "the disk is full" in caplog.text
     assert engine.stats()["write_back"]["failed"] == 1
@@ -302,14 +302,14 @@ def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(engine,
 
 def test_a_delete_waits_for_what_is_being_written_and_erases_it(engine, monkeypatch):
     unstored(engine)
-    writing, original = threading.Event(), engine.store.put
+    writing, original = threading.Event(), engine.store.put_all
 
     def put(*args, **options):
         writing.set()
         time.sleep(0.2)
         return original(*args, **options)
 
-    monkeypatch.setattr(engine.store, "put", put)
+    monkeypatch.setattr(engine.store, "put_all", put)
     engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch")
     assert writing.wait(PATIENT_S)
     engine.delete(["doc"])

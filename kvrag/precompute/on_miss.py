@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kvrag.config import StoreConfig
-from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import content_key, context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.precompute.run import Guard, Precompute
@@ -250,23 +249,21 @@ class _MissGuard(Guard):
     def before_forward(self) -> None:
         """Wait until no request runs; raise :class:`Stopped` if storing is no longer wanted."""
         self._owner.wait_for_turn()
-        with self._storing():
+        with self.storing():
             pass
 
     @contextmanager
-    def _storing(self) -> Iterator[None]:
+    def storing(self) -> Iterator[None]:
+        """Hold up erasures while chunks are written; raise :class:`Stopped` if that is no longer wanted."""
         with self._owner.erasures.unless_any_since(self._missed.namespace, self._missed.erasures):
             if self._owner.closed.is_set():
                 raise Stopped
             yield
 
-    @contextmanager
-    def storing(self, entry: TextEntry | None) -> Iterator[None]:
-        """Hold up erasures while a chunk is written; fail a text whose last document another process erased."""
-        with self._storing():
-            if entry is not None and entry.digest in self._registered and not self._is_registered(entry.digest):
-                raise StoreError("its last document was erased meanwhile")
-            yield
+    def refusal(self, entry: TextEntry | None) -> str:
+        """Refuse a text whose last document another process erased."""
+        is_gone = entry is not None and entry.digest in self._registered and not self._is_registered(entry.digest)
+        return "its last document was erased meanwhile" if is_gone else ""
 
     def is_wanted(self, chunk: MissedChunk) -> bool:
         """Whether a chunk has no KV (behind any prefix, unless it is encoded again), and is an explicit segment or a document's text."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -25,6 +24,7 @@ from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import Behind, encode_chunks, encode_prefix
 from kvrag.prompt.spans import ANCHOR_CHARS, text_entry
 from kvrag.store import TieredStore
+from kvrag.store.base import NewKV
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
@@ -53,9 +53,13 @@ class Guard:
     def before_forward(self) -> None:
         """Return when the next forward may run; an exception ends the run."""
 
-    def storing(self, entry: TextEntry | None) -> AbstractContextManager[object]:
-        """Return the context to write a chunk in. A ``StoreError`` fails the chunk, anything else ends the run."""
+    def storing(self) -> AbstractContextManager[object]:
+        """Return the context to write chunks in; an exception ends the run."""
         return nullcontext()
+
+    def refusal(self, entry: TextEntry | None) -> str:
+        """Say, inside :meth:`storing`, why a text is not to be stored any more; nothing if it is."""
+        return ""
 
 
 class Precompute:
@@ -148,8 +152,11 @@ class Precompute:
         if length >= self._lm.reuse_window - before:
             self._fail(chunk, f"{length} tokens behind {before} of prefix and context exceed the context window")
             return False
-        for doc_id in chunk.doc_ids:
-            with self._guard.storing(chunk.entry):
+        with self._guard.storing():
+            if reason := self._guard.refusal(chunk.entry):
+                self._fail(chunk, reason)
+                return False
+            for doc_id in chunk.doc_ids:
                 if not self._store.link(chunk.identity, text=chunk.entry, doc_id=doc_id):
                     return True
         self._linked.append(chunk)
@@ -218,34 +225,40 @@ class Precompute:
                 kept[self._lm] = {behind: found}
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
             if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
-                try:
-                    self._put(self._prefix, kv, retention)
-                except StoreError as error:
-                    logger.warning("the prefix's KV was not stored: %s", error)
+                with self._guard.storing():
+                    [written] = self._store.put_all([self._new(self._prefix, kv, retention)])
+                if isinstance(written, StoreError):
+                    logger.warning("the prefix's KV was not stored: %s", written)
+                else:
+                    self.stored_bytes += written
         return self._prefix_kv
 
     def _put_all(self, chunks: list[NewChunk], kvs: list[ChunkKV], ms_per_token: float) -> None:
-        retention = self._retention or Retention()
-        for chunk, kv in zip(chunks, kvs, strict=True):
-            cost_ms = ms_per_token * len(chunk.identity.token_ids) if retention.cost_ms is None else retention.cost_ms
-            try:
-                self._put(chunk, kv, replace(retention, cost_ms=cost_ms))
-            except StoreError as error:
+        retention, wanted = self._retention or Retention(), list[tuple[NewChunk, NewKV]]()
+        with self._guard.storing():
+            for chunk, kv in zip(chunks, kvs, strict=True):
+                cost_ms = ms_per_token * len(chunk.identity.token_ids)
+                if reason := self._guard.refusal(chunk.entry):
+                    self._fail(chunk, reason)
+                else:
+                    own = replace(retention, cost_ms=cost_ms) if retention.cost_ms is None else retention
+                    wanted.append((chunk, self._new(chunk, kv, own)))
+            results = self._store.put_all([new for _, new in wanted])
+        for (chunk, _), written in zip(wanted, results, strict=True):
+            if isinstance(written, StoreError):
                 # For want of room, or by a fault of the disk; a fault of this chunk's own keeps no other from it.
-                self._is_refused = isinstance(error.__cause__, OSError)
-                self._fail(chunk, str(error))
+                self._is_refused = isinstance(written.__cause__, OSError)
+                self._fail(chunk, str(written))
             else:
                 self.stored += 1
+                self.stored_bytes += written
                 self._done.append(chunk)
 
-    def _put(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> None:
+    def _new(self, chunk: NewChunk, kv: ChunkKV, retention: Retention) -> NewKV:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
         self._token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
-        put = partial(self._store.put, chunk.identity, kv, text=chunk.entry, retention=retention)
-        for doc_id in chunk.doc_ids:
-            with self._guard.storing(chunk.entry):
-                self.stored_bytes += put(doc_id=doc_id)
+        return NewKV(chunk.identity, kv, chunk.entry, chunk.doc_ids, retention)
 
     def _recount(self) -> None:
         """Report chunks that later ones have already evicted."""

@@ -10,11 +10,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from kvrag.types import ChunkKey
+from kvrag.config import Retention
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,16 @@ class Record:
     context: str
     num_tokens: int
     num_bytes: int
+
+
+class NewKV(NamedTuple):
+    """A chunk to store: whose KV it is, the text that finds it, if any, the documents that refer to that, and its retention."""
+
+    identity: ChunkIdentity
+    kv: ChunkKV
+    text: TextEntry | None
+    doc_ids: Sequence[str | None] = (None,)
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,27 +6,21 @@ writes the blob, and confirms. Erasing takes blobs first, rows last. So a kill l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from kvrag.config import Retention, StoreConfig
-from kvrag.errors import StoreError
-from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.base import Blobs, Record
-from kvrag.store.blobs import KEY
+from kvrag.store.base import Blobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
-from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, record_of
+from kvrag.store.format import BlobRejected
 from kvrag.store.memory import MemoryTier, tell
-from kvrag.store.reading import Reader
-from kvrag.store.worth import Budget, Evictor, Usage, check_retention
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
-
-ATTEMPTS = 10  # times that a chunk is written that others erase meanwhile
+from kvrag.store.worth import Budget, Evictor, check_retention
+from kvrag.store.writing import Writer, refusal
+from kvrag.types import ChunkKey
 
 
-class TieredStore(Reader):
+class TieredStore(Writer):
     """Chunks in memory tiers above blobs. Safe to use from several threads; blobs and catalog may be shared with other processes.
 
     Every tier gives the same bits for the same key, but for what a tier rounds. What any process erases is not answered from memory.
@@ -61,107 +55,6 @@ class TieredStore(Reader):
             free_bytes=getattr(blobs, "free_bytes", lambda: 2**62),
             evict=partial(self._erase, reason="evicted"),
         )
-
-    def put(
-        self,
-        identity: ChunkIdentity,
-        kv: ChunkKV,
-        *,
-        text: TextEntry | None,
-        doc_id: str | None = None,
-        retention: Retention | None = None,
-        reason: str = "put",
-    ) -> int:
-        """Store a chunk and return the bytes written; 0 if it was there already (then only text and document are added).
-
-        Raises ``StoreError`` if it can't be written, or there is no room for it; nothing of it is left then.
-        """
-        self._check_writable()
-        check_retention(retention)
-        key, epochs = chunk_key(identity), self._epochs()
-        if self._is_linked(key, text, doc_id):
-            return 0
-        encoded = Encoded(identity, kv, self.keys.cipher)
-        record = record_of(identity, encoded.header.num_bytes)
-        self._evictor.make_room(record.num_bytes, priority=(retention or Retention()).priority)
-        written = self._write(record, encoded, text, doc_id, retention)
-        if written is None:
-            return 0
-        usage = Usage() if retention is None else Usage().retained(retention)
-        if retention is not None and retention.duration_s is not None and hasattr(self.blobs, "expire"):
-            with suppress(OSError):
-                self.blobs.expire(key, retention.duration_s)
-        tell(self.listeners, self.name, [key], reason, record.num_tokens, record.num_bytes)
-        for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host's
-            tier.keep(identity, kv, usage, epoch=epoch, reason="put")
-        return record.num_bytes if written else 0
-
-    def _write(
-        self, record: Record, encoded: Encoded, text: TextEntry | None, doc_id: str | None, retention: Retention | None
-    ) -> int | None:
-        """Write a chunk's rows and its blob; ``None`` if another writer was first."""
-        key = record.key
-        try:
-            with refusal("the chunk can't be written to the KV store"):
-                for _ in range(ATTEMPTS):
-                    if (revision := self.catalog.begin(record, text, doc_id, retention)) is None:
-                        return None
-                    written = self._write_blob(key, encoded)
-                    if self.catalog.confirm(key, revision):
-                        return written
-                    # The blob stays for the next attempt: another writer may count on it.
-            raise StoreError("the chunk is erased from the KV store as fast as it is written; try again later")
-        except StoreError:
-            with suppress(OSError):
-                self.catalog.cancel(key, text, doc_id)
-            with suppress(OSError):
-                if not self.catalog.known([key]):
-                    self.blobs.delete([key])
-            raise
-
-    def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
-        """Write a blob, also in the place of one that is not this chunk's; 0 if this chunk's is there."""
-        if written := self.blobs.write(key, encoded):
-            return written
-        try:
-            self.blob(key, encoded.header.identity)
-        except BlobRejected as fault:
-            if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):  # what is gone may be back by now
-                self.blobs.delete([key])
-            return self.blobs.write(key, encoded)
-        return 0
-
-    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add text and document to a stored chunk, and return whether it is stored.
-
-        A dormant blob, one that a lost catalog left behind, is adopted: it is stored again without being computed.
-        """
-        if self.read_only or self._is_closed:
-            return False
-        key = chunk_key(identity)
-        if self._is_linked(key, text, doc_id):
-            return True
-        try:
-            record = record_of(identity, self.blob(key, identity).header.num_bytes)
-        except BlobRejected as fault:
-            with suppress(OSError):
-                self.delete_blobs([key] if fault.hole == "damaged" else [])
-            return False
-        if (revision := self.catalog.begin(record, text, doc_id, None)) is None:
-            return True
-        if is_stored := self.catalog.confirm(key, revision):
-            tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
-        return is_stored
-
-    def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add text and document to a stored chunk; one whose blob another machine has let go is forgotten."""
-        is_there, far = self.catalog.link(key, text, doc_id), getattr(self.blobs, "shared", self.blobs)
-        with suppress(OSError):
-            if is_there and getattr(far, "is_far", False) and far.read(key, 0, 1) is None:
-                self.catalog.remove(self.catalog.revisions([key]))
-                self.blobs.delete([key])  # its copy
-                return False
-        return is_there
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Update the retention of stored chunks in every tier, and return how many there are.
@@ -274,27 +167,3 @@ class TieredStore(Reader):
                 self.catalog.remove(found)
         self._drop(keys, reason, gone)
         return gone
-
-    def delete_blobs(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Erase blobs, and return those that were there; raises ``StoreError``."""
-        with refusal("stored chunks can't be erased"):
-            return self.blobs.delete([key for key in keys if KEY.fullmatch(key)])
-
-    def _check_writable(self) -> None:
-        if self._is_closed:
-            raise StoreError("the KV store is closed; open it again")
-        if self.read_only:
-            remedy = "open it without read_only, make its directory writable, or free space on its disk"
-            raise StoreError(f"the KV store is open for reading only; {remedy}")
-
-
-@contextmanager
-def refusal(what: str) -> Iterator[None]:
-    """Turn an ``OSError`` of blobs, or memory that is short, into a ``StoreError`` that says what can't be done."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except (OSError, MemoryError) as error:
-        remedy = "make sure that its directory exists, is writable and has free space, then try again"
-        raise StoreError(f"{what}: {str(error) or 'memory is short'}; {remedy}") from error

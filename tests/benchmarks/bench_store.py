@@ -191,8 +191,8 @@ def lookups(folder: Path, rows: int) -> dict[str, float]:
     records = [record(number) for number in range(rows)]
     start = time.perf_counter()
     for number, each in enumerate(records):
-        revision = catalog.begin(each, make_text(str(number)), f"doc {number}", None)
-        catalog.confirm(each.key, revision)
+        [revision] = catalog.begin([(each, make_text(str(number)), [f"doc {number}"], None)])
+        catalog.confirm({each.key: revision})
     filled = time.perf_counter() - start
     keys = [records[number * 7919 % rows].key for number in range(2000)]
     times = [timed(lambda key=key: catalog.get(key)) for key in keys]  # type: ignore[misc]

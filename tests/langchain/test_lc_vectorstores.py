@@ -256,7 +256,7 @@ def test_an_upsert_drops_the_kv_of_the_old_text(store, chat, chunks):
 
 def test_an_upsert_of_the_same_text_computes_nothing(store, chunks, monkeypatch):
     store.add_texts(chunks[:2], ids=["a", "b"])
-    writes = noted(monkeypatch, TieredStore, "put")
+    writes = noted(monkeypatch, TieredStore, "put_all")
     store.add_texts(chunks[:2], ids=["a", "b"])
     assert writes == []
 

@@ -103,7 +103,7 @@ def test_gc_removes_what_nobody_needs(filled, root, monkeypatch, key):
     stray.write_bytes(raw)
     (root / "tmp" / "left").write_text("x")
     filled.catalog.remove(filled.catalog.revisions([KEYS[5]]))
-    filled.catalog.begin(filled.catalog.get(KEYS[6]) and record(filled, 9), make_text("9"), "doc 9", None)
+    filled.catalog.begin([(record(filled, 9), make_text("9"), ["doc 9"], None)])
     (root / "catalog.damaged").mkdir()
     report = gc(filled)
     assert (report.swept, report.other_versions, report.dormant, report.pending) == (1, 1, 1, 1)

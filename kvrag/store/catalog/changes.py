@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from functools import partial, wraps
@@ -24,6 +24,9 @@ from kvrag.types import ChunkKey, TextEntry
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+New = tuple[Record, TextEntry | None, Sequence[str | None], Retention | None]
+"""A chunk that is about to be written, its text, the documents that refer to it, and its retention, if it was given one."""
 
 MAX_TOUCHED = 128  # chunks whose hits are collected before they are written down, in the background
 
@@ -76,37 +79,41 @@ class Catalog(Ledger):
         return chunk is not None
 
     @one_step
-    def begin(
-        self, record: Record, text: TextEntry | None, doc_id: str | None, retention: Retention | None
-    ) -> int | None:
-        """Note that a chunk is about to be written, and return the note's revision; ``None`` if it is stored already.
+    def begin(self, chunks: Iterable[New]) -> list[int | None]:
+        """Note that chunks are about to be written, and return the revision of each note; ``None`` for a chunk that is stored already.
 
         Writers share a note: they write the same bytes.
         """
-        if self.link(record.key, text, doc_id):
+        return [self._note(*chunk) for chunk in chunks]
+
+    def _note(
+        self, record: Record, text: TextEntry | None, doc_ids: Sequence[str | None], retention: Retention | None
+    ) -> int | None:
+        if all([self.link(record.key, text, doc_id) for doc_id in doc_ids]):
             return None
-        new = Chunk._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
-        chunk = self._chunk(record.key) or new
-        usage = chunk.usage if retention is None else chunk.usage.retained(retention)
-        self._attach(record.key, chunk._replace(usage=usage), text, doc_id)
+        blank = Chunk._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
+        chunk = self._chunk(record.key) or blank
+        chunk = chunk if retention is None else chunk._replace(usage=chunk.usage.retained(retention))
+        for doc_id in doc_ids:
+            chunk = self._attach(record.key, chunk, text, doc_id)
         return chunk.revision
 
     @one_step
-    def confirm(self, key: ChunkKey, revision: int) -> bool:
-        """Note that a chunk's blob is there; ``False`` if the chunk was erased since :meth:`begin` returned this revision.
+    def confirm(self, begun: Mapping[ChunkKey, int]) -> set[ChunkKey]:
+        """Note that blobs are there, and return whose; not of chunks that were erased since :meth:`begin` returned these revisions.
 
         Another writer may have begun after the erasure, whose blob is not there yet.
         """
-        chunk = self._chunk(key)
-        if chunk is not None and chunk.pending and chunk.revision != revision:
-            return False
-        if chunk is not None and chunk.pending:
-            variants, usage = f"i {chunk.content}", chunk.usage._replace(last=self.state().accesses)
-            stored = chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60))
-            self._rows.set(f"c {key}", stored)
+        found = {key: chunk for key in begun if (chunk := self._chunk(key)) is not None}
+        found = {key: chunk for key, chunk in found.items() if not chunk.pending or chunk.revision == begun[key]}
+        new, accesses = {key: chunk for key, chunk in found.items() if chunk.pending}, self.state().accesses
+        for key, chunk in new.items():
+            variants, usage = f"i {chunk.content}", chunk.usage._replace(last=accesses)
+            self._rows.set(f"c {key}", chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)))
             self._rows.set(variants, [*(other for other in self._strings(variants) if other != key), key])
-            self._count(1, chunk.num_bytes)
-        return chunk is not None
+        if new:
+            self._count(len(new), sum(chunk.num_bytes for chunk in new.values()))
+        return set(found)
 
     @one_step
     def cancel(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> None:
@@ -244,8 +251,8 @@ class Catalog(Ledger):
             return text is None
         return doc_id is None or text.digest in self.document_texts(chunk.namespace, doc_id)
 
-    def _attach(self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> None:
-        """Write a chunk's row, and let its text and its document know each other."""
+    def _attach(self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> Chunk:
+        """Write a chunk's row, let its text and its document know each other, and return the row."""
         if text is not None:
             namespace, digest = chunk.namespace, text.digest
             known = self._text(namespace, digest) or self._announce(namespace, Entry(*astuple(text)))
@@ -257,6 +264,7 @@ class Catalog(Ledger):
             self._rows.set(self._name("t", namespace, digest), known._replace(keys=keys, refs=refs))
             chunk = chunk._replace(digests=list(dict.fromkeys([*chunk.digests, digest])))
         self._rows.set(f"c {key}", chunk)
+        return chunk
 
     def _announce(self, namespace: str, entry: Entry) -> Text:
         """Give a new text a number, and put it on the last page."""

@@ -1,0 +1,215 @@
+"""Writing: chunks' rows as pending ones, their blobs, and the rows again. Several chunks share the two changes of the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from kvrag.config import Retention
+from kvrag.errors import StoreError
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.store.base import NewKV, Record
+from kvrag.store.blobs import KEY
+from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, record_of
+from kvrag.store.memory import MemoryTier, tell
+from kvrag.store.reading import Reader
+from kvrag.store.worth import Evictor, Usage, check_retention
+from kvrag.threads import POOL
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+
+ATTEMPTS = 10  # times that a chunk is written that others erase meanwhile
+TOO_FAST = "the chunk is erased from the KV store as fast as it is written"
+
+
+@dataclass(slots=True)
+class _Job:
+    """A chunk that is being written. ``result``: the bytes written, or why there are none; ``None`` as long as nobody knows."""
+
+    new: NewKV
+    encoded: Encoded
+    record: Record
+    revision: int | None = None  # of the note that it is being written; ``None`` if another writer was first
+    written: int = 0
+    result: int | StoreError | None = None
+
+
+class Writer(Reader):
+    """The half of a :class:`~kvrag.store.tiers.TieredStore` that writes."""
+
+    _evictor: Evictor
+    _is_closed: bool
+
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+        reason: str = "put",
+    ) -> int:
+        """Store a chunk and return the bytes written; 0 if it was there already (then only text and document are added).
+
+        Raises ``StoreError`` if it can't be written, or there is no room for it; nothing of it is left then.
+        """
+        [written] = self.put_all([NewKV(identity, kv, text, (doc_id,), retention)], reason=reason)
+        if isinstance(written, StoreError):
+            raise written
+        return written
+
+    def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
+        """Store chunks in two changes of the catalog, and return for each what :meth:`put` would return or raise."""
+        for chunk in chunks:
+            check_retention(chunk.retention)
+        epochs, begun = self._epochs(), [self._prepared(chunk) for chunk in chunks]
+        jobs = [each for each in begun if isinstance(each, _Job)]
+        try:
+            if jobs:
+                priority = min((job.new.retention or Retention()).priority for job in jobs)
+                self._evictor.make_room(sum(job.record.num_bytes for job in jobs), priority=priority)
+        except StoreError as error:
+            if len(chunks) > 1:  # some may fit
+                return [written for chunk in chunks for written in self.put_all([chunk], reason=reason)]
+            return [error]
+        for _ in range(ATTEMPTS):
+            # The blobs of chunks that others erase stay for the next attempt: another writer may count on them.
+            if left := [job for job in jobs if job.result is None]:
+                self._write(left)
+        for job in jobs:
+            if job.result is None:
+                job.result = StoreError(f"{TOO_FAST}; try again later")
+            if isinstance(job.result, StoreError):
+                self._take_back(job)
+            elif job.revision is not None:
+                self._announce(job, epochs, reason)
+        return [(each.result or 0) if isinstance(each, _Job) else each for each in begun]
+
+    def _prepared(self, new: NewKV) -> _Job | int | StoreError:
+        """Return how a chunk is to be written; 0 if it is stored already, or why it can't be."""
+        try:
+            self._check_writable()
+            if all([self._is_linked(chunk_key(new.identity), new.text, doc_id) for doc_id in new.doc_ids]):
+                return 0
+            encoded = Encoded(new.identity, new.kv, self.keys.cipher)
+        except StoreError as error:
+            return error
+        return _Job(new, encoded, record_of(new.identity, encoded.header.num_bytes))
+
+    def _write(self, jobs: list[_Job]) -> None:
+        """Write rows, blobs, and rows again; chunks that are erased meanwhile get no result."""
+        with _results_of(jobs):
+            revisions = self.catalog.begin([(job.record, *job.new[2:]) for job in jobs])
+            for job, revision in zip(jobs, revisions, strict=True):
+                job.revision, job.result = revision, 0 if revision is None else None
+            is_far = getattr(getattr(self.blobs, "shared", self.blobs), "is_far", False)
+            list((POOL.ahead if is_far else map)(self._write_body, [job for job in jobs if job.result is None]))
+            left = [job for job in jobs if job.result is None]
+            there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left}) if left else ()
+            for job in left:
+                job.result = job.written if job.record.key in there else None
+
+    def _write_body(self, job: _Job) -> None:
+        with _results_of([job]):
+            job.written = job.record.num_bytes if self._write_blob(job.record.key, job.encoded) else 0
+
+    def _take_back(self, job: _Job) -> None:
+        """Leave nothing of a chunk that could not be written."""
+        key = job.record.key
+        with suppress(OSError):
+            for doc_id in job.new.doc_ids:
+                self.catalog.cancel(key, job.new.text, doc_id)
+        with suppress(OSError):
+            if not self.catalog.known([key]):
+                self.blobs.delete([key])
+
+    def _announce(self, job: _Job, epochs: list[tuple[MemoryTier, int]], reason: str) -> None:
+        """Tell of a chunk that was written, say when it may go, and keep it in memory."""
+        (identity, kv, _, _, retention), record = job.new, job.record
+        usage = Usage() if retention is None else Usage().retained(retention)
+        if retention is not None and retention.duration_s is not None and hasattr(self.blobs, "expire"):
+            with suppress(OSError):
+                self.blobs.expire(record.key, retention.duration_s)
+        tell(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)
+        for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host's
+            tier.keep(identity, kv, usage, epoch=epoch, reason="put")
+
+    def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
+        """Write a blob, also in the place of one that is not this chunk's; 0 if this chunk's is there."""
+        if written := self.blobs.write(key, encoded):
+            return written
+        try:
+            self.blob(key, encoded.header.identity)
+        except BlobRejected as fault:
+            if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):  # what is gone may be back by now
+                self.blobs.delete([key])
+            return self.blobs.write(key, encoded)
+        return 0
+
+    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
+        """Add text and document to a stored chunk, and return whether it is stored.
+
+        A dormant blob, one that a lost catalog left behind, is adopted: it is stored again without being computed.
+        """
+        if self.read_only or self._is_closed:
+            return False
+        key = chunk_key(identity)
+        if self._is_linked(key, text, doc_id):
+            return True
+        try:
+            record = record_of(identity, self.blob(key, identity).header.num_bytes)
+        except BlobRejected as fault:
+            with suppress(OSError):
+                self.delete_blobs([key] if fault.hole == "damaged" else [])
+            return False
+        if (revision := self.catalog.begin([(record, text, (doc_id,), None)])[0]) is None:
+            return True
+        if is_stored := bool(self.catalog.confirm({key: revision})):
+            tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
+        return is_stored
+
+    def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
+        """Add text and document to a stored chunk; one whose blob another machine has let go is forgotten."""
+        is_there, far = self.catalog.link(key, text, doc_id), getattr(self.blobs, "shared", self.blobs)
+        with suppress(OSError):
+            if is_there and getattr(far, "is_far", False) and far.read(key, 0, 1) is None:
+                self.catalog.remove(self.catalog.revisions([key]))
+                self.blobs.delete([key])  # its copy
+                return False
+        return is_there
+
+    def delete_blobs(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Erase blobs, and return those that were there; raises ``StoreError``."""
+        with refusal("stored chunks can't be erased"):
+            return self.blobs.delete([key for key in keys if KEY.fullmatch(key)])
+
+    def _check_writable(self) -> None:
+        if self._is_closed:
+            raise StoreError("the KV store is closed; open it again")
+        if self.read_only:
+            remedy = "open it without read_only, make its directory writable, or free space on its disk"
+            raise StoreError(f"the KV store is open for reading only; {remedy}")
+
+
+@contextmanager
+def refusal(what: str) -> Iterator[None]:
+    """Turn an ``OSError`` of blobs, or memory that is short, into a ``StoreError`` that says what can't be done."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (OSError, MemoryError) as error:
+        remedy = "make sure that its directory exists, is writable and has free space, then try again"
+        raise StoreError(f"{what}: {str(error) or 'memory is short'}; {remedy}") from error
+
+
+@contextmanager
+def _results_of(jobs: list[_Job]) -> Iterator[None]:
+    """Turn a fault into the result of those that have none."""
+    try:
+        with refusal("the chunk can't be written to the KV store"):
+            yield
+    except StoreError as error:
+        for job in jobs:
+            job.result = error if job.result is None else job.result
