@@ -3,7 +3,6 @@
 import os
 import shutil
 import urllib.request
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
@@ -18,7 +17,7 @@ from kvrag.config import Retention, StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
-from kvrag.store.catalog import shared
+from kvrag.store.catalog import changes, shared
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract, StoreContract
@@ -152,21 +151,6 @@ def test_only_chunks_have_an_end(engine_of, redis_url):
         client.config_set("maxmemory-policy", "noeviction")
 
 
-def test_a_machine_that_was_away_begins_with_a_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared, "PER_SNAPSHOT", 4)
-    url = f"file://{tmp_path}/bucket"
-    stores = [open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab"]
-    assert not stores[1].known([chunk_key(make_identity(0))])
-    for number in range(6):
-        stores[0].put(make_identity(number), make_kv(make_identity(number)), text=None)
-        stores[0].catalog.scrub()
-    assert len(list((tmp_path / "bucket" / "journal").iterdir())) == 2, "only the first and the last entry are left"
-    for store in (stores[1], open_store(url, StoreConfig())):
-        assert store.known([chunk_key(make_identity(n)) for n in range(11)]) == set(stores[0].catalog.keys())
-        store.put(make_identity(10), make_kv(make_identity(10)), text=None)
-    assert len(stores[0].catalog.keys()) == 7
-
-
 def put(store, number):
     store.put(make_identity(number), make_kv(make_identity(number)), text=None)
 
@@ -202,21 +186,6 @@ def test_who_can_not_know_what_was_erased_answers_with_nothing(tmp_path, monkeyp
     assert store.get(make_identity(0)) is not None
 
 
-def test_the_journal_does_not_keep_the_names_of_erased_documents(tmp_path):
-    url = f"file://{tmp_path}"
-    with closing(open_store(url, StoreConfig())) as store:
-        for number, doc_id in enumerate(["kept", "secret"]):
-            identity = make_identity(number)
-            store.put(identity, make_kv(identity), text=make_text(f"text {number}"), doc_id=doc_id)
-        store.forget(identity.namespace, "secret")
-    said = b""
-    for folder in ("journal", "journal-snapshots"):
-        with closing(open_url(url, folder)) as blobs:
-            said += b"".join(zlib.decompress(blobs.read(key)) for key in sorted(blobs.keys()))
-    assert b"kept" in said
-    assert b"secret" not in said
-
-
 def test_a_number_that_is_free_because_its_entry_was_erased_is_not_taken(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/bucket"
     behind, ahead = (open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab")
@@ -249,6 +218,25 @@ def test_copies_of_what_was_erased_while_nobody_looked_leave_at_the_next_opening
     open_store(copies, StoreConfig(shared=url)).close()
     assert len(kept) == 2
     assert len(list(copies.glob("objects/**/*.safetensors"))) == 1 + others
+
+
+def test_hits_are_written_to_the_journal_from_time_to_time_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "MAX_TOUCHED", 2)
+    monkeypatch.setattr(changes.POOL, "submit", lambda action: action())
+    store = open_store(f"file://{tmp_path}", StoreConfig(min_free_bytes=0))
+    for number in range(3):
+        put(store, number)
+    entries = store.catalog._rows._journal._entries
+    before = len(entries.keys())
+    for _ in range(5):
+        for number in range(3):
+            assert store.get(make_identity(number)) is not None
+        assert len(entries.keys()) == before + 1
+    monkeypatch.setattr(store.catalog, "_next_flush_s", 0.0)
+    store.get(make_identity(2))
+    assert len(entries.keys()) == before + 2
+    hits = [store.catalog.usage(chunk_key(make_identity(number))).hits for number in range(3)]
+    assert [round(hit) for hit in hits] == [5, 1, 6], "of those that had most"
 
 
 def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path, monkeypatch):

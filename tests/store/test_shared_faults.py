@@ -272,29 +272,5 @@ def test_a_follower_that_is_late_sets_nothing_back(tmp_path):
     assert late
     assert not near.known([key])  # it is further by now
     with pytest.raises(journal.Behind):
-        rows._take(here, *late[0])
+        rows._take(here, late[0][0], [late[0][1].rows], is_whole=False)
     assert not near.known([key])
-
-
-def test_a_catalog_too_large_for_a_snapshot_keeps_its_journal(tmp_path, monkeypatch, caplog):
-    url = f"file://{tmp_path}/bucket"
-    store = open_store(url, StoreConfig(min_free_bytes=0))
-    put(store, 0)
-    entries = store.catalog._rows._journal._entries
-    before = entries.keys()
-    monkeypatch.setattr(journal, "MAX_ENTRY", 100)
-    store.catalog.scrub()
-    assert before < entries.keys()  # and one that names nothing
-    assert "too large for a snapshot" in caplog.text
-    monkeypatch.undo()
-    assert open_store(url, StoreConfig(min_free_bytes=0)).known([chunk_key(make_identity(0))])
-
-
-@pytest.mark.parametrize("wrong", [3, [1], ["", 3], {}, [3, {}]])
-def test_what_is_no_snapshot_counts_as_a_fault_of_the_journal(tmp_path, wrong):
-    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
-    put(store, 0)
-    snapshots = store.catalog._rows._journal._snapshots
-    snapshots.write(journal._key(99), [journal._dump(wrong)])
-    with pytest.raises(OSError, match="damaged"):
-        store.catalog._rows._journal.begin()

@@ -62,7 +62,7 @@ class Catalog(Ledger):
     ) -> None:
         self._seal = None if keys is None or keys.cipher is None else Seal(keys.cipher)
         self._may_have_blobs = may_have_blobs
-        self._touched: Counter[ChunkKey] = Counter()
+        self._touched, self._next_flush_s = Counter[ChunkKey](), 0.0
         self._rows = rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
         self.read_only = self._rows.read_only
 
@@ -184,16 +184,17 @@ class Catalog(Ledger):
     def touch(self, key: ChunkKey) -> None:
         """Count a hit on a chunk, in whatever tier; written down later."""
         self._touched[key] += 1
-        if len(self._touched) == MAX_TOUCHED:
+        if len(self._touched) >= MAX_TOUCHED and time.monotonic() >= self._next_flush_s:
+            self._next_flush_s = time.monotonic() + self._rows.pause_s
             with suppress(RuntimeError):  # no thread can be had
                 POOL.submit(self.flush)
 
     def flush(self) -> None:
-        """Write down the hits; a fault costs them, no more."""
+        """Write down the hits of those that had most; a fault costs them, no more."""
         touched, self._touched = self._touched, Counter()
         if touched and not self.read_only:
             with suppress(OSError):
-                self._count_hits(touched)
+                self._count_hits(dict(touched.most_common(MAX_TOUCHED)))
 
     @one_step
     def _count_hits(self, touched: Mapping[ChunkKey, int]) -> None:

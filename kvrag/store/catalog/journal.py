@@ -1,17 +1,20 @@
 """The journal that copies of shared rows follow: numbered entries, each written once, and snapshots.
 
 An entry names the digest of the one before it. The first one is random, so a journal that was lost and begun anew is another one.
+
+A snapshot is a head, under the number of the entry whose rows it has, and parts, which the head names with their digests. Parts are written
+while others change the rows, and begin with the number at which that was begun; what was changed meanwhile is the last part.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kvrag.store.base import Blobs
@@ -19,10 +22,8 @@ from kvrag.store.blobs import KEY
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
-log = logging.getLogger(__name__)
-
 DAMAGED = "its journal is damaged; erase it, and precompute again"
-AHEAD, MAX_ENTRY = 16, 2**30  # entries read at once; bytes of one
+AHEAD, MAX_BYTES = 16, 2**30  # entries read at once; of an entry, or a part
 
 
 class Place(NamedTuple):
@@ -32,12 +33,16 @@ class Place(NamedTuple):
     digest: str
 
 
+Changed = dict[str, str | None]
+"""Rows by name; ``None`` for those that are removed."""
+
+
 class Entry(NamedTuple):
-    """A change: what ``after`` it follows, whether it begins with no rows, and rows; ``None`` for those that are removed."""
+    """A change: what ``after`` it follows, whether it begins with no rows, and rows."""
 
     after: str
     is_whole: bool
-    rows: dict[str, str | None]
+    rows: Changed
 
 
 class Behind(Exception):
@@ -50,16 +55,16 @@ class Journal:
     def __init__(self, entries: Blobs, snapshots: Blobs) -> None:
         self._entries, self._snapshots = entries, snapshots
 
-    def begin(self) -> tuple[Place, Entry]:
-        """Return the place to begin at, with all rows there; the first entry is written if there is none."""
-        for number in sorted(filter(KEY.fullmatch, self._snapshots.keys()), reverse=True):
+    def begin(self) -> tuple[Place, Iterator[Changed]]:
+        """Return the place to begin at, and all rows there, part by part; the first entry is written if there is none."""
+        for number in sorted(_heads(self._snapshots.keys()), reverse=True):
             if (data := self._snapshots.read(number)) is not None:
-                entry = _entry(data, is_snapshot=True)
-                return Place(int(number, 16), entry.after), entry
+                digest, parts = _head(data)
+                return Place(int(number, 16), digest), map(self._part, parts.items())
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
         if (data := self._entries.read(_key(1))) is None:
             raise OSError("the journal's first entry is gone")
-        return Place(1, _digest(data)), Entry("", True, {})
+        return Place(1, _digest(data)), iter(())
 
     def after(self, place: Place) -> Iterator[tuple[Place, Entry]]:
         """Yield the entries behind a place; raises :class:`Behind` if that is not, or no longer, a place of this journal."""
@@ -97,18 +102,65 @@ class Journal:
     def _is_at(self, place: Place, data: Any) -> bool:
         """Whether what stands at a place is the entry that was there, and none behind it was erased."""
         is_there = data is not None and _digest(data) == place.digest
-        return is_there and (place.number > 1 or not self._snapshots.keys())
+        return is_there and (place.number > 1 or not _heads(self._snapshots.keys()))
 
-    def snapshot(self, place: Place, rows: dict[str, str]) -> None:
-        """Write all rows down, and erase what nobody needs any more; nothing where they are more than can be read again."""
-        if sum(map(len, rows)) + sum(map(len, rows.values())) > MAX_ENTRY // 2:
-            log.warning("the catalog of the shared KV store is too large for a snapshot; use several stores")
-            return
-        self._snapshots.write(_key(place.number), [_dump([place.digest, rows])])
-        snapshots, entries, end = self._snapshots.keys(), self._entries.keys(), _key(place.number)
-        self._snapshots.delete([key for key in snapshots if key < end])
-        for key in sorted(key for key in entries if _key(1) < key < end):
+    def snapshot(self, place: Place, rows: Iterable[Changed]) -> None:
+        """Write all rows down, and erase what nobody needs any more; raises :class:`Behind` if another snapshot is as new.
+
+        ``rows`` are read from ``place`` on, part by part; others may change them meanwhile.
+        """
+        parts = dict[ChunkKey, str]()
+        try:
+            end = self._write_parts(parts, place, rows)
+            there = self._snapshots.keys()
+            heads, number = _heads(there), _key(end.number)
+            is_late = any(head > _key(place.number) for head in heads)
+            if is_late or not self._snapshots.write(number, [_dump([end.digest, parts])]):
+                raise Behind
+        except BaseException:
+            with suppress(OSError):
+                self._snapshots.delete(list(parts))
+            raise
+        old, going = [head for head in heads if head < number], set[ChunkKey]()
+        for head in old:
+            with suppress(OSError):  # it is damaged, or gone
+                going.update(_head(self._snapshots.read(head))[1])
+        # What killed writers left. One that began before the last snapshot and goes on sees that it is late.
+        late = max(heads, default=_key(0))[-16:]
+        going.update(key for key in there if _BEFORE <= key < late)
+        self._snapshots.delete(old)
+        self._snapshots.delete(going)
+        entries = self._entries.keys()
+        for key in sorted(key for key in entries if _key(1) < key < number):
             self._entries.delete([key])
+
+    def _write_parts(self, parts: dict[ChunkKey, str], place: Place, rows: Iterable[Changed]) -> Place:
+        """Write the parts of a snapshot, note their digests, and return the place whose rows they are."""
+        name, end, changed = f"{place.number:016x}{secrets.token_hex(16)}", place, Changed()
+
+        def later() -> Iterator[Changed]:
+            nonlocal end
+            for here, entry in self.after(place):
+                if entry.is_whole:
+                    raise Behind
+                changed.update(entry.rows)
+                end = here
+            yield changed
+
+        for number, some in enumerate(chain(rows, later())):
+            key, data = ChunkKey(f"{name}{number:016x}"), _dump(some)
+            self._snapshots.write(key, [data])
+            parts[key] = _digest(data)
+        return end
+
+    def _part(self, named: tuple[ChunkKey, str]) -> Changed:
+        key, digest = named
+        if (data := self._snapshots.read(key)) is None:  # another snapshot has taken the place of this one
+            raise Behind
+        rows: Changed = _load(data)
+        if _digest(data) != digest or not _are_rows(rows):
+            raise OSError(DAMAGED)
+        return rows
 
     def close(self) -> None:
         """Release resources; idempotent."""
@@ -120,22 +172,44 @@ def _key(number: int) -> ChunkKey:
     return ChunkKey(f"{number:064x}")
 
 
+_BEFORE = _key(2**192)  # parts begin with a number that is not 0
+
+
 def _digest(data: Any) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def _dump(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
 
 
-def _entry(data: Any, *, is_snapshot: bool = False) -> Entry:
-    """Return what an entry or a snapshot says; raises ``OSError`` for what is none."""
+def _heads(keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+    """Return the keys of heads: they are numbers, and those of parts are larger than any number."""
+    return [key for key in keys if KEY.fullmatch(key) and key < _BEFORE]
+
+
+def _entry(data: Any) -> Entry:
+    """Return what an entry says; raises ``OSError`` for what is none."""
+    match _load(data):
+        case [str() as after, bool() as is_whole, dict() as rows] if _are_rows(rows):
+            return Entry(after, is_whole, rows)
+    raise OSError(DAMAGED)
+
+
+def _head(data: Any) -> tuple[str, dict[ChunkKey, str]]:
+    """Return the digest of a snapshot's entry, and the parts with theirs; raises ``OSError`` for what is no head."""
+    match _load(data):
+        case [str() as digest, dict() as parts] if all(isinstance(each, str) for each in parts.values()):
+            return digest, parts
+    raise OSError(DAMAGED)
+
+
+def _load(data: Any) -> Any:
     try:
-        found = json.loads(zlib.decompressobj().decompress(data, MAX_ENTRY))
-        after, is_whole, rows = (found[0], True, found[1]) if is_snapshot else found
-    except (zlib.error, ValueError, TypeError, LookupError, RecursionError) as error:
+        return json.loads(zlib.decompressobj().decompress(data, MAX_BYTES))
+    except (zlib.error, ValueError, TypeError, RecursionError) as error:
         raise OSError(DAMAGED) from error
-    is_right = isinstance(after, str) and isinstance(is_whole, bool) and isinstance(rows, dict)
-    if not is_right or not all(text is None or isinstance(text, str) for text in rows.values()):
-        raise OSError(DAMAGED)
-    return Entry(after, is_whole, rows)
+
+
+def _are_rows(rows: Any) -> bool:
+    return isinstance(rows, dict) and all(text is None or isinstance(text, str) for text in rows.values())

@@ -43,6 +43,7 @@ class Rows:
     another, told which. Raises ``StoreError`` if the folder can't be used.
     """
 
+    pause_s = 0.0  # that should pass between changes that nobody waits for
     _has_garbage = False  # whether there may be connections that were let go, of any instance
 
     def __init__(

@@ -5,7 +5,8 @@ who comes second undoes its change, follows, and makes it again. Each entry name
 random, so who follows a journal that was lost and begun anew sees that, and begins anew as well.
 
 From time to time all rows are written down as a snapshot, for who begins, and entries before it are erased: the first never, the others in
-their order. So if the entry that a copy is at is there, none behind it was erased.
+their order. So if the entry that a copy is at is there, none behind it was erased. The more rows, the more entries come before the next
+snapshot: all together cost a few times what writing the rows once does.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvrag.errors import StoreError
-from kvrag.store.catalog.journal import Behind, Entry, Journal, Place
+from kvrag.store.catalog.journal import Behind, Changed, Journal, Place
 from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Seal
 from kvrag.threads import POOL, fork_lock
@@ -35,7 +37,10 @@ AGAIN_S = 5.0  # after a fault, seconds until the journal is asked again
 PAUSE_S = 0.25  # at most, before a change is made again
 ROUNDS = 10  # times that a copy begins anew before it gives up
 ATTEMPTS = 100  # times that a change is made that others come before
-PER_SNAPSHOT = 512  # entries between snapshots
+PER_SNAPSHOT = 512  # entries between snapshots, at least; of many rows,
+ROWS_PER_ENTRY = 64  # rows for each of these entries
+AT_ONCE = 2**14  # rows up to which an erasure is followed by a snapshot, about a second's work
+PER_PART, PER_LOOK = 2**14, 256  # rows of a part; rows read while nobody else can look
 PLACE = "j"  # the row that says where a copy is
 
 
@@ -51,6 +56,8 @@ class SharedRows(Rows):
     changed
         Told the names of rows that are no more.
     """
+
+    pause_s = 300.0  # each change is one of all machines
 
     def __init__(
         self,
@@ -96,10 +103,11 @@ class SharedRows(Rows):
             self._mine.noted, self._mine.is_whole = {}, True
 
     def scrub(self) -> None:
-        """Leave nothing of erased rows: neither here nor, as far as it can be reached, in the journal."""
+        """Leave nothing of erased rows: here, and in the journal, which keeps them until the next snapshot where the catalog is large."""
         super().scrub()
-        with suppress(OSError, StoreError):
-            self.change(partial(self._note, {"": None}))  # the last entry stays: let it be one that names nothing
+        if self._look(len, AT_ONCE + 1) <= AT_ONCE:
+            with suppress(OSError):
+                self.change(partial(self._note, {"": None}))  # the last entry stays: let it be one that names nothing
             self._snapshot()
 
     def close(self) -> None:
@@ -126,9 +134,9 @@ class SharedRows(Rows):
         if rows or is_whole:
             place = self._journal.append(place, rows, is_whole=is_whole)
             self._mine.cache.set(PLACE, json.dumps(place))
-            if place.number % PER_SNAPSHOT == 0:
+            if place.number % _interval(len(self._mine.cache)) == 0:
                 with suppress(RuntimeError):  # no thread can be had
-                    POOL.submit(self.scrub)
+                    POOL.submit(self._snapshot)
         return result
 
     def _look(self, action: Callable[[Any], T], default: T) -> T:
@@ -174,38 +182,63 @@ class SharedRows(Rows):
             if not here.number:
                 raise Behind
             for place, entry in self._journal.after(here):
-                self._take(here, place, entry)
+                self._take(here, place, [entry.rows], is_whole=entry.is_whole)
                 here = place
         except Behind:
             with suppress(Behind):
-                self._take(super()._look(_place_of, Place(0, "")), *self._journal.begin())
+                self._take(super()._look(_place_of, Place(0, "")), *self._journal.begin(), is_whole=True)
             return False
         return True
 
-    def _take(self, here: Place, place: Place, entry: Entry) -> None:
-        """Make an entry's change here; raises ``Behind`` if this copy is elsewhere by now: other threads and processes follow, too."""
+    def _take(self, here: Place, place: Place, parts: Iterable[Changed], *, is_whole: bool) -> None:
+        """Change rows here; raises ``Behind`` if this copy is elsewhere by now: other threads and processes follow, too."""
 
         def take() -> set[str]:
-            cache, rows = self._mine.cache, {name: text for name, text in entry.rows.items() if text is not None}
+            cache, gone = self._mine.cache, set[str]()
             if _place_of(cache) != here:
                 raise Behind
-            gone = set(cache.iterkeys()) if entry.is_whole else set(entry.rows)
-            for name in gone - set(rows):
-                cache.delete(name)
-            for name, text in (rows | {PLACE: json.dumps(place)}).items():
-                cache.set(name, text)
-            return gone - set(rows)
+            if is_whole:
+                gone.update(cache.iterkeys())
+                cache.clear()
+            for rows in parts:
+                for name, text in rows.items():
+                    if text is None:
+                        cache.delete(name)
+                        gone.add(name)
+                    else:
+                        cache.set(name, text)
+                        gone.discard(name)
+            cache.set(PLACE, json.dumps(place))
+            return gone
 
         self._changed(super().change(take))
 
     def _snapshot(self) -> None:
-        def rows() -> tuple[Place, dict[str, str]]:
-            cache = self._mine.cache
-            return _place_of(cache), {name: cache.get(name) for name in cache.iterkeys() if name != PLACE}
+        """Write all rows down, unless the journal can't be reached, or another machine does."""
+        with suppress(OSError, Behind):
+            self._journal.snapshot(super()._look(_place_of, Place(0, "")), self._parts())
 
-        place, found = super().change(rows)
-        if place.number > 1:
-            self._journal.snapshot(place, found)
+    def _parts(self) -> Iterator[Changed]:
+        """Yield all rows, while others change them; raises ``OSError``."""
+        look, part = super()._look, Changed()
+        names: Iterator[str] | None = look(lambda cache: cache.iterkeys(), None)
+
+        def some(cache: Any) -> Changed:
+            return {name: cache.get(name) for name in islice(names or (), PER_LOOK)}
+
+        while found := look(some, None):
+            part |= {name: text for name, text in found.items() if name != PLACE and text is not None}
+            if len(part) >= PER_PART:
+                yield part
+                part = {}
+        if found is None or names is None:
+            raise OSError("the catalog can't be read")
+        yield part
+
+
+def _interval(rows: int) -> int:
+    """Return the number of entries between snapshots: a power of two, so that nearly all who count rows agree on it."""
+    return max(PER_SNAPSHOT, 1 << (rows // ROWS_PER_ENTRY).bit_length())
 
 
 def _place_of(cache: Any) -> Place:
