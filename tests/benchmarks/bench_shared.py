@@ -6,10 +6,14 @@
 server that answers as S3 does, if it is installed. Each round reads every chunk with the client alone
 (``GET``, ``obstore.get``), and as kvrag does: header, proof of every layer, tensors. They take turns in a random order. The ratio is the
 median over rounds of the client's time ÷ kvrag's; the target is 0.7.
+
+``catalog`` (``--only catalog``; half an hour for a million chunks): the rows of many chunks, without blobs, written to Redis by one machine
+in batches of eight, and what another machine takes to begin with them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import random
@@ -21,16 +25,22 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from bench_memory import reset_peak, status
 from bench_store import chunk, timed
 from common import machine, parser, write_result
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
+from kvrag.store.format import record_of
+from kvrag.testing.chunks import make_identity, make_text
 from kvrag.types import ChunkKV
 
 SIZE, CHUNKS, TARGET = 6_000_000, 20, 0.7
@@ -121,9 +131,80 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
     }
 
 
+def digest(text: str) -> str:
+    """Return a key for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def rows_of(number: int) -> Any:
+    """Return what the catalog is told of a chunk: one of twenty of its document."""
+    blank = record_of(make_identity(0), SIZE)
+    made = replace(blank, key=digest(f"key {number}"), content=digest(f"content {number}"))
+    return made, make_text(f"text {number}"), [f"document {number // 20}"], None
+
+
+def fill(url: str, chunks: int) -> dict[str, Any]:
+    """Write the rows of many chunks, and say how long each tenth of them took."""
+    took = list[float]()
+    with closing(open_store(url, StoreConfig(min_free_bytes=0))) as store:
+        catalog = store.catalog
+        for tenth in range(10):
+            start = time.perf_counter()
+            for first in range(tenth * chunks // 10, (tenth + 1) * chunks // 10, 8):
+                rows = [rows_of(number) for number in range(first, min(first + 8, (tenth + 1) * chunks // 10))]
+                catalog.confirm(
+                    {row[0].key: note for row, note in zip(rows, catalog.begin(rows), strict=True) if note is not None}
+                )
+            took.append(time.perf_counter() - start)
+            print(f"{(tenth + 1) * chunks // 10} chunks: {took[-1]:.0f} s", flush=True)
+        snapshot_s = timed(catalog._rows._snapshot)  # type: ignore[attr-defined]
+        return {
+            "rows": len(catalog._rows._cache),
+            "database_bytes": catalog._rows._cache.volume(),
+            "chunks_per_s": [round(chunks / 10 / each, 1) for each in took],
+            "snapshot_s": round(snapshot_s, 2),
+        }
+
+
+def begin(url: str, chunks: int) -> dict[str, Any]:
+    """Begin as another machine, in a process of its own."""
+    keys = [rows_of(number)[0].key for number in range(0, chunks, chunks // 20)]
+    before = status("VmRSS")
+    reset_peak()
+    with closing(open_store(url, StoreConfig(min_free_bytes=0))) as store:
+        begin_s = timed(store.catalog.totals)
+        assert store.catalog.totals()[0] == chunks
+        lookups = [timed(lambda: store.known(keys)) for _ in range(50)]
+        peak = status("VmHWM")
+    return {
+        "begin_s": round(begin_s, 2),
+        "begin_memory_mb": round((peak - before) / 2**20),
+        "lookup_ms": round(statistics.median(lookups) * 1e3, 3),
+    }
+
+
+def catalog(chunks: int, folder: Path) -> dict[str, Any]:
+    """Measure a catalog of many chunks."""
+    import redis
+
+    with redis_server(folder) as url:
+        found = {"chunks": chunks, **fill(url, chunks)}
+        found["redis_bytes"] = redis.Redis.from_url(url).info("memory")["used_memory"]
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            return {**found, **other.submit(begin, url, chunks).result()}
+
+
 def main() -> None:
-    """Measure both, and write ``results/shared.json``."""
-    args = parser(__doc__, rounds=15).parse_args()
+    """Measure, and write ``results/shared.json`` or ``results/shared_catalog.json``."""
+    options = parser(__doc__, rounds=15, chunks=1_000_000)
+    options.add_argument("--only", default="reads", choices=("reads", "catalog"))
+    args = options.parse_args()
+    if args.only == "catalog":
+        with tempfile.TemporaryDirectory() as name:
+            result = {"machine": machine(), **catalog(args.chunks, Path(name))}
+        print(result)
+        print("written:", write_result("shared_catalog", result, args.out))
+        return
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         with redis_server(folder) as url:

@@ -60,9 +60,8 @@ class Cache:
         """Remove all rows."""
         self._rows.clear()
 
-    def iterkeys(self, reverse: bool = False) -> Iterator[str]:
-        """Yield all names in order."""
-        yield from sorted(self._rows, reverse=reverse)
+    def __iter__(self) -> Iterator[str]:
+        yield from list(self._rows)
 
     def reset(self, *_: Any, **__: Any) -> None:
         """Change no setting."""

@@ -55,7 +55,7 @@ def rows_of(store):
     """All rows of a store's copy, after it has followed."""
     store.catalog.state()
     cache = store.catalog._rows._cache
-    return {name: cache.get(name) for name in cache.iterkeys() if name != shared.PLACE}
+    return {name: cache.get(name) for name in cache if name != shared.PLACE}
 
 
 def blobs_of(url, folder):

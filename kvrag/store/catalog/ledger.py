@@ -11,8 +11,7 @@
     t <namespace> <digest>    a text
     z <namespace> <document>  digests of a document's texts
 
-Chunks come first and documents last because diskcache lists names from either end. A row that is not of its form counts as
-absent: anyone who can write to the directory may have made it.
+A row that is not of its form counts as absent: anyone who can write to the directory may have made it.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class SharedRows(Rows):
             if _place_of(cache) != here:
                 raise Behind
             if is_whole:
-                gone.update(cache.iterkeys())
+                gone.update(cache)
                 cache.clear()
             for rows in parts:
                 for name, text in rows.items():
@@ -221,7 +221,7 @@ class SharedRows(Rows):
     def _parts(self) -> Iterator[Changed]:
         """Yield all rows, while others change them; raises ``OSError``."""
         look, part = super()._look, Changed()
-        names: Iterator[str] | None = look(lambda cache: cache.iterkeys(), None)
+        names: Iterator[str] | None = look(iter, None)
 
         def some(cache: Any) -> Changed:
             return {name: cache.get(name) for name in islice(names or (), PER_LOOK)}
