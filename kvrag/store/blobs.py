@@ -23,6 +23,7 @@ from pathlib import Path
 from kvrag.buffers import BUFFERS
 from kvrag.store.base import Blobs, Bytes
 from kvrag.store.format import Encoded
+from kvrag.store.worth import Budget, Evictor, Sized, Usage
 from kvrag.threads import renew_after_fork
 from kvrag.types import ChunkKey
 
@@ -31,6 +32,7 @@ SUFFIX, OBJECTS, TMP = ".safetensors", "objects", "tmp"
 ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
+LISTINGS = 16  # times that the directory of copies is looked through while the whole budget is copied
 MAX_VIEWS = 512  # written with one call; the kernel takes twice as many
 
 
@@ -190,13 +192,14 @@ class CopiedBlobs:
     ----------
     shared, local
         Where blobs are, and where copies of them are kept. A fault of the disk costs copies, nothing else.
-    max_bytes
-        Budget of the copies, of which those not used for longest go first; ``None``: no limit.
+    budget
+        Of the copies of all processes. Those that this one has not used for longest go first; for what finds no room there is no copy.
     """
 
-    def __init__(self, shared: Blobs, local: FileBlobs, max_bytes: int | None = None) -> None:
-        self.shared, self.local, self._max_bytes = shared, local, 2**62 if max_bytes is None else max_bytes
-        self._sizes = local.sizes()
+    def __init__(self, shared: Blobs, local: FileBlobs, budget: Budget) -> None:
+        self.shared, self.local, self._sizes = shared, local, local.sizes()
+        self._room = Evictor(budget, self._totals, self._usages, local.free_bytes, self.forget)
+        self._unlisted = 0  # bytes that were copied since the directory was looked through
         self._at_fork_reinit()
         renew_after_fork(self)
 
@@ -252,19 +255,28 @@ class CopiedBlobs:
                 self._sizes[key] = size
 
     def _copy(self, key: ChunkKey, data: Bytes) -> None:
-        """Keep a copy, and let others go for it."""
-        size = len(data)
-        if size > self._max_bytes:
-            return
+        """Keep a copy, for which others go."""
         with suppress(OSError):
+            self._room.make_room(len(data), priority=100)
             self.local.write(key, [data])
             with self._lock:
-                self._sizes[key] = size
-                left, going, others = sum(self._sizes.values()), list[ChunkKey](), iter(self._sizes)
-                while left > self._max_bytes:
-                    going.append(next(others))
-                    left -= self._sizes[going[-1]]
-            self.forget(going)
+                self._sizes[key] = len(data)
+                self._unlisted += len(data)
+
+    def _totals(self) -> tuple[int, int]:
+        if self._unlisted > (self._room.budget.max_bytes or 2**62) // LISTINGS:
+            self._usages()
+        with self._lock:
+            return len(self._sizes), sum(self._sizes.values())
+
+    def _usages(self) -> tuple[int, list[Sized]]:
+        """Return all copies, also those of other processes, which count as used before this one's."""
+        there = self.local.sizes()
+        with self._lock:
+            mine = {key: there[key] for key in self._sizes if key in there}
+            self._sizes, self._unlisted = {key: there[key] for key in there if key not in mine} | mine, 0
+            copies = enumerate(self._sizes.items())
+            return 0, [Sized(key, 0, size, Usage(last=place)) for place, (key, size) in copies]
 
 
 def _write(fd: int, parts: Iterable[Bytes], *, is_synced: bool) -> int:

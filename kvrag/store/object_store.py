@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,8 @@ from kvrag.types import ChunkKey
 
 ANSWER_S = 10.0  # waited for an answer, its retries included
 PARTS_FROM = 64 * 2**20  # bytes from which on a blob is written in parts
+
+_first_process = 0  # that used obstore
 
 
 class ObjectBlobs:
@@ -60,6 +63,7 @@ class ObjectBlobs:
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return a range of an object."""
         wanted: Any = {"offset": start} if length is None else (start, start + max(1, length))
+        _check_process()
         try:
             found = self._obstore.get(self._store, self._head + key, options={"range": wanted})
             data = memoryview(found.bytes())
@@ -120,10 +124,19 @@ class ObjectBlobs:
     @contextmanager
     def _faults(self) -> Iterator[None]:
         """Turn errors of obstore into ``OSError``."""
+        _check_process()
         try:
             yield
         except self._obstore.exceptions.BaseError as error:
             raise _outage(error) from error
+
+
+def _check_process() -> None:
+    """Raise ``OSError`` in a process that was forked after obstore's first use: its threads are gone, and a call would wait for them."""
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    if _first_process != os.getpid():
+        raise OSError(errno.EIO, "object store: obstore can't be used in a forked process; start it by 'spawn'")
 
 
 def _outage(error: Exception) -> OSError:

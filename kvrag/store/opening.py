@@ -96,9 +96,9 @@ def open_store(
         return MemoryTier(ram, convert=converter(convert, config.ram_dtype)), blobs, catalog
 
     host, blobs, catalog = _join(key, open_parts)
-    disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
-    budget = Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
-    return TieredStore([host], blobs, catalog, config, keys=keys, budget=budget, is_last=partial(_leave, key))
+    return TieredStore(
+        [host], blobs, catalog, config, keys=keys, budget=_budget(root, config), is_last=partial(_leave, key)
+    )
 
 
 def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier) -> TieredStore:
@@ -116,8 +116,7 @@ def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys
         rows = partial(SharedRows, journal=Journal(open_url(url, journal), open_url(url, f"{journal}-snapshots")))
         folder = None
         if root is not None:
-            disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
-            blobs = CopiedBlobs(blobs, FileBlobs(root, durable=False), disk)
+            blobs = CopiedBlobs(blobs, FileBlobs(root, durable=False), _budget(root, config))
             folder = root / f"catalog-{hashlib.sha256(f'{url} {keys.id}'.encode()).hexdigest()[:16]}"
             rows = partial(rows, changed=partial(_forget_copies, blobs))
         catalog = Catalog(folder, keys, read_only=config.read_only, rows=rows)
@@ -128,6 +127,11 @@ def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys
 
     host, blobs, catalog = _join(key, open_parts)
     return TieredStore([host], blobs, catalog, config, keys=keys, is_last=partial(_leave, key))
+
+
+def _budget(root: Path, config: StoreConfig) -> Budget:
+    disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
+    return Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
 
 
 def open_url(url: str, folder: str) -> Blobs:

@@ -16,7 +16,7 @@ from kvrag import Chunk
 from kvrag.config import Retention, StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import open_store
+from kvrag.store import blobs, open_store, opening
 from kvrag.store.catalog import changes, shared
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
@@ -253,6 +253,35 @@ def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path
     for number in range(12):
         assert same_bits(store.get(make_identity(number)), make_kv(make_identity(number)))
     assert same_bits(store.get(make_identity(0)), one)
+
+
+def test_copies_leave_the_disk_its_free_space(tmp_path, monkeypatch):
+    size = [150_000]
+    monkeypatch.setattr(blobs.FileBlobs, "free_bytes", lambda copies: size[0] - sum(copies.sizes().values()))
+    store = open_store(
+        tmp_path / "copies", StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=120_000, ram_bytes=0)
+    )
+    for number in range(12):
+        put(store, number)
+        assert store.blobs.local.free_bytes() >= 120_000
+    kept = store.blobs.local.keys()
+    assert 0 < len(kept) < 12
+    size[0] = 50_000  # others have filled the disk
+    assert all(store.get(make_identity(number)) is not None for number in range(12))
+    assert store.blobs.local.keys() <= kept
+
+
+def test_processes_share_the_budget_of_their_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(blobs, "LISTINGS", 4)
+    config = StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=40_000)
+    stores = []
+    for _ in range(3):
+        stores.append(open_store(tmp_path / "copies", config))
+        opening._shared.clear()  # the next one is another process
+    for number in range(30):
+        put(stores[number % 3], number)
+        assert sum(stores[0].blobs.local.sizes().values()) <= 40_000 * (1 + 3 / 4) + 5000
+    assert all(stores[0].get(make_identity(number)) is not None for number in range(30))
 
 
 def test_many_machines_write_at_once(tmp_path):

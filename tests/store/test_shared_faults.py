@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 from kit import raising
 from proxy import FAULTS, proxy_of
+from stores import ended, in_child
 from texts import make_chunks
 
 import kvrag.store.object_store as object_blobs
@@ -274,3 +275,16 @@ def test_a_follower_that_is_late_sets_nothing_back(tmp_path):
     with pytest.raises(journal.Behind):
         rows._take(here, late[0][0], [late[0][1].rows], is_whole=False)
     assert not near.known([key])
+
+
+def test_a_forked_process_computes_where_obstore_would_wait_for_ever(tmp_path, caplog):
+    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0, ram_bytes=0))
+    put(store, 0)
+
+    def child():
+        for reader in (store, open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))):
+            assert reader.get(make_identity(0)) is None
+        return "spawn" in caplog.text
+
+    assert ended(in_child(child)) == 0
+    assert store.get(make_identity(0)) is not None
