@@ -2,10 +2,10 @@
 
 ::
 
-    engine → opening → tiers → reading ──→ memory (host, gpu)
-                                   ├─────→ catalog (diskcache; shared: a copy that follows a journal)
-                                   ├─────→ format → crypto
-                                   └─────→ blobs (files; shared: redis, object_store)
+    engine → opening → tiers → writing → reading ──→ memory (host, gpu)
+                                             ├─────→ catalog (diskcache; shared: a copy that follows a journal)
+                                             ├─────→ format → crypto
+                                             └─────→ blobs (files; shared: redis, object_store)
     cli → check → tiers
 
 Imports ``types errors config threads layers`` and ``identity``; nothing else of kvrag.

@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import stat
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -24,7 +23,7 @@ from kvrag.buffers import BUFFERS
 from kvrag.store.base import Blobs, Bytes
 from kvrag.store.format import Encoded
 from kvrag.store.worth import Budget, Evictor, Sized, Usage
-from kvrag.threads import renew_after_fork
+from kvrag.threads import fork_lock
 from kvrag.types import ChunkKey
 
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -199,12 +198,7 @@ class CopiedBlobs:
     def __init__(self, shared: Blobs, local: FileBlobs, budget: Budget) -> None:
         self.shared, self.local, self._sizes = shared, local, local.sizes()
         self._room = Evictor(budget, self._totals, self._usages, local.free_bytes, self.forget)
-        self._unlisted = 0  # bytes that were copied since the directory was looked through
-        self._at_fork_reinit()
-        renew_after_fork(self)
-
-    def _at_fork_reinit(self) -> None:
-        self._lock = threading.Lock()
+        self._unlisted, self._lock = 0, fork_lock()  # bytes that were copied since the directory was looked through
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of the copy, which is made if there is none."""
@@ -247,7 +241,6 @@ class CopiedBlobs:
     def close(self) -> None:
         """Release resources; idempotent."""
         self.shared.close()
-        self.local.close()
 
     def _use(self, key: ChunkKey) -> None:
         with self._lock:
@@ -271,12 +264,11 @@ class CopiedBlobs:
 
     def _usages(self) -> tuple[int, list[Sized]]:
         """Return all copies, also those of other processes, which count as used before this one's."""
-        there = self.local.sizes()
         with self._lock:
-            mine = {key: there[key] for key in self._sizes if key in there}
-            self._sizes, self._unlisted = {key: there[key] for key in there if key not in mine} | mine, 0
-            copies = enumerate(self._sizes.items())
-            return 0, [Sized(key, 0, size, Usage(last=place)) for place, (key, size) in copies]
+            there = self.local.sizes()
+            mine = {key: there.pop(key) for key in self._sizes if key in there}
+            self._sizes, self._unlisted = there | mine, 0
+            return 0, [Sized(each, 0, size, Usage(last=n)) for n, (each, size) in enumerate(self._sizes.items())]
 
 
 def _write(fd: int, parts: Iterable[Bytes], *, is_synced: bool) -> int:

@@ -17,7 +17,7 @@ from kvrag.config import Retention, StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blobs, open_store, opening
-from kvrag.store.catalog import changes, shared
+from kvrag.store.catalog import hits, shared
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract, StoreContract
@@ -221,8 +221,8 @@ def test_copies_of_what_was_erased_while_nobody_looked_leave_at_the_next_opening
 
 
 def test_hits_are_written_to_the_journal_from_time_to_time_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "MAX_TOUCHED", 2)
-    monkeypatch.setattr(changes.POOL, "submit", lambda action: action())
+    monkeypatch.setattr(hits, "MAX_TOUCHED", 2)
+    monkeypatch.setattr(hits.POOL, "submit", lambda action: action())
     store = open_store(f"file://{tmp_path}", StoreConfig(min_free_bytes=0))
     for number in range(3):
         put(store, number)
@@ -235,8 +235,8 @@ def test_hits_are_written_to_the_journal_from_time_to_time_alone(tmp_path, monke
     monkeypatch.setattr(store.catalog, "_next_flush_s", 0.0)
     store.get(make_identity(2))
     assert len(entries.keys()) == before + 2
-    hits = [store.catalog.usage(chunk_key(make_identity(number))).hits for number in range(3)]
-    assert [round(hit) for hit in hits] == [5, 1, 6], "of those that had most"
+    counted = [store.catalog.usage(chunk_key(make_identity(number))).hits for number in range(3)]
+    assert [round(hit) for hit in counted] == [5, 1, 6], "of those that had most"
 
 
 def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path, monkeypatch):

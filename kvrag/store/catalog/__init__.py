@@ -2,7 +2,8 @@
 
 ::
 
-    changes → ledger → rows (diskcache) → database
+    changes → hits → ledger → rows (diskcache) → database
+                                └→ shared → journal
 
 """
 

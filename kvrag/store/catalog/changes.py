@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import astuple
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from kvrag.config import Retention
 from kvrag.store.base import Record
-from kvrag.store.catalog.ledger import PAGE, PER_PAGE, RANGE, STATE, Chunk, Entry, Ledger, State, Text
+from kvrag.store.catalog.hits import Hits
+from kvrag.store.catalog.ledger import PAGE, PER_PAGE, RANGE, STATE, Chunk, Entry, State, Text, one_step
 from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Keys, Seal
-from kvrag.store.worth import Sized, Usage
-from kvrag.threads import POOL
+from kvrag.store.worth import Usage
 from kvrag.types import ChunkKey, TextEntry
 
 P = ParamSpec("P")
@@ -28,20 +26,8 @@ T = TypeVar("T")
 New = tuple[Record, TextEntry | None, Sequence[str | None], Retention | None]
 """A chunk that is about to be written, its text, the documents that refer to it, and its retention, if it was given one."""
 
-MAX_TOUCHED = 128  # chunks whose hits are collected before they are written down, in the background
 
-
-def one_step(method: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatenate[Catalog, P], T]:
-    """Let all changes that a method makes be one step. It changes nothing but rows, for it is run again where another was first."""
-
-    @wraps(method)
-    def changed(self: Catalog, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._rows.change(partial(method, self, *args, **kwargs))
-
-    return cast("Callable[Concatenate[Catalog, P], T]", changed)
-
-
-class Catalog(Ledger):
+class Catalog(Hits):
     """The rows of one store; what can be asked of them is said in :mod:`kvrag.store.catalog.ledger`.
 
     ``folder``, ``read_only`` and ``durable`` are those of :class:`~kvrag.store.catalog.rows.Rows`. With ``keys``, digests of texts, ids of
@@ -62,7 +48,7 @@ class Catalog(Ledger):
     ) -> None:
         self._seal = None if keys is None or keys.cipher is None else Seal(keys.cipher)
         self._may_have_blobs = may_have_blobs
-        self._touched, self._next_flush_s = Counter[ChunkKey](), 0.0
+        super().__init__()
         self._rows = rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
         self.read_only = self._rows.read_only
 
@@ -79,7 +65,7 @@ class Catalog(Ledger):
         return chunk is not None
 
     @one_step
-    def begin(self, chunks: Iterable[New]) -> list[int | None]:
+    def begin(self, chunks: Sequence[New]) -> list[int | None]:
         """Note that chunks are about to be written, and return the revision of each note; ``None`` for a chunk that is stored already.
 
         Writers share a note: they write the same bytes.
@@ -104,16 +90,20 @@ class Catalog(Ledger):
 
         Another writer may have begun after the erasure, whose blob is not there yet.
         """
-        found = {key: chunk for key in begun if (chunk := self._chunk(key)) is not None}
-        found = {key: chunk for key, chunk in found.items() if not chunk.pending or chunk.revision == begun[key]}
-        new, accesses = {key: chunk for key, chunk in found.items() if chunk.pending}, self.state().accesses
-        for key, chunk in new.items():
-            variants, usage = f"i {chunk.content}", chunk.usage._replace(last=accesses)
-            self._rows.set(f"c {key}", chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)))
-            self._rows.set(variants, [*(other for other in self._strings(variants) if other != key), key])
-        if new:
-            self._count(len(new), sum(chunk.num_bytes for chunk in new.values()))
-        return set(found)
+        there, sizes, accesses = set[ChunkKey](), list[int](), self.state().accesses
+        for key, revision in begun.items():
+            chunk = self._chunk(key)
+            if chunk is None or (chunk.pending and chunk.revision != revision):
+                continue
+            there.add(key)
+            if chunk.pending:
+                variants, usage = f"i {chunk.content}", chunk.usage._replace(last=accesses)
+                self._rows.set(f"c {key}", chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)))
+                self._rows.set(variants, [*(other for other in self._strings(variants) if other != key), key])
+                sizes.append(chunk.num_bytes)
+        if sizes:
+            self._count(len(sizes), sum(sizes))
+        return there
 
     @one_step
     def cancel(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> None:
@@ -180,40 +170,6 @@ class Catalog(Ledger):
     def no_dormant(self) -> None:
         """Note that blobs of an earlier catalog have been erased."""
         self._rows.set("s", self.state()._replace(dormant=False))
-
-    def touch(self, key: ChunkKey) -> None:
-        """Count a hit on a chunk, in whatever tier; written down later."""
-        self._touched[key] += 1
-        if len(self._touched) >= MAX_TOUCHED and time.monotonic() >= self._next_flush_s:
-            self._next_flush_s = time.monotonic() + self._rows.pause_s
-            with suppress(RuntimeError):  # no thread can be had
-                POOL.submit(self.flush)
-
-    def flush(self) -> None:
-        """Write down the hits of those that had most; a fault costs them, no more."""
-        touched, self._touched = self._touched, Counter()
-        if touched and not self.read_only:
-            with suppress(OSError):
-                self._count_hits(dict(touched.most_common(MAX_TOUCHED)))
-
-    @one_step
-    def _count_hits(self, touched: Mapping[ChunkKey, int]) -> None:
-        state = self.state()
-        state = state._replace(accesses=state.accesses + sum(touched.values()))
-        for key, hits in touched.items():
-            if chunk := self._chunk(key):
-                self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses)))
-        self._rows.set("s", state)
-
-    def usages(self) -> tuple[int, list[Sized]]:
-        """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
-        self.flush()
-        return self._usages()
-
-    @one_step  # one look instead of one for each
-    def _usages(self) -> tuple[int, list[Sized]]:
-        found = [Sized(key, c.num_tokens, c.num_bytes, c.usage) for key, c in self._chunks() if not c.pending]
-        return self.state().accesses, found
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""

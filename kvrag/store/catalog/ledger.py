@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from typing import Annotated, NamedTuple, TypeVar
+from functools import partial, wraps
+from typing import Annotated, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -30,7 +31,9 @@ from kvrag.store.crypto import Seal
 from kvrag.store.worth import Usage
 from kvrag.types import ChunkKey, TextEntry
 
+P = ParamSpec("P")
 T = TypeVar("T")
+L = TypeVar("L", bound="Ledger")
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Hash = Annotated[int, Field(ge=0, lt=2**64)]
 
@@ -96,6 +99,16 @@ MARK, PAGE, STRINGS, RANGE = (
 
 PER_PAGE = 64  # texts in one row
 MOST_TEXTS = 10**7  # of a namespace: a row from elsewhere must not make reading endless
+
+
+def one_step(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
+    """Let all changes that a method makes be one step. It changes nothing but rows, for it is run again where another was first."""
+
+    @wraps(method)
+    def changed(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._rows.change(partial(method, self, *args, **kwargs))
+
+    return cast("Callable[Concatenate[L, P], T]", changed)
 
 
 class Ledger:

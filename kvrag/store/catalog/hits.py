@@ -1,0 +1,61 @@
+"""Hits of chunks: collected in memory, and written to the rows from time to time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from kvrag.store.catalog.ledger import Ledger, one_step
+from kvrag.store.worth import Sized
+from kvrag.threads import POOL
+from kvrag.types import ChunkKey
+
+AT_ONCE = 4096  # chunks that are looked through while nobody else can change any
+MAX_TOUCHED = 128  # chunks whose hits are collected before they are written down, in the background
+
+
+class Hits(Ledger):
+    """What a catalog knows of the use of its chunks."""
+
+    read_only: bool
+
+    def __init__(self) -> None:
+        self._touched, self._next_flush_s = Counter[ChunkKey](), 0.0
+
+    def touch(self, key: ChunkKey) -> None:
+        """Count a hit on a chunk, in whatever tier; written down later."""
+        self._touched[key] += 1
+        if len(self._touched) >= MAX_TOUCHED and time.monotonic() >= self._next_flush_s:
+            self._next_flush_s = time.monotonic() + self._rows.pause_s
+            with suppress(RuntimeError):  # no thread can be had
+                POOL.submit(self.flush)
+
+    def flush(self) -> None:
+        """Write down the hits of those that had most; a fault costs them, no more."""
+        touched, self._touched = self._touched, Counter()
+        if touched and not self.read_only:
+            with suppress(OSError):
+                self._count_hits(dict(touched.most_common(MAX_TOUCHED)))
+
+    @one_step
+    def _count_hits(self, touched: Mapping[ChunkKey, int]) -> None:
+        state = self.state()
+        state = state._replace(accesses=state.accesses + sum(touched.values()))
+        for key, hits in touched.items():
+            if chunk := self._chunk(key):
+                self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses)))
+        self._rows.set("s", state)
+
+    def usages(self) -> tuple[int, list[Sized]]:
+        """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
+        self.flush()
+        keys = [ChunkKey(key) for key in self._rows.names("c ")]
+        found = [self._sized(keys[first : first + AT_ONCE]) for first in range(0, len(keys), AT_ONCE)]
+        return self.state().accesses, [each for some in found for each in some]
+
+    @one_step  # one look instead of one for each
+    def _sized(self, keys: Sequence[ChunkKey]) -> list[Sized]:
+        found = ((key, chunk) for key in keys if (chunk := self._stored(key)))
+        return [Sized(key, chunk.num_tokens, chunk.num_bytes, chunk.usage) for key, chunk in found]
