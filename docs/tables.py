@@ -644,6 +644,26 @@ def shared(result: dict[str, Any]) -> str:
     return table(header, rows) + said + machine_of(result, "shared.json")
 
 
+def shared_catalog(result: dict[str, Any]) -> str:
+    """Say what a catalog of many chunks costs its writer, the server and a new machine."""
+    rates = result["chunks_per_s"]
+    rows = [
+        ["chunks; rows", f"{result['chunks']:,}; {result['rows']:,}"],
+        [
+            "written by one machine, chunks per second: first, slowest and last tenth",
+            f"{rates[0]:.0f}, {min(rates):.0f}, {rates[-1]:.0f}",
+        ],
+        ["a snapshot, beside changes", f"{result['snapshot_s']:.0f} s"],
+        [
+            "in Redis; in the copy of each machine",
+            f"{result['redis_bytes'] / 1e6:.0f} MB; {result['database_bytes'] / 1e9:.1f} GB",
+        ],
+        ["until a new machine has begun; memory for it", f"{result['begin_s']:.0f} s; {result['begin_memory_mb']} MB"],
+        ["its look-up of 20 chunks", f"{result['lookup_ms']:.2f} ms"],
+    ]
+    return table(["what", "result"], rows) + machine_of(result, "shared_catalog.json")
+
+
 def load_figures(result: dict[str, Any]) -> str:
     """Set the single figures beside their goals."""
     parts, rows = result["parts"], []
@@ -1052,6 +1072,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "serve": ("serve.json", serve),
     "load": ("load.json", load),
     "shared": ("shared.json", shared),
+    "shared-catalog": ("shared_catalog.json", shared_catalog),
     "ray-kill": ("ray_kill.json", ray_kill),
     "ray-scale": ("ray_scale.json", ray_scale),
     "serving": ("serving.json", serving),
