@@ -232,10 +232,10 @@ def test_a_batch_is_written_while_the_next_one_is_computed(engine, monkeypatch):
             computing.set()
         return encode(*args)
 
-    def wait_and_put(chunks):
+    def wait_and_put(chunks, **options):
         if chunks[0].text is not None:  # not the prefix
             waited.append(computing.wait(30))
-        return put_all(chunks)
+        return put_all(chunks, **options)
 
     monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", encode_chunks)
     monkeypatch.setattr(engine.store, "put_all", wait_and_put)

@@ -225,12 +225,12 @@ class Precompute:
                 kept[self._lm] = {behind: found}
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
             if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
-                with self._guard.storing():
-                    [written] = self._store.put_all([self._new(self._prefix, kv, retention)])
-                if isinstance(written, StoreError):
-                    logger.warning("the prefix's KV was not stored: %s", written)
-                else:
-                    self.stored_bytes += written
+                try:
+                    kv = self._new(self._prefix, kv, retention).kv
+                    with self._guard.storing():
+                        self.stored_bytes += self._store.put(self._prefix.identity, kv, text=None, retention=retention)
+                except StoreError as error:
+                    logger.warning("the prefix's KV was not stored: %s", error)
         return self._prefix_kv
 
     def _put_all(self, chunks: list[NewChunk], kvs: list[ChunkKV], ms_per_token: float) -> None:
@@ -238,11 +238,13 @@ class Precompute:
         with self._guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
                 cost_ms = ms_per_token * len(chunk.identity.token_ids)
-                if reason := self._guard.refusal(chunk.entry):
-                    self._fail(chunk, reason)
-                else:
-                    own = replace(retention, cost_ms=cost_ms) if retention.cost_ms is None else retention
+                own = replace(retention, cost_ms=cost_ms) if retention.cost_ms is None else retention
+                try:
+                    if reason := self._guard.refusal(chunk.entry):
+                        raise StoreError(reason)
                     wanted.append((chunk, self._new(chunk, kv, own)))
+                except StoreError as error:
+                    self._fail(chunk, str(error))
             results = self._store.put_all([new for _, new in wanted])
         for (chunk, _), written in zip(wanted, results, strict=True):
             if isinstance(written, StoreError):

@@ -32,6 +32,7 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
 LISTINGS = 16  # times that the directory of copies is looked through while the whole budget is copied
+FULL_S = 10.0  # without copies after one that found no room
 MAX_VIEWS = 512  # written with one call; the kernel takes twice as many
 
 
@@ -198,7 +199,8 @@ class CopiedBlobs:
     def __init__(self, shared: Blobs, local: FileBlobs, budget: Budget) -> None:
         self.shared, self.local, self._sizes = shared, local, local.sizes()
         self._room = Evictor(budget, self._totals, self._usages, local.free_bytes, self.forget)
-        self._unlisted, self._lock = 0, fork_lock()  # bytes that were copied since the directory was looked through
+        self._unlisted, self._full_until, self._lock = 0, 0.0, fork_lock()
+        # The first: bytes that were copied since the directory was looked through.
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of the copy, which is made if there is none."""
@@ -244,17 +246,21 @@ class CopiedBlobs:
 
     def _use(self, key: ChunkKey) -> None:
         with self._lock:
-            if (size := self._sizes.pop(key, None)) is not None:
-                self._sizes[key] = size
+            self._sizes[key] = self._sizes.pop(key, 0)  # of another process's, its size is known at the next look
 
     def _copy(self, key: ChunkKey, data: Bytes) -> None:
-        """Keep a copy, for which others go."""
-        with suppress(OSError):
+        """Keep a copy, for which others go; none for a while where there was no room."""
+        if len(data) > (self._room.budget.max_bytes or 2**62) or time.monotonic() < self._full_until:
+            return
+        try:
             self._room.make_room(len(data), priority=100)
             self.local.write(key, [data])
-            with self._lock:
-                self._sizes[key] = len(data)
-                self._unlisted += len(data)
+        except OSError:
+            self._full_until = time.monotonic() + FULL_S
+            return
+        with self._lock:
+            self._sizes[key] = len(data)
+            self._unlisted += len(data)
 
     def _totals(self) -> tuple[int, int]:
         if self._unlisted > (self._room.budget.max_bytes or 2**62) // LISTINGS:

@@ -161,6 +161,9 @@ class Evictor:
                 why = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
                 break
             now, chunks = self.usages()
+            must, should, disk = self.budget.excess(sum(chunk.num_bytes for chunk in chunks), free, need)
+            if not (must if turn else should):
+                return
             going = leaving(chunks, now, priority=priority, must=must, should=should)
             if going is None:
                 why = "nothing more may leave it that would be enough"

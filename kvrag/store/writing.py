@@ -118,8 +118,7 @@ class Writer(Reader):
         """Leave nothing of a chunk that could not be written."""
         key = job.record.key
         with suppress(OSError):
-            for doc_id in job.new.doc_ids:
-                self.catalog.cancel(key, job.new.text, doc_id)
+            self.catalog.cancel(key, job.new.text, job.new.doc_ids)
         with suppress(OSError):
             if not self.catalog.known([key]):
                 self.blobs.delete([key])
@@ -207,9 +206,11 @@ def refusal(what: str) -> Iterator[None]:
 @contextmanager
 def _results_of(jobs: list[_Job]) -> Iterator[None]:
     """Turn a fault into the result of those that have none."""
+    what = "the chunk can't be written to the KV store"
     try:
-        with refusal("the chunk can't be written to the KV store"):
+        with refusal(what):
             yield
-    except StoreError as error:
+    except (StoreError, RuntimeError) as error:
+        fault = error if isinstance(error, StoreError) else StoreError(f"{what}: {error}")
         for job in jobs:
-            job.result = error if job.result is None else job.result
+            job.result = fault if job.result is None else job.result

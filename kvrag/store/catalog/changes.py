@@ -106,12 +106,13 @@ class Catalog(Hits):
         return there
 
     @one_step
-    def cancel(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> None:
+    def cancel(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> None:
         """Take back :meth:`begin`, unless another writer has confirmed it."""
         if (chunk := self._chunk(key)) and chunk.pending:
             self._drop(key, chunk)
-            if text is not None and doc_id is not None:
-                self._unrefer(chunk.namespace, doc_id, {text.digest})
+            for doc_id in doc_ids:
+                if text is not None and doc_id is not None:
+                    self._unrefer(chunk.namespace, doc_id, {text.digest})
 
     @one_step
     def remove(self, erased: Mapping[ChunkKey, int]) -> int:

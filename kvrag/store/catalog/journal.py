@@ -3,7 +3,9 @@
 An entry names the digest of the one before it. The first one is random, so a journal that was lost and begun anew is another one.
 
 A snapshot is a head, under the number of the entry whose rows it has, and parts, which the head names with their digests. Parts are written
-while others change the rows, and begin with the number at which that was begun; what was changed meanwhile is the last part.
+while others change the rows, and begin with the number at which that was begun; what was changed meanwhile is the last part. A head without
+all of its parts counts for nothing. Who has written a head looks for others since its own beginning, and if there is one, takes its own
+back; only who finds none erases what is older. So nobody erases parts of a head that stays.
 """
 
 from __future__ import annotations
@@ -56,11 +58,19 @@ class Journal:
         self._entries, self._snapshots = entries, snapshots
 
     def begin(self) -> tuple[Place, Iterator[Changed]]:
-        """Return the place to begin at, and all rows there, part by part; the first entry is written if there is none."""
-        for number in sorted(_heads(self._snapshots.keys()), reverse=True):
+        """Return the place to begin at, and all rows there, part by part; the first entry is written if there is none.
+
+        Raises :class:`Behind` if another snapshot has taken the place of the one that was begun with.
+        """
+        there = self._snapshots.keys()
+        for number in sorted(_heads(there), reverse=True):
             if (data := self._snapshots.read(number)) is not None:
                 digest, parts = _head(data)
-                return Place(int(number, 16), digest), map(self._part, parts.items())
+                if parts.keys() <= there:
+                    found = [
+                        self._part(*part) for part in parts.items()
+                    ]  # all of them, before anything is changed here
+                    return Place(int(number, 16), digest), map(_rows, found)
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
         if (data := self._entries.read(_key(1))) is None:
             raise OSError("the journal's first entry is gone")
@@ -83,19 +93,14 @@ class Journal:
                 place = Place(number, _digest(data))
                 yield place, entry
 
-    def append(self, place: Place, rows: dict[str, str | None], *, is_whole: bool) -> Place:
-        """Write the entry behind a place, and return where that is; raises :class:`Behind` if another was first."""
+    def append(self, place: Place, rows: Changed, *, is_whole: bool) -> Place:
+        """Write the entry behind a place, and return where that is; raises :class:`Behind` if another was first.
+
+        Where it can't be known whether it follows, the entry stays: others may have followed it. One that stands where others have erased
+        follows nothing, so nobody takes it.
+        """
         data, key = _dump(Entry(place.digest, is_whole, rows)), _key(place.number + 1)
-        if not self._entries.write(key, [data]):
-            raise Behind
-        try:
-            is_next = self._is_at(place, self._entries.read(_key(place.number)))
-        except OSError:
-            with suppress(OSError):
-                self._entries.delete([key])
-            raise
-        if not is_next:  # the number was free because what had it was erased
-            self._entries.delete([key])
+        if not self._entries.write(key, [data]) or not self._is_at(place, self._entries.read(_key(place.number))):
             raise Behind
         return Place(place.number + 1, _digest(data))
 
@@ -105,31 +110,33 @@ class Journal:
         return is_there and (place.number > 1 or not _heads(self._snapshots.keys()))
 
     def snapshot(self, place: Place, rows: Iterable[Changed]) -> None:
-        """Write all rows down, and erase what nobody needs any more; raises :class:`Behind` if another snapshot is as new.
+        """Write all rows down, and erase what nobody needs any more; raises :class:`Behind` if others do so at the same time.
 
         ``rows`` are read from ``place`` on, part by part; others may change them meanwhile.
         """
-        parts = dict[ChunkKey, str]()
+        first, parts = _key(place.number), dict[ChunkKey, str]()
+        if place.number < 2:
+            raise Behind
         try:
             end = self._write_parts(parts, place, rows)
-            there = self._snapshots.keys()
-            heads, number = _heads(there), _key(end.number)
-            is_late = any(head > _key(place.number) for head in heads)
-            if is_late or not self._snapshots.write(number, [_dump([end.digest, parts])]):
+            if any(head >= first for head in _heads(self._snapshots.keys())):
                 raise Behind
         except BaseException:
             with suppress(OSError):
                 self._snapshots.delete(list(parts))
             raise
-        old, going = [head for head in heads if head < number], set[ChunkKey]()
-        for head in old:
-            with suppress(OSError):  # it is damaged, or gone
-                going.update(_head(self._snapshots.read(head))[1])
-        # What killed writers left. One that began before the last snapshot and goes on sees that it is late.
-        late = max(heads, default=_key(0))[-16:]
-        going.update(key for key in there if _BEFORE <= key < late)
-        self._snapshots.delete(old)
-        self._snapshots.delete(going)
+        number = _key(end.number)
+        if not self._snapshots.write(number, [_dump([end.digest, parts])]):
+            raise Behind
+        there = self._snapshots.keys()
+        heads = [each for each in _heads(there) if each != number]
+        if any(each >= first for each in heads):
+            self._snapshots.delete([number])
+            self._snapshots.delete(list(parts))
+            raise Behind
+        late = f"{max(heads, default=_key(0))[-16:]}g"  # of parts that begin before that or at it, killed writers' among them
+        self._snapshots.delete(heads)
+        self._snapshots.delete([key for key in there if _BEFORE <= key < late])
         entries = self._entries.keys()
         for key in sorted(key for key in entries if _key(1) < key < number):
             self._entries.delete([key])
@@ -153,14 +160,12 @@ class Journal:
             parts[key] = _digest(data)
         return end
 
-    def _part(self, named: tuple[ChunkKey, str]) -> Changed:
-        key, digest = named
-        if (data := self._snapshots.read(key)) is None:  # another snapshot has taken the place of this one
+    def _part(self, key: ChunkKey, digest: str) -> Any:
+        if (data := self._snapshots.read(key)) is None:
             raise Behind
-        rows: Changed = _load(data)
-        if _digest(data) != digest or not _are_rows(rows):
+        if _digest(data) != digest:
             raise OSError(DAMAGED)
-        return rows
+        return data
 
     def close(self) -> None:
         """Release resources; idempotent."""
@@ -202,6 +207,14 @@ def _head(data: Any) -> tuple[str, dict[ChunkKey, str]]:
         case [str() as digest, dict() as parts] if all(isinstance(each, str) for each in parts.values()):
             return digest, parts
     raise OSError(DAMAGED)
+
+
+def _rows(data: Any) -> Changed:
+    """Return what a part says; raises ``OSError`` for what is none."""
+    rows: Changed = _load(data)
+    if not _are_rows(rows):
+        raise OSError(DAMAGED)
+    return rows
 
 
 def _load(data: Any) -> Any:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,10 +104,14 @@ class SharedRows(Rows):
     def scrub(self) -> None:
         """Leave nothing of erased rows: here, and in the journal, which keeps them until the next snapshot where the catalog is large."""
         super().scrub()
-        if self._look(len, AT_ONCE + 1) <= AT_ONCE:
-            with suppress(OSError):
+        is_small = self._look(len, AT_ONCE + 1) <= AT_ONCE
+        with suppress(OSError):
+            for _ in range(ROUNDS if is_small else 0):
                 self.change(partial(self._note, {"": None}))  # the last entry stays: let it be one that names nothing
-            self._snapshot()
+                with suppress(Behind):
+                    self._snapshot()
+                    break
+                time.sleep(random.uniform(0, PAUSE_S))  # what others write down may have begun before the erasure
 
     def close(self) -> None:
         """Close the copy; idempotent."""
@@ -136,7 +139,7 @@ class SharedRows(Rows):
             self._mine.cache.set(PLACE, json.dumps(place))
             if place.number % _interval(len(self._mine.cache)) == 0:
                 with suppress(RuntimeError):  # no thread can be had
-                    POOL.submit(self._snapshot)
+                    POOL.submit(self._try_snapshot)
         return result
 
     def _look(self, action: Callable[[Any], T], default: T) -> T:
@@ -213,26 +216,21 @@ class SharedRows(Rows):
 
         self._changed(super().change(take))
 
-    def _snapshot(self) -> None:
-        """Write all rows down, unless the journal can't be reached, or another machine does."""
+    def _try_snapshot(self) -> None:
         with suppress(OSError, Behind):
-            self._journal.snapshot(super()._look(_place_of, Place(0, "")), self._parts())
+            self._snapshot()
+
+    def _snapshot(self) -> None:
+        """Write all rows down; raises ``OSError`` if they can't be read or written, and ``Behind`` if others do so at the same time."""
+        self._journal.snapshot(super()._look(_place_of, Place(0, "")), self._parts())
 
     def _parts(self) -> Iterator[Changed]:
-        """Yield all rows, while others change them; raises ``OSError``."""
-        look, part = super()._look, Changed()
-        names: Iterator[str] | None = look(iter, None)
-
-        def some(cache: Any) -> Changed:
-            return {name: cache.get(name) for name in islice(names or (), PER_LOOK)}
-
-        while found := look(some, None):
-            part |= {name: text for name, text in found.items() if name != PLACE and text is not None}
+        part = Changed()
+        for page in self._pages(PER_LOOK):
+            part |= {name: text for name, text in page.items() if name != PLACE}
             if len(part) >= PER_PART:
                 yield part
                 part = {}
-        if found is None or names is None:
-            raise OSError("the catalog can't be read")
         yield part
 
 
