@@ -13,7 +13,7 @@ from kit import Forwards, noted, raising
 from texts import make_chunks
 
 import kvrag.precompute.run
-from kvrag import precompute_kv
+from kvrag import StoreConfig, precompute_kv
 from kvrag.errors import ModelError, StoreError
 from kvrag.prompt.explain import CAUSES, MANY
 
@@ -80,7 +80,10 @@ def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, mo
     assert float(missing[2]) == pytest.approx(len(given_up) * size / 2**20, rel=0.2)
 
 
-def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine, monkeypatch, caplog):
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine_of, monkeypatch, caplog, kv_dtype, batch_size):
+    engine = engine_of(store_config=StoreConfig(kv_dtype=kv_dtype))
     real = kvrag.precompute.run.encode_chunks
 
     def spoiled(*given):
@@ -91,7 +94,7 @@ def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine, monkeypat
         return kvs
 
     monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", spoiled)
-    report = engine.precompute(make_chunks(6), batch_size=1)
+    report = engine.precompute(make_chunks(6), batch_size=batch_size)
     assert (report.stored, len(report.failed)) == (5, 1)
     assert "not finite" in report.failed[0][1]
     assert f"chunk {report.failed[0][0]} (" in caplog.text, "its key, as where a stored one is rejected"

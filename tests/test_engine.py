@@ -281,14 +281,15 @@ def test_precompute_halves_its_batch_when_memory_runs_out(engine, monkeypatch):
     assert engine.precompute(CHUNKS, batch_size=4).stored == len(CHUNKS)
 
 
-def test_a_store_that_can_not_write_is_reported_and_the_rest_goes_on(engine, monkeypatch):
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("No space left on device")])
+def test_a_store_that_can_not_write_is_reported_and_the_rest_goes_on(engine, monkeypatch, fault):
     """Chunks of one batch, of which one can't be written."""
     real, calls = engine.store.blobs.write, []
 
     def full(key, parts):
         calls.append(key)
         if len(calls) == 3:  # after the prefix and a chunk
-            raise OSError(28, "No space left on device")
+            raise fault
         return real(key, parts)
 
     monkeypatch.setattr(engine.store.blobs, "write", full)

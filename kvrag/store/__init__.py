@@ -5,7 +5,7 @@
     engine → opening → tiers → writing → reading ──→ memory (host, gpu)
                                              ├─────→ catalog (diskcache; shared: a copy that follows a journal)
                                              ├─────→ format → crypto
-                                             └─────→ blobs (files; shared: redis, object_store)
+                                             └─────→ blobs (files; shared: copies → redis, object_store)
     cli → check → tiers
 
 Imports ``types errors config threads layers`` and ``identity``; nothing else of kvrag.

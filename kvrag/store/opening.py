@@ -22,11 +22,12 @@ from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.store.base import Blobs, MemoryBlobs
-from kvrag.store.blobs import OBJECTS, TMP, CopiedBlobs, FileBlobs
+from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.database import sync
 from kvrag.store.catalog.journal import Journal
 from kvrag.store.catalog.shared import SharedRows
+from kvrag.store.copies import CopiedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.memory import MemoryTier
 from kvrag.store.object_store import ObjectBlobs

@@ -15,8 +15,9 @@ from typing import TypeVar
 from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Listener, MemoryBlobs, StoreEvent, StoreStats
-from kvrag.store.blobs import KEY, CopiedBlobs, FileBlobs
+from kvrag.store.blobs import KEY, FileBlobs
 from kvrag.store.catalog import Catalog
+from kvrag.store.copies import CopiedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.format import Blob, BlobRejected
 from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, tell

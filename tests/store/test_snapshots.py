@@ -1,10 +1,13 @@
 """Snapshots of the rows that machines share: who begins with one has what all others have, whatever happened while it was written."""
 
+import os
 import random
+import shutil
 import zlib
 from contextlib import closing, suppress
 
 import pytest
+from stores import ended, in_child
 
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
@@ -205,6 +208,53 @@ def test_who_reads_a_snapshot_that_goes_meanwhile_begins_with_the_next_one(opene
     monkeypatch.setattr(journal.Journal, "begin", too_late)
     assert rows_of(opened()) == rows_of(store)
     assert len(times) == 3
+
+
+def test_a_copy_that_is_replaced_while_it_is_read_is_not_written_down(opened, small_parts, tmp_path):
+    store = opened()
+    for number in range(6):
+        put(store, number)
+    parts = store.catalog._rows._parts()
+    next(parts)
+    [catalog] = (tmp_path / "machine 0").glob("catalog-*")
+    shutil.rmtree(catalog)
+    with pytest.raises(OSError, match="can't be read"):
+        list(parts)
+
+
+def test_a_fork_amid_a_snapshot_inherits_no_connection(opened, small_parts):
+    store = opened()
+    for number in range(6):
+        put(store, number)
+    parts = store.catalog._rows._parts()
+    next(parts)
+
+    def child():
+        there = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        return not [path for path in there if os.path.exists(path) and "cache.db" in os.readlink(path)]
+
+    assert ended(in_child(child)) == 0
+    with pytest.raises(OSError, match="can't be read"):
+        list(parts)
+    store.catalog._rows._snapshot()
+    assert rows_of(opened()) == rows_of(store)
+
+
+def test_names_leave_although_another_snapshot_began_before_the_erasure(opened, url, monkeypatch):
+    slow, other = opened(), opened()
+    for number in range(2):
+        put(slow, number)
+    rows, parts = slow.catalog._rows, list(slow.catalog._rows._parts())
+
+    def late():
+        yield from parts
+        other.forget(NAMESPACE, "doc 1")
+
+    with suppress(journal.Behind):
+        rows._journal.snapshot(shared._place_of(rows._cache), late())
+    said = b"".join(map(zlib.decompress, (blobs_of(url, "journal") | blobs_of(url, "journal-snapshots")).values()))
+    assert b"doc 0" in said
+    assert b"doc 1" not in said
 
 
 def test_an_erasure_in_a_large_catalog_waits_for_the_next_snapshot(opened, url, small_parts):

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,24 +91,6 @@ class Rows:
         """Return the rest of all names that begin with ``prefix``, in their order, as :meth:`get` does; goes through all rows."""
         # Not by iterkeys(): it sorts all that follow for each hundred names.
         return self._look(lambda cache: sorted(name[len(prefix) :] for name in cache if name.startswith(prefix)), [])
-
-    def _pages(self, size: int) -> Iterator[dict[str, str]]:
-        """Yield all rows as they are stored, some at a time: others may change them meanwhile. Raises ``OSError``."""
-
-        def begin(cache: Any) -> Any:
-            self._reading = cache, iter(cache)
-            return self._reading
-
-        def some(cache: Any) -> list[tuple[str, str | None]]:
-            if self._reading is None or self._reading is not reading or cache is not reading[0]:
-                raise OSError("it was closed or replaced while it was read")
-            return [(name, cache.get(name)) for name in islice(reading[1], size)]
-
-        reading: tuple[Any, Any] = Rows._look(self, begin, None)
-        while found := Rows._look(self, some, None):
-            yield {name: text for name, text in found if text is not None}
-        if found is None:
-            raise OSError("the catalog can't be read")
 
     def set(self, name: str, value: Any) -> None:
         """Insert or replace a row, inside :meth:`change`."""
@@ -188,9 +169,6 @@ class Rows:
                 self._cache.close()
 
     def _let_go(self) -> None:
-        if self._reading is not None:
-            self._reading[1].close()
-            self._reading = None
         if self._cache is not None:
             self._cache.close()
             Rows._has_garbage = True

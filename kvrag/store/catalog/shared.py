@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +72,9 @@ class SharedRows(Rows):
     ) -> None:
         self._journal, self._changed, self._following = journal, changed, fork_lock()
         self._fresh_s, self._again_s, self._is_cut_off = -FRESH_S, 0.0, False
+        self._reading: tuple[Any, Any] | None = (
+            None  # a database, and the generator of its names, which holds a connection
+        )
         super().__init__(folder, seal, durable=durable, begin=begin)
         self.read_only = read_only
 
@@ -223,6 +227,31 @@ class SharedRows(Rows):
     def _snapshot(self) -> None:
         """Write all rows down; raises ``OSError`` if they can't be read or written, and ``Behind`` if others do so at the same time."""
         self._journal.snapshot(super()._look(_place_of, Place(0, "")), self._parts())
+
+    def _pages(self, size: int) -> Iterator[dict[str, str]]:
+        """Yield all rows as they are stored, some at a time: others may change them meanwhile. Raises ``OSError``."""
+
+        def begin(cache: Any) -> Any:
+            self._reading = cache, iter(cache)
+            return self._reading
+
+        def some(cache: Any) -> list[tuple[str, str | None]]:
+            if self._reading is None or self._reading is not reading or cache is not reading[0]:
+                raise OSError("it was closed or replaced while it was read")
+            return [(name, cache.get(name)) for name in islice(reading[1], size)]
+
+        look = super()._look
+        reading: tuple[Any, Any] = look(begin, None)
+        while found := look(some, None):
+            yield {name: text for name, text in found if text is not None}
+        if found is None:
+            raise OSError("the catalog can't be read")
+
+    def _let_go(self) -> None:
+        if self._reading is not None:
+            self._reading[1].close()
+            self._reading = None
+        super()._let_go()
 
     def _parts(self) -> Iterator[Changed]:
         part = Changed()
