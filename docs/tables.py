@@ -599,6 +599,9 @@ def ray_scale(result: dict[str, Any]) -> str:
     ]
     said = f"\n{result['chunks']} chunks of up to 250 tokens in each run; "
     said += f"two workers are **{result['ratio']:.2f} times** as quick as one.\n"
+    if plain := result.get("without_ray"):
+        rows += [[f"{count}, processes without Ray", f"{plain[count]:.2f}"] for count in sorted(plain)]
+        said += f"Two processes that share nothing, not even Ray, are {plain['2'] / plain['1']:.2f} times as quick as one.\n"
     return table(["workers", "chunks per second"], rows) + said + machine_of(result, "ray_scale.json")
 
 

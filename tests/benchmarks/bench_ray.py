@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_ray.py --only scale,kill
 
 ``scale``: SmolLM2 and chunks of 250 tokens, one thread for each worker, one worker and two by turns, each into an empty store;
-throughput is chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count.
+throughput is chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count. Beside
+it, what this machine can do at all: one process and two, without Ray, which share nothing.
 ``kill``: a tiny model, a store in Redis, and two workers, one of which gets SIGKILL from time to time. All chunks must be there once,
 with the bits that a single process gives; what was stored before a kill is skipped by who takes the batch again.
 """
@@ -19,10 +20,13 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench_shared import redis_server
 from common import items, machine, parser, pids, small_engine, small_model, write_result
 
@@ -63,6 +67,23 @@ def throughput(report: list[dict[str, Any]]) -> float:
     return float(sum(row["chunks"] for row in report) / (max(row["ended"] for row in report) - begun))
 
 
+def alone(texts: list[str], folder: str) -> tuple[float, float]:
+    """Precompute in this process, and return when that began and ended."""
+    torch.set_num_threads(1)
+    with closing(KVRagEngine.from_pretrained(small_model(), kv_dir=folder, dtype="float32")) as engine:
+        begun = time.time()
+        engine.precompute(texts)
+        return begun, time.time()
+
+
+def processes(texts: list[str], count: int, folder: Path) -> float:
+    """Chunks per second of so many processes that share nothing."""
+    parts = [texts[number::count] for number in range(count)]
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        done = list(pool.map(alone, parts, [str(folder / f"alone {len(texts)} {number}") for number in range(count)]))
+    return len(texts) / (max(end for _, end in done) - min(begun for begun, _ in done))
+
+
 def scale(count: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Measure one worker and two."""
     engine = small_engine(1)
@@ -77,7 +98,8 @@ def scale(count: int, rounds: int, folder: Path) -> dict[str, Any]:
         print(f"{workers} workers: {found[str(workers)][-1]:.2f} chunks/s", flush=True)
         shutil.rmtree(kv_dir)
     ratio = statistics.median(found["2"]) / statistics.median(found["1"])
-    return {"chunks": len(rows), "chunks_per_s": found, "ratio": ratio}
+    without = {str(workers): processes(texts[: workers * count // 4], workers, folder) for workers in (1, 2)}
+    return {"chunks": len(rows), "chunks_per_s": found, "ratio": ratio, "without_ray": without}
 
 
 class Killer(threading.Thread):
