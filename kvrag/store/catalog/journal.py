@@ -67,9 +67,7 @@ class Journal:
             if (data := self._snapshots.read(number)) is not None:
                 digest, parts = _head(data)
                 if parts.keys() <= there:
-                    found = [
-                        self._part(*part) for part in parts.items()
-                    ]  # all of them, before anything is changed here
+                    found = [self._part(*part) for part in parts.items()]  # before anything is changed here
                     return Place(int(number, 16), digest), map(_rows, found)
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
         if (data := self._entries.read(_key(1))) is None:
