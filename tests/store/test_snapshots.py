@@ -113,8 +113,8 @@ def test_what_changes_while_a_snapshot_is_written_is_in_it(opened, small_parts, 
         put(writer, number)
     parts = shared.SharedRows._parts
 
-    def disturbed(rows):
-        for part in parts(rows):
+    def disturbed(rows, place):
+        for part in parts(rows, place):
             yield part
             for _ in range(2):
                 number = rng.randrange(12)
@@ -151,8 +151,8 @@ def test_a_catalog_that_is_cleared_beside_a_snapshot_is_empty(opened, url, small
         put(writer, number)
     parts = shared.SharedRows._parts
 
-    def cleared(rows):
-        yield from parts(rows)
+    def cleared(rows, place):
+        yield from parts(rows, place)
         if when == "while it is written":
             other.clear()
 
@@ -214,7 +214,7 @@ def test_a_copy_that_is_replaced_while_it_is_read_is_not_written_down(opened, sm
     store = opened()
     for number in range(6):
         put(store, number)
-    parts = store.catalog._rows._parts()
+    parts = store.catalog._rows._parts(journal.Place(0, ""))
     next(parts)
     [catalog] = (tmp_path / "machine 0").glob("catalog-*")
     shutil.rmtree(catalog)
@@ -222,11 +222,29 @@ def test_a_copy_that_is_replaced_while_it_is_read_is_not_written_down(opened, sm
         list(parts)
 
 
+def test_a_copy_that_is_replaced_before_it_is_read_is_not_written_down(opened, small_parts, tmp_path, monkeypatch):
+    store = opened()
+    for number in range(6):
+        put(store, number)
+    parts = shared.SharedRows._parts
+
+    def replaced(rows, place):
+        [catalog] = (tmp_path / "machine 0").glob("catalog-*")
+        shutil.rmtree(catalog)
+        return parts(rows, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.SharedRows, "_parts", replaced)
+        with pytest.raises(OSError, match="replaced"):
+            store.catalog._rows._snapshot()
+    assert len(opened().catalog.keys()) == len(store.catalog.keys()) == 6
+
+
 def test_a_fork_amid_a_snapshot_inherits_no_connection(opened, small_parts):
     store = opened()
     for number in range(6):
         put(store, number)
-    parts = store.catalog._rows._parts()
+    parts = store.catalog._rows._parts(journal.Place(0, ""))
     next(parts)
 
     def child():
@@ -244,7 +262,7 @@ def test_names_leave_although_another_snapshot_began_before_the_erasure(opened, 
     slow, other = opened(), opened()
     for number in range(2):
         put(slow, number)
-    rows, parts = slow.catalog._rows, list(slow.catalog._rows._parts())
+    rows, parts = slow.catalog._rows, list(slow.catalog._rows._parts(journal.Place(0, "")))
 
     def late():
         yield from parts

@@ -226,7 +226,8 @@ class SharedRows(Rows):
 
     def _snapshot(self) -> None:
         """Write all rows down; raises ``OSError`` if they can't be read or written, and ``Behind`` if others do so at the same time."""
-        self._journal.snapshot(super()._look(_place_of, Place(0, "")), self._parts())
+        place = super()._look(_place_of, Place(0, ""))
+        self._journal.snapshot(place, self._parts(place))
 
     def _pages(self, size: int) -> Iterator[dict[str, str]]:
         """Yield all rows as they are stored, some at a time: others may change them meanwhile. Raises ``OSError``."""
@@ -253,13 +254,17 @@ class SharedRows(Rows):
             self._reading = None
         super()._let_go()
 
-    def _parts(self) -> Iterator[Changed]:
-        part = Changed()
+    def _parts(self, since: Place) -> Iterator[Changed]:
+        """Yield all rows; raises ``OSError`` unless they are those of a copy that is at a place or behind it."""
+        part, place = Changed(), Place(0, "")
         for page in self._pages(PER_LOOK):
+            place = _place_of(page) if PLACE in page else place
             part |= {name: text for name, text in page.items() if name != PLACE}
             if len(part) >= PER_PART:
                 yield part
                 part = {}
+        if place.number < since.number:
+            raise OSError("the catalog was replaced")
         yield part
 
 
