@@ -147,7 +147,10 @@ async def _pieces(
     left, work = len(streams), asyncio.create_task(_work(service, request, streams, arrived, timer))
     try:
         while left:
-            index, piece = await asyncio.wait_for(arrived.get(), deadline - loop.time())
+            async with asyncio.timeout_at(
+                deadline
+            ):  # wait_for of Python 3.11 loses a cancellation that comes with a piece
+                index, piece = await arrived.get()
             if isinstance(piece, Exception):
                 raise piece
             if isinstance(piece, GenerationResult):
