@@ -147,9 +147,8 @@ async def _pieces(
     left, work = len(streams), asyncio.create_task(_work(service, request, streams, arrived, timer))
     try:
         while left:
-            async with asyncio.timeout_at(
-                deadline
-            ):  # wait_for of Python 3.11 loses a cancellation that comes with a piece
+            # wait_for of Python 3.11 loses a cancellation that comes with a piece.
+            async with asyncio.timeout_at(deadline):
                 index, piece = await arrived.get()
             if isinstance(piece, Exception):
                 raise piece

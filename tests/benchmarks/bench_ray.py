@@ -3,8 +3,9 @@
     python tests/benchmarks/bench_ray.py --only scale,kill
 
 ``scale``: SmolLM2 and chunks of 250 tokens, one thread for each worker, one worker and two by turns, each into an empty store;
-throughput is chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count. Beside
-it, what this machine can do at all: one process and two, without Ray, which share nothing.
+throughput is chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count. One
+worker runs with one core for all of Ray, as the two have two, and with both cores, of which Ray's own processes then have one for
+themselves. Beside it, what this machine can do at all: one process and two, without Ray, which share nothing.
 ``kill``: a tiny model, a store in Redis, and two workers, one of which gets SIGKILL from time to time. All chunks must be there once,
 with the bits that a single process gives; what was stored before a kill is skipped by who takes the batch again.
 """
@@ -20,8 +21,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,23 @@ def run(rows: list[dict[str, str]], model: str, kv_dir: str, workers: int, batch
     return list(precompute_dataset(ds, model, kv_dir=kv_dir, dtype="float32", workers=how, run=own).take_all())
 
 
+@contextmanager
+def cluster(cores: int) -> Iterator[None]:
+    """Run Ray, with all of its processes, on so many cores."""
+    import ray
+
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(all_cores)[:cores])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        os.sched_setaffinity(0, all_cores)
+
+
 def throughput(report: list[dict[str, Any]]) -> float:
     """Chunks per second while workers worked."""
     begun = min(row["ended"] - row["seconds"] for row in report)
@@ -71,8 +90,9 @@ def alone(texts: list[str], folder: str) -> tuple[float, float]:
     """Precompute in this process, and return when that began and ended."""
     torch.set_num_threads(1)
     with closing(KVRagEngine.from_pretrained(small_model(), kv_dir=folder, dtype="float32")) as engine:
+        engine.precompute(texts[:1])  # loads the model, and proves it
         begun = time.time()
-        engine.precompute(texts)
+        engine.precompute(texts[1:])
         return begun, time.time()
 
 
@@ -81,7 +101,7 @@ def processes(texts: list[str], count: int, folder: Path) -> float:
     parts = [texts[number::count] for number in range(count)]
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         done = list(pool.map(alone, parts, [str(folder / f"alone {len(texts)} {number}") for number in range(count)]))
-    return len(texts) / (max(end for _, end in done) - min(begun for begun, _ in done))
+    return (len(texts) - count) / (max(end for _, end in done) - min(begun for begun, _ in done))
 
 
 def scale(count: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -89,17 +109,23 @@ def scale(count: int, rounds: int, folder: Path) -> dict[str, Any]:
     engine = small_engine(1)
     texts = [text for item in items(engine.tokenizer, count=-(-count // 10)) for text in item.chunks][:count]
     rows, found = [{"id": str(number), "text": text} for number, text in enumerate(texts)], dict[str, list[float]]()
-    for number in range(2 * rounds):
-        workers = 1 + (number + number // 2) % 2
+    for number in range(3 * rounds):
+        workers, cores = ((1, 1), (2, 2), (1, 2))[(number + number // 3) % 3]
         kv_dir = folder / f"kv{number}"
-        report = run(rows, small_model(), str(kv_dir), workers, 8)
+        with cluster(cores):
+            report = run(rows, small_model(), str(kv_dir), workers, 8)
         assert sum(row["stored"] for row in report) == len(set(texts))
-        found.setdefault(str(workers), []).append(throughput(report))
-        print(f"{workers} workers: {found[str(workers)][-1]:.2f} chunks/s", flush=True)
+        found.setdefault(f"{workers} on {cores}", []).append(throughput(report))
+        print(f"{workers} workers on {cores} cores: {throughput(report):.2f} chunks/s", flush=True)
         shutil.rmtree(kv_dir)
-    ratio = statistics.median(found["2"]) / statistics.median(found["1"])
-    without = {str(workers): processes(texts[: workers * count // 4], workers, folder) for workers in (1, 2)}
-    return {"chunks": len(rows), "chunks_per_s": found, "ratio": ratio, "without_ray": without}
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {
+        "chunks": len(rows),
+        "chunks_per_s": found,
+        "ratio": medians["2 on 2"] / medians["1 on 1"],
+        "ratio_same_cores": medians["2 on 2"] / medians["1 on 2"],
+        "without_ray": {str(count): processes(texts[: count * len(texts) // 4], count, folder) for count in (1, 2)},
+    }
 
 
 class Killer(threading.Thread):
@@ -177,15 +203,13 @@ def main() -> None:
     args = options.parse_args()
     import ray
 
-    os.environ["OMP_NUM_THREADS"] = "1"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    ray.data.DataContext.get_current().enable_progress_bars = False
     for part in args.only.split(","):
         with tempfile.TemporaryDirectory() as folder:
             if part == "scale":
                 result = scale(args.scale_chunks, args.rounds, Path(folder))
             elif part == "kill":
-                result = kill(args.chunks, args.seed, Path(folder))
+                with cluster(2):
+                    result = kill(args.chunks, args.seed, Path(folder))
             else:
                 sys.exit(f"--only {part}: there are scale and kill")
         print(result)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from kvrag.config import Retention
 from kvrag.store.base import Record
@@ -19,9 +19,6 @@ from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Keys, Seal
 from kvrag.store.worth import Usage
 from kvrag.types import ChunkKey, TextEntry
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 New = tuple[Record, TextEntry | None, Sequence[str | None], Retention | None]
 """A chunk that is about to be written, its text, the documents that refer to it, and its retention, if it was given one."""

@@ -63,9 +63,6 @@ class Rows:
         self._watched = [str(place / name) for name in names]
         self._cache: Any = None
         self._file: object = None
-        self._reading: tuple[Any, Any] | None = (
-            None  # a database, and the generator of its names, which holds a connection
-        )
         self._copied: Rows | None = None
         # Changes take the first lock and then the second, looks only the second: a fork waits for both, and finds no connection.
         self._lock, self._looking = fork_lock(), fork_lock()

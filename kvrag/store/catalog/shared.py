@@ -72,9 +72,8 @@ class SharedRows(Rows):
     ) -> None:
         self._journal, self._changed, self._following = journal, changed, fork_lock()
         self._fresh_s, self._again_s, self._is_cut_off = -FRESH_S, 0.0, False
-        self._reading: tuple[Any, Any] | None = (
-            None  # a database, and the generator of its names, which holds a connection
-        )
+        # A database, and the generator of its names, which holds a connection.
+        self._reading: tuple[Any, Any] | None = None
         super().__init__(folder, seal, durable=durable, begin=begin)
         self.read_only = read_only
 
