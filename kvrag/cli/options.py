@@ -119,6 +119,7 @@ _PROMPTS = (
 ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.empty), *_STORED, *_RUN)
 ENGINE: Group = (*ESTIMATE, *_PROMPTS)
 MAYBE_ENGINE: Group = (_option("model", Annotated[str | None, _MODEL]), *ENGINE[1:])
+DEMO: Group = (_PROMPTS[-1], *_RUN)
 CALIBRATE: Group = (_STORED[1], *_RUN, *_PROMPTS[:2])
 Contexts = Annotated[list[str] | None, _CONTEXT]
 _RATIO = _field(RepairConfig, "recompute_ratio", _REPAIR, flag="--ratio")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.base import NewKV, Record
+from kvrag.store.base import Blobs, NewKV, Record
 from kvrag.store.blobs import KEY
 from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, record_of
 from kvrag.store.memory import MemoryTier, tell
@@ -39,6 +39,12 @@ class Writer(Reader):
 
     _evictor: Evictor
     _is_closed: bool
+
+    @property
+    def _far(self) -> Blobs | None:
+        """The blobs that machines share over a network, whose copies may be here; ``None`` if there are none."""
+        blobs: Blobs = getattr(self.blobs, "shared", self.blobs)
+        return blobs if getattr(blobs, "is_far", False) else None
 
     def put(
         self,
@@ -103,8 +109,8 @@ class Writer(Reader):
             revisions = self.catalog.begin([(job.record, *job.new[2:]) for job in jobs])
             for job, revision in zip(jobs, revisions, strict=True):
                 job.revision, job.result = revision, 0 if revision is None else None
-            is_far = getattr(getattr(self.blobs, "shared", self.blobs), "is_far", False)
-            list((POOL.ahead if is_far else map)(self._write_body, [job for job in jobs if job.result is None]))
+            write_all = map if self._far is None else POOL.ahead
+            list(write_all(self._write_body, [job for job in jobs if job.result is None]))
             left = [job for job in jobs if job.result is None]
             there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left}) if left else ()
             for job in left:
@@ -170,9 +176,9 @@ class Writer(Reader):
 
     def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add text and document to a stored chunk; one whose blob another machine has let go is forgotten."""
-        is_there, far = self.catalog.link(key, text, doc_id), getattr(self.blobs, "shared", self.blobs)
+        is_there = self.catalog.link(key, text, doc_id)
         with suppress(OSError):
-            if is_there and getattr(far, "is_far", False) and far.read(key, 0, 1) is None:
+            if is_there and self._far is not None and self._far.read(key, 0, 1) is None:
                 self.catalog.remove(self.catalog.revisions([key]))
                 self.blobs.delete([key])  # its copy
                 return False
