@@ -593,14 +593,12 @@ def ray_kill(result: dict[str, Any]) -> str:
 
 def ray_scale(result: dict[str, Any]) -> str:
     """Set two workers beside one."""
-    found, plain = result["chunks_per_s"], result["without_ray"]
+    found = result["chunks_per_s"]
     rows = [[name, ", ".join(f"{each:.2f}" for each in found[name])] for name in sorted(found)]
-    rows += [[f"{count}, processes without Ray", f"{plain[count]:.2f}"] for count in sorted(plain)]
     said = (
         f"\n{result['chunks']} chunks of up to 250 tokens in each run. Two workers on two cores are **{result['ratio']:.2f} times** "
         f"as quick as one on one core, and **{result['ratio_same_cores']:.2f} times** as quick as one that has a second core "
-        "for Ray's own processes. "
-        f"Two processes that share nothing, not even Ray, are {plain['2'] / plain['1']:.2f} times as quick as one.\n"
+        "for Ray's own processes.\n"
     )
     return table(["workers, cores", "chunks per second"], rows) + said + machine_of(result, "ray_scale.json")
 

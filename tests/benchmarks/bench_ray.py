@@ -5,7 +5,7 @@
 ``scale``: SmolLM2 and chunks of 250 tokens, one thread for each worker, one worker and two by turns, each into an empty store;
 throughput is chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count. One
 worker runs with one core for all of Ray, as the two have two, and with both cores, of which Ray's own processes then have one for
-themselves. Beside it, what this machine can do at all: one process and two, without Ray, which share nothing.
+themselves.
 ``kill``: a tiny model, a store in Redis, and two workers, one of which gets SIGKILL from time to time. All chunks must be there once,
 with the bits that a single process gives; what was stored before a kill is skipped by who takes the batch again.
 """
@@ -22,9 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +84,6 @@ def throughput(report: list[dict[str, Any]]) -> float:
     return float(sum(row["chunks"] for row in report) / (max(row["ended"] for row in report) - begun))
 
 
-def alone(texts: list[str], folder: str) -> tuple[float, float]:
-    """Precompute in this process, and return when that began and ended."""
-    torch.set_num_threads(1)
-    with closing(KVRagEngine.from_pretrained(small_model(), kv_dir=folder, dtype="float32")) as engine:
-        engine.precompute(texts[:1])  # loads the model, and proves it
-        begun = time.time()
-        engine.precompute(texts[1:])
-        return begun, time.time()
-
-
-def processes(texts: list[str], count: int, folder: Path) -> float:
-    """Chunks per second of so many processes that share nothing."""
-    parts = [texts[number::count] for number in range(count)]
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        done = list(pool.map(alone, parts, [str(folder / f"alone {len(texts)} {number}") for number in range(count)]))
-    return (len(texts) - count) / (max(end for _, end in done) - min(begun for begun, _ in done))
-
-
 def scale(count: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Measure one worker and two."""
     engine = small_engine(1)
@@ -124,7 +104,6 @@ def scale(count: int, rounds: int, folder: Path) -> dict[str, Any]:
         "chunks_per_s": found,
         "ratio": medians["2 on 2"] / medians["1 on 1"],
         "ratio_same_cores": medians["2 on 2"] / medians["1 on 2"],
-        "without_ray": {str(count): processes(texts[: count * len(texts) // 4], count, folder) for count in (1, 2)},
     }
 
 
