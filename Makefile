@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -126,7 +126,12 @@ incumbents: setup ## Faults of the incumbent adapters for local models, looked f
 bench-overhead: setup ## What the adapters add to the engine's time to first token (five minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_overhead.py $(ARGS)
 
-wheel-test: setup ## Build the wheel and run its tests in a fresh environment
+wheel: setup ## Build the source distribution, and from it the wheel, into dist/; check what an index would say to them
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
+wheel-test: wheel ## Install the wheel into a fresh environment, and run its tests there
 	bash tests/wheel_test.sh
 
 bench-store: setup ## Writes, verified reads, look-ups and opening of the store beside plain files

@@ -45,8 +45,11 @@ def main(root: Path) -> int:
     fragments = sorted((root / "docs" / "changes").glob("*.*.md"))
     for fragment in fragments:
         words = " ".join(fragment.read_text("utf-8").split())
+        kind = fragment.name.split(".")[-2]
+        if kind not in KINDS:
+            raise SystemExit(f"{fragment.name}: a fragment is NAME.KIND.md, and a kind is one of {', '.join(KINDS)}")
         entry = textwrap.fill(words, 150, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False)
-        section = merge(section, KINDS[fragment.name.split(".")[-2]], entry)
+        section = merge(section, KINDS[kind], entry)
     file.write_text(f"{before}\n{section.rstrip()}\n" + (f"\n{older}" if older else ""), "utf-8")
     for fragment in fragments:
         fragment.unlink()

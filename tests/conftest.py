@@ -6,13 +6,16 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
+from kvrag.buffers import Buffers
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -56,10 +59,13 @@ SPREAD = {
 }
 """Tests of which every so many-th case runs in `make test` and in CI; the others are exhaustive. 0: all are slow."""
 
+POISON = 0xFF
+"""A byte that makes a NaN of every kind of number with a fraction."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the cases of :data:`SPREAD`."""
+    """Mark the cases of :data:`SPREAD`; with ``KVRAG_SHUFFLE=SEED``, put files, and the tests of each, into a random order."""
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0].removeprefix("tests/")
@@ -69,6 +75,11 @@ def pytest_collection_modifyitems(items):
             elif seen[name] % SPREAD[name]:
                 item.add_marker(pytest.mark.exhaustive)
             seen[name] += 1
+    if seed := os.environ.get("KVRAG_SHUFFLE"):
+        draw = random.Random(seed)
+        places = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        draw.shuffle(items)
+        items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -89,6 +100,36 @@ def no_stopwatch():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvrag.blend.cost.costs_of", lambda lm, file: IN_ROWS)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_memory():
+    """Fill memory that nobody has written with NaN, integers with their largest: a test that reads it fails always, not now and then."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills what `empty` returns
+    numpy_empty, take, come_back = np.empty, Buffers.take, Buffers._come_back
+
+    def empty(*args, **options):
+        made = numpy_empty(*args, **options)
+        if made.dtype.kind in "iu":
+            made.fill(np.iinfo(made.dtype).max)
+        elif made.dtype.kind == "f":
+            made.fill(np.nan)
+        return made
+
+    def taken(self, num_bytes):
+        view = take(self, num_bytes)
+        np.frombuffer(view, np.uint8).fill(POISON)
+        return view
+
+    def returned(self, owner):
+        owner.fill_(POISON)
+        come_back(self, owner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "empty", empty)
+        patch.setattr(Buffers, "take", taken)
+        patch.setattr(Buffers, "_come_back", returned)
         yield
 
 

@@ -10,6 +10,7 @@ import torch
 from kvrag import StoreConfig
 from kvrag.blend.quantise import convert
 from kvrag.buffers import Buffers
+from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.store import open_store
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV
@@ -58,6 +59,25 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     return driver
+
+
+def test_memory_that_nobody_has_written_is_poisoned_in_tests(buffers):
+    """By a fixture for all tests; else those that read it pass or fail by what ran before."""
+    shape = LayerShape(num_heads=1, key_dim=4, value_dim=4)
+    made = [torch.empty(5), torch.ones(2, 2).new_empty(3), torch.empty_like(torch.ones(7))]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        made += KVBuffer.empty([shape], 9, dtype=dtype, device=torch.device("cpu")).layers[0]
+    assert all(x.isnan().all() for x in made)
+    assert (torch.empty(5, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+    for size in (100, 100_000):
+        for _ in range(2):
+            view = buffers.take(size)
+            assert bytes(view) == b"\xff" * size
+            view[:] = bytes(size)
+            held = torch.frombuffer(view, dtype=torch.uint8)
+            del view, held
+            gc.collect()
+    assert all(bool((x == 0xFF).all()) for idle in buffers._idle.values() for x in idle)
 
 
 def test_a_buffer_is_used_again_when_its_last_tensor_is_gone(tmp_path, buffers):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -42,6 +43,23 @@ def test_links_inside_the_repository_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), target
+
+
+def test_the_architecture_names_every_room_and_module_and_no_other():
+    rows = [line.split("|")[1:3] for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if "|" in line]
+    facade = next(told for room, told in rows if room.strip() == "facade")
+    code = [path for path in (ROOT / "kvrag").iterdir() if not path.name.startswith("_")]
+    assert {name for name in re.findall(r"`(\w+)`", facade)} == {path.stem for path in code if path.suffix == ".py"}
+    rooms = {name for room, _ in rows for name in re.findall(r"`(\w+)/`", room)}
+    assert rooms == {path.name for path in code if path.is_dir()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_that_install_kvrag_work_before_there_is_a_release(document):
+    """By its name alone kvrag is found where it is installed already; a line with such a command says so."""
+    for line in document.read_text().splitlines():
+        if re.search(r"pip install .*kvrag", line) and " @ " not in line:
+            assert "installed" in line, line
 
 
 def test_tests_named_as_promises_exist():
@@ -199,6 +217,23 @@ def test_fragments_go_into_the_section_of_the_present_version(tmp_path, capsys):
     run(tmp_path)
     assert "* A *new* thing.\n* More.\n\n### Fixed\n" in file.read_text()
     assert file.read_text().endswith("## 1.0\n\n### Added\n\n* Old.\n")
+
+
+def test_the_fragments_that_are_there_go_into_the_changelog(tmp_path):
+    shutil.copytree(ROOT / "docs" / "changes", tmp_path / "docs" / "changes")
+    (tmp_path / "kvrag").mkdir()
+    shutil.copy(ROOT / "kvrag" / "__init__.py", tmp_path / "kvrag")
+    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
+    words = [text.read_text().split() for text in (tmp_path / "docs" / "changes").iterdir()]
+    run = runpy.run_path(str(ROOT / "docs" / "changelog.py"), run_name="imported")["main"]
+    assert run(tmp_path) == 0
+    assert list((tmp_path / "docs" / "changes").iterdir()) == []
+    written = " ".join((tmp_path / "CHANGELOG.md").read_text().split())
+    assert all(" ".join(text) in written for text in words)
+    (tmp_path / "docs" / "changes" / "odd.changed.md").write_text("Odd.")
+    with pytest.raises(SystemExit, match=r"odd\.changed\.md: .* one of feature, perf"):
+        run(tmp_path)
+    assert (tmp_path / "docs" / "changes" / "odd.changed.md").exists()
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda script: script.stem)

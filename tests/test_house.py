@@ -66,8 +66,9 @@ LIMITS = {
     "lines of tests, per 100 lines of code": 145,
     "median lines of a function": 10,
 }
-"""Goals for the whole. Size is counted in syntax nodes, so that packing statements into a line saves nothing. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and
-for the tests also ``kernels/``, which they prove too."""
+"""Goals for the whole. Size is counted in syntax nodes, so that packing statements into a line saves nothing. Of ``tests/``,
+``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and for the tests also ``kernels/``, which they
+prove too."""
 FILE_LINES = 360
 FUNCTION_LINES = 40
 ROOM_FILES = 12

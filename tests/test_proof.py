@@ -142,18 +142,38 @@ def test_values_of_another_row_are_found(monkeypatch):
     assert "2" in failed(prove(CausalLM(tiny_model())))
 
 
-def test_a_forward_that_forgets_to_write_a_row_is_found(monkeypatch):
+@pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize("row", [1, 5, -1])
+def test_a_forward_that_forgets_to_write_a_row_is_found(row, which, monkeypatch):
+    """Also where its memory still holds the right rows of an earlier run of the same proof."""
+    lm = CausalLM(tiny_model())
+    memory: list[list[torch.Tensor]] = []
+    handed: list[list[torch.Tensor]] = []
     real = Forward.update
 
+    def again(shapes, dtype, device):
+        if len(handed) == len(memory):
+            memory.append([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes])
+        handed.append(memory[len(handed)])
+        return handed[-1]
+
     def forgetful(self, keys, values, layer, *others, **options):
-        before = self._kv.layers[layer][0][:, :, 5].clone()
+        rows = self._kv.layers[layer][which][:, :, : self._rows.stop]
+        at = min(row, self._rows.stop - 1)
+        before = rows[:, :, at].clone()
         found = real(self, keys, values, layer, *others, **options)
-        self._kv.layers[layer][0][:, :, 5] = before
+        rows[:, :, at] = before
         return found
 
-    lm = CausalLM(tiny_model())
+    monkeypatch.setattr("kvrag.model.rows._allocate", again)
+    assert prove(lm).passed
+    used = len(handed)
+    handed.clear()
     monkeypatch.setattr(Forward, "update", forgetful)
-    assert "1" in failed(prove(lm))
+    proof = prove(lm)
+    assert "1" in failed(proof)
+    assert not proof.passed
+    assert len(handed) >= used, "every buffer of the first run was handed out again"
 
 
 def test_weights_that_are_not_finite_prove_nothing():

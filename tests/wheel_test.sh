@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the wheel, install it with its own dependencies into a fresh environment outside the checkout, and run tests there: it finds what an
+# Install the wheel of `make wheel` with its own dependencies into a fresh environment outside the checkout, and run tests there: it finds what an
 # editable install hides, a missing file or a missing dependency.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,9 +8,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 python="${BIN:-.venv/bin}/python"
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" . ./packages/*-kvrag
-wheel=$(ls "$work"/kvrag-*.whl)
-echo "built $(basename "$wheel"); installing it into a fresh environment"
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" ./packages/*-kvrag
+wheel=$(ls "$PWD"/dist/kvrag-*.whl)  # `make wheel` builds it from the source distribution, in an environment with nothing else
+echo "installing $(basename "$wheel") into a fresh environment"
 
 "$python" -m venv "$work/env"
 pip="$work/env/bin/python -m pip"

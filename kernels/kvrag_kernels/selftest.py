@@ -5,8 +5,10 @@ The emulator stands for our reading of TMA and wgmma, not for the device. Where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -46,9 +48,15 @@ def check(module: CudaModule, geometry: Geometry, options: Sequence[str], device
         raise DriverError(f"{geometry.kernel} has {registers} registers a thread and needs {HOPPER_REGISTERS}")
     call = call_of(geometry, options, torch.device("cuda", device))
     with torch.cuda.device(device):
-        got = launch.attend(module, geometry, launch.prepare(call))
+        got = launch.attend(module, geometry, launch.prepare(call), empty=poisoned)
         found = [x.float().cpu() for x in got]
     compare(call, *found)
+
+
+def poisoned(*args: Any, **options: Any) -> torch.Tensor:
+    """Allocate memory that is NaN until it is written: it may hold what an earlier kernel got right."""
+    made = torch.empty(*args, **options)
+    return made.fill_(math.nan) if made.is_floating_point() else made
 
 
 def compare(call: launch.Call, out: torch.Tensor, lse: torch.Tensor) -> None:

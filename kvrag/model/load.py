@@ -48,7 +48,7 @@ from kvrag.model.source import (
 
 logger = logging.getLogger(__name__)
 
-PROOF_VERSION = 2  # of the checks; a change invalidates every kept proof
+PROOF_VERSION = 3  # of the checks; a change invalidates every kept proof
 
 
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()

@@ -12,6 +12,7 @@ Compared is with the model's attention as it was loaded. Where that differs from
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from transformers import DynamicCache
 
 from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.lm import CausalLM
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.traits import CACHE, accepted
 from kvrag.model.turns import turns_of
 
@@ -187,7 +188,8 @@ class _Trial:
 
     def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False) -> Measured:
         """Stitch what is stored and compute the selected and all other rows; ``plant``: the first chunk's keys are one row off."""
-        kv, rotary = self._lm.buffer(len(ids)), self._lm.rotary(len(ids))
+        kv = _blank(self._lm, len(ids))
+        rotary = self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)
         for span, layers in zip((self._prefix, self._first, self._moved), stored, strict=False):
             if span.stop > len(ids):
@@ -232,7 +234,7 @@ class _Trial:
         cache = DynamicCache()
         given = dict.fromkeys(CACHE & accepted(lm.model), cache)
         with lm.capture() as captured:
-            lm.forward(tokens, Rows.span(0, len(tokens)), lm.buffer(len(tokens)), logits=0)
+            lm.forward(tokens, Rows.span(0, len(tokens)), _blank(lm, len(tokens)), logits=0)
             first = captured[0]
             captured.clear()
             with evaluating(lm.model):
@@ -247,7 +249,7 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
     prefix, *chunks = parts
     longest, start = max(map(len, chunks)), len(prefix)
     ids = torch.stack([torch.cat([prefix, c, c.new_zeros(longest - len(c))]) for c in chunks])
-    kv = lm.buffer(start + longest, batch=len(chunks))
+    kv = _blank(lm, start + longest, batch=len(chunks))
     with lm.capture() as captured:
         lm.forward(ids, Rows.span(0, start + longest), kv, logits=0)
 
@@ -256,6 +258,15 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
 
     behind = [taken(i, slice(start, start + len(chunk))) for i, chunk in enumerate(chunks)]
     return [taken(0, slice(0, start)), *behind]
+
+
+def _blank(lm: CausalLM, capacity: int, *, batch: int = 1) -> KVBuffer:
+    """Allocate a buffer full of NaN: memory may still hold the right rows of an earlier run, which would hide that none were written."""
+    kv = lm.buffer(capacity, batch=batch)
+    for keys, values in kv.layers:
+        keys.fill_(math.nan)
+        values.fill_(math.nan)
+    return kv
 
 
 def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from kit import at_once
 
-from kvrag_kernels import driver, launch, selftest
-from kvrag_kernels.geometry import hopper_geometry
+from kvrag_kernels import driver, launch, selftest, torch_path
+from kvrag_kernels.geometry import HOPPER_REGISTERS, hopper_geometry
 
 
 class Driver:
@@ -71,6 +71,30 @@ def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(played):
     with pytest.raises(driver.DriverError, match="has 160 registers a thread and needs 168"):
         selftest.check(driver.CudaModule(b"cubin", 0), geometry, geometry.defines(torch.float16), 0)
     assert played.launched == []
+
+
+def test_a_kernel_that_writes_nothing_fails_the_self_test_wherever_its_memory_was_before(monkeypatch):
+    """Memory that is given again holds what an earlier kernel got right; the self-test must not take it for this kernel's."""
+    geometry = hopper_geometry(64)
+    options = geometry.defines(torch.float16)
+    call = launch.prepare(selftest.call_of(geometry, options, "cpu"))
+    out, lse = torch_path.attend(call)
+    earlier = {tuple(x.shape): x for x in (out.transpose(1, 2).contiguous(), lse.float())}
+    empty = torch.empty
+
+    def given_again(shape, **options):
+        kept = earlier.get(tuple(shape)) if isinstance(shape, tuple) else None
+        return empty(shape, **options) if kept is None else kept.clone()
+
+    idle = SimpleNamespace(processors=4, registers=lambda _: HOPPER_REGISTERS, launch=lambda *_: None)
+    idle.tensor_map = lambda *_: bytes(128)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch, "empty", given_again)
+    monkeypatch.setattr(launch.attend, "__defaults__", (None, given_again))
+    monkeypatch.setattr(torch, "device", lambda *_: cpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    with pytest.raises(driver.DriverError, match="a small case came out wrong by inf"):
+        selftest.check(idle, geometry, options, 0)
 
 
 def test_the_self_test_draws_on_the_cpu_wherever_tensors_go_by_default():
