@@ -78,7 +78,7 @@ class Worker:
         arrow = require("pyarrow", extra="ray", purpose="the report of precompute_dataset")
         text, name = self._columns
         texts, ids = list(batch[text]), None if name is None else list(batch[name])
-        report = asdict(self._engine.precompute(texts, ids=ids, **self._run))
+        report = asdict(self._engine.precompute(texts, ids=ids, **{"show_progress": False, **self._run}))
         row = {"worker": f"{socket.gethostname()}:{os.getpid()}", "chunks": len(texts), **report, "ended": time.time()}
         # Their type must be known where there are none, too.
         pairs = arrow.list_(arrow.struct([("id", arrow.string()), ("reason", arrow.string())]))

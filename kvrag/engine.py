@@ -33,6 +33,7 @@ from kvrag.precompute.encode import check_context, context_ids
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import Gate
 from kvrag.precompute.run import Precompute
+from kvrag.progress import check_show
 from kvrag.prompt.learn import learning
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
@@ -286,7 +287,7 @@ class KVRagEngine:
         prefix: Prefix | None = None,
         namespace: str | None = None,
         batch_size: int = 8,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
         retention: Retention | None = None,
     ) -> PrecomputeReport:
         """Compute and store the KV of chunks. Stored chunks are skipped, so an interrupted run can be repeated.
@@ -299,6 +300,8 @@ class KVRagEngine:
             Document ids, one per text; KV is kept until the last document that refers to it is deleted (:meth:`delete`).
         prefix, batch_size
             The text before the first chunk (default: the engine's); chunks per forward.
+        show_progress
+            ``None``: a bar on a terminal and lines elsewhere, if it takes long; ``True``: a bar; ``False``: nothing.
         retention
             Priority and duration, for stored chunks too. Default: priority 35, and stored chunks keep their own.
 
@@ -310,6 +313,7 @@ class KVRagEngine:
             If this model's KV can't be reused, or does not tolerate the store's rounding (``StoreConfig.kv_dtype``).
         """
         items = documents.check_items(texts, ids, collection, batch_size)
+        check_show(show_progress)
         retention = as_config(Retention, retention, option="retention")
         space, loaded = self._namespace(namespace), self.loaded
         if isinstance(loaded.lm, PlainLM):

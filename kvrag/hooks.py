@@ -36,7 +36,7 @@ def precompute_kv(
     namespace: str | None = None,
     content: Content = "text",
     batch_size: int = 8,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
     on_error: OnError = "raise",
     retention: Retention | None = None,
     collection: str | None = None,
@@ -99,10 +99,13 @@ def sync_kv(
     *,
     llm: Any,
     ids: Sequence[str] | None = None,
+    prefix: Prefix | None = None,
     namespace: str | None = None,
     content: Content | None = None,
+    batch_size: int = 8,
+    show_progress: bool | None = None,
+    retention: Retention | None = None,
     collection: str | None = None,
-    **options: Any,
 ) -> SyncReport:
     """Synchronise the store with a set of documents: precompute missing ones and delete the others.
 
@@ -112,14 +115,15 @@ def sync_kv(
         All documents that should have KV in this namespace, or in this collection of it; each needs an id.
     content
         As for :func:`precompute_kv`; default: what the documents were stored with.
-    llm, ids, namespace, collection, **options
-        As for :func:`precompute_kv`, without ``on_error``.
+    llm, ids, prefix, namespace, batch_size, show_progress, retention, collection
+        As for :func:`precompute_kv`.
     """
     engine, named = engine_of(llm), _named(live_items, ids, content or "text")
     if content is None and _is_stored(engine, shown := _named(live_items, ids, "llm"), namespace, collection):
         named = shown
     if any(name is None for name, _ in named):
         raise InputError("sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]")
+    options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
     report = _precompute(engine, named, namespace, collection, **options)
     live = set(in_collection((str(name) for name, _ in named), collection))
     gone = sorted(set(engine.document_ids(collection=collection, namespace=namespace)) - live)

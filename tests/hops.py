@@ -101,4 +101,5 @@ def main() -> dict[str, dict[str, Any]]:
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["TQDM_DISABLE"] = "1"  # the thread that shows progress is no part of a journey
     print(json.dumps(main(), indent=2))

@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "config", "fields", "threads", "layers", "buffers"},
+    {"types", "errors", "config", "fields", "threads", "progress", "layers", "buffers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -47,6 +47,7 @@ FACADE = {
     "config",
     "fields",
     "threads",
+    "progress",
     "layers",
     "buffers",
     "engine",
@@ -78,7 +79,7 @@ LONGER_FILES = {"kvrag/engine.py": 750, "kvrag/config.py": 450, "kvrag/types.py"
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 59,
-    "kvrag/engine.py::KVRagEngine.precompute": 45,
+    "kvrag/engine.py::KVRagEngine.precompute": 48,
     "kvrag/blend/prefill.py::prefill": 60,
     "kvrag/hooks.py::precompute_kv": 48,
     "kvrag/model/lm.py::CausalLM.forward": 60,

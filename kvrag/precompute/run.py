@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-from tqdm.auto import tqdm
-
 from kvrag.blend.quantise import pack
 from kvrag.config import Retention, StoreConfig
 from kvrag.errors import StoreError, is_out_of_memory
@@ -22,6 +20,7 @@ from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import Behind, encode_chunks, encode_prefix
+from kvrag.progress import Progress
 from kvrag.prompt.spans import ANCHOR_CHARS, text_entry
 from kvrag.store import TieredStore
 from kvrag.store.base import NewKV
@@ -106,17 +105,21 @@ class Precompute:
         self.stored = self.skipped = self.stored_bytes = 0
         self.failed, self.short = list[tuple[str, str]](), list[tuple[str, str]]()
 
-    def run(self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool = False) -> PrecomputeReport:
+    def run(
+        self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool | None = False
+    ) -> PrecomputeReport:
         """Store the KV of the prefix and of every text that has none yet; equal texts are computed once.
 
-        ``batch_size`` is the number of chunks per forward, halved when memory runs out.
+        ``batch_size`` is the number of chunks per forward, halved when memory runs out; ``show_progress`` is as for
+        :class:`~kvrag.progress.Progress`.
         """
         start = time.perf_counter()
         chunks = self._distinct(items)
         todo = [chunk for chunk in chunks if self._is_missing(chunk)]
         todo.sort(key=lambda chunk: len(chunk.identity.token_ids))  # neighbours of similar length need little padding
         self._retain_linked()
-        with tqdm(total=len(chunks), initial=len(chunks) - len(todo), disable=not show_progress, unit="chunk") as bar:
+        done = len(chunks) - len(todo)
+        with Progress("computing KV", len(chunks), unit="chunks", done=done, show=show_progress) as progress:
             try:
                 for first in range(0, len(todo), batch_size):
                     if self._is_refused:
@@ -125,7 +128,7 @@ class Precompute:
                     batch = todo[first : first + batch_size]
                     self._guard.before_forward()
                     self._store_batch(batch)
-                    bar.update(len(batch))
+                    progress.advance(len(batch))
             finally:
                 self._finish_write()
         self._recount()

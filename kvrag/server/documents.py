@@ -25,7 +25,14 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     namespace = service.namespace(request.state.tenant)
     texts, ids = [document.text for document in body.documents], [document.id for document in body.documents]
     async with service.admission.turn(request.state.tenant):
-        run = partial(service.engine.precompute, texts, ids=ids, collection=body.collection, namespace=namespace)
+        run = partial(
+            service.engine.precompute,
+            texts,
+            ids=ids,
+            collection=body.collection,
+            namespace=namespace,
+            show_progress=False,  # the client waits, and no terminal
+        )
         report = await to_thread.run_sync(run, limiter=service.precomputes)
     return asdict(report)
 

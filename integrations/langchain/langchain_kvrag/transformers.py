@@ -41,7 +41,7 @@ class KVPrecompute(BaseDocumentTransformer):
         *,
         namespace: str | None = None,
         batch_size: int = 8,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
         on_error: OnError = "warn",
         retention: Retention | None = None,
         collection: str | None = None,

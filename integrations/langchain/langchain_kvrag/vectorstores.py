@@ -18,6 +18,7 @@ from langchain_core.vectorstores import VectorStore
 from kvrag import ConfigError, Retention, delete_kv, precompute_kv
 from kvrag.hooks import OnError, documents_in, engine_of
 from kvrag.precompute.documents import in_collection
+from kvrag.progress import check_show
 from langchain_kvrag._faiss import FaissStore, Metric
 
 _CHANGES = re.compile("a?(add|clear|delete|drop|remove|reset|update|upsert)(_|$)")
@@ -53,8 +54,8 @@ class KVRagVectorStore(VectorStore):
         will answer; ``None`` keeps no KV.
     namespace
         Where KV is kept; default: the model's.
-    batch_size
-        Chunks per forward.
+    batch_size, show_progress
+        As for :meth:`kvrag.KVRagEngine.precompute`.
     on_error
         ``"warn"``: documents are added even if their KV can't be computed, or ``"raise"``.
     metric
@@ -67,7 +68,7 @@ class KVRagVectorStore(VectorStore):
     Raises
     ------
     ConfigError
-        If ``llm`` is another kind of model, or neither or both of ``inner`` and ``embedding`` are given.
+        If ``llm`` is another kind of model, an option has an invalid value, or neither or both of ``inner`` and ``embedding`` are given.
     MissingDependencyError
         If the own index is wanted and FAISS is not installed.
     InputError
@@ -92,6 +93,7 @@ class KVRagVectorStore(VectorStore):
         metric: Metric = "l2",
         retention: Retention | None = None,
         collection: str | None = None,
+        show_progress: bool | None = None,
     ) -> None:
         if (inner is None) == (embedding is None):
             raise ConfigError("pass either a vector store to wrap, or embedding=... for an own FAISS index")
@@ -102,6 +104,7 @@ class KVRagVectorStore(VectorStore):
         if llm is not None:
             engine_of(llm)
         in_collection((), collection)  # raises if it is not a name
+        check_show(show_progress)
         self.inner: VectorStore = FaissStore(embedding, metric=metric) if embedding is not None else inner  # type: ignore[assignment]
         self.llm = llm
         self.namespace = namespace
@@ -109,6 +112,7 @@ class KVRagVectorStore(VectorStore):
         self.collection = collection
         self._batch_size: int = batch_size
         self._on_error: OnError = on_error
+        self._show_progress = show_progress
 
     @classmethod
     def from_texts(
@@ -177,6 +181,7 @@ class KVRagVectorStore(VectorStore):
             ids=list(latest),
             namespace=self.namespace,
             batch_size=self._batch_size,
+            show_progress=self._show_progress,
             on_error=self._on_error,
             retention=self.retention,
             collection=self.collection,

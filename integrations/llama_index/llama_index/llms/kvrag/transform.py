@@ -79,7 +79,7 @@ class PrecomputeFields(BaseComponent):
     prefix: Any = None
     content: Content = "text"
     batch_size: int = Field(default=8, ge=1)
-    show_progress: bool = False
+    show_progress: bool | None = None
     on_error: OnError = "warn"
     retention: Retention | None = None
     collection: str | None = None
