@@ -46,10 +46,12 @@ def test_links_inside_the_repository_lead_somewhere(document):
 
 
 def test_the_architecture_names_every_room_and_module_and_no_other():
-    rows = [line.split("|")[1:3] for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if "|" in line]
+    rows = [
+        line.split("|")[1:3] for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if "|" in line
+    ]
     facade = next(told for room, told in rows if room.strip() == "facade")
     code = [path for path in (ROOT / "kvrag").iterdir() if not path.name.startswith("_")]
-    assert {name for name in re.findall(r"`(\w+)`", facade)} == {path.stem for path in code if path.suffix == ".py"}
+    assert set(re.findall(r"`(\w+)`", facade)) == {path.stem for path in code if path.suffix == ".py"}
     rooms = {name for room, _ in rows for name in re.findall(r"`(\w+)/`", room)}
     assert rooms == {path.name for path in code if path.is_dir()}
 
