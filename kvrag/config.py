@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
@@ -15,6 +15,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 
 from kvrag.errors import ConfigError
+from kvrag.spelling import DIRECTORY_NAMES, parse_bytes
+from kvrag.spelling import unknown_option as _unknown
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
 
 T = TypeVar("T")
@@ -38,6 +40,7 @@ def config_class(cls: type[T]) -> type[T]:
 
     @functools.wraps(validate)
     def init(self: T, *values: Any, **options: Any) -> None:
+        options = _renamed(cls.__name__, options, _names(made))
         try:
             validate(self, *values, **options)
         except ValidationError as error:
@@ -52,24 +55,53 @@ def _names(cls: Any) -> list[str]:
     return [f.name for f in fields(cls)]
 
 
+def _renamed(of: str, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return options under their own names, where another one is as common; raises ``ConfigError`` where both are given."""
+    named = dict(options)
+    for other, name in SPELLINGS.items():
+        if name not in known or other not in named:
+            continue
+        if name in named:
+            raise ConfigError(f"{of}.{name} was given twice, once as {other!r}; pass it once")
+        named[name] = named.pop(other)
+    return named
+
+
 def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
     """Turn the first fault that pydantic found into a sentence."""
     fault = error.errors(include_url=False)[0]
     cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause
     known, where = _names(cls), (*fault["loc"], "")[0]
     is_positional = isinstance(where, int) and where < len(known)
     name = known[int(where)] if is_positional else str(where)
+    if isinstance(cause, ConfigError):
+        said = str(cause)
+        return cause if said.startswith(cls.__name__) else ConfigError(f"{cls.__name__}.{name}: {said}")
     if fault["type"] == "unexpected_keyword_argument":
         return unknown_option(name, known, of=cls.__name__)
     if name not in known:
         return ConfigError(f"{cls.__name__}: {fault['msg']}")
-    schema = TypeAdapter(cls).json_schema()["properties"][name]
-    near = difflib.get_close_matches(str(given[name]), schema.get("enum", ()), n=1)
+    schema, inside = _meant(TypeAdapter(cls).json_schema()["properties"][name], fault["loc"][1:])
+    value = fault["input"] if inside else given[name]
+    choices = [choice for arm in (schema, *schema.get("anyOf", ())) for choice in arm.get("enum", ())]
+    near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     wanted = str(cause) if cause is not None else f"{hint}it must be {_wanted(schema)}"
-    return ConfigError(f"{cls.__name__}.{name} is {given[name]!r}; {wanted}")
+    return ConfigError(f"{cls.__name__}.{name} {'holds' if inside else 'is'} {value!r}; {wanted}")
+
+
+def _meant(schema: dict[str, Any], path: Sequence[int | str]) -> tuple[dict[str, Any], bool]:
+    """Follow the path of a fault into a field's schema: return that of the value at fault, and whether it is inside another."""
+    inside = False
+    for step in path:
+        arms = [schema, *schema.get("anyOf", ())]
+        items = next((arm for arm in arms if "items" in arm or "prefixItems" in arm), None)
+        if not isinstance(step, int) or items is None:
+            break  # pydantic's name of an arm, or of a check
+        nested = items.get("prefixItems", ())
+        schema = nested[step] if step < len(nested) else items.get("items", {})
+        inside = True
+    return schema, inside
 
 
 def _wanted(schema: Mapping[str, Any]) -> str:
@@ -78,10 +110,12 @@ def _wanted(schema: Mapping[str, Any]) -> str:
         return ", or ".join(map(_wanted, schema["anyOf"]))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
+    if "prefixItems" in schema:
+        return f"a pair of {' and '.join(map(_wanted, schema['prefixItems']))}"
     if "items" in schema:
         return f"a list, each {_wanted(schema['items'])}"
     kinds = {"integer": "a whole number", "boolean": "True or False", "string": "a string", "null": "None"}
-    kind = kinds.get(schema["type"], "a number")
+    kind = kinds.get(schema.get("type", ""), "a number")
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is None:
         return kind
@@ -93,7 +127,7 @@ def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
     if value is None or isinstance(value, cls):
         return value
     if isinstance(value, Mapping):
-        return cls(**value)
+        return cls(**{str(name): each for name, each in value.items()})
     raise ConfigError(f"{option} is {value!r}; pass a kvrag.{cls.__name__}, or a dict of its options")
 
 
@@ -105,26 +139,35 @@ def option_fields(cls: type, *names: str) -> dict[str, Any]:
 
 
 def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
-    """Build the error for an option that does not exist, with the nearest one that does."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-    return ConfigError(f"{of} has no option {name!r}; {hint}")
+    """Build the error for an option that does not exist, with the one that was meant, here or in another config."""
+    return _unknown(name, known, of=of, elsewhere=_homes(of))
+
+
+def _homes(of: str) -> dict[str, str]:
+    """Return where options of others than ``of`` are passed, by name."""
+    forms = {
+        "retention=Retention({}=...)": _names(Retention),
+        "generate(..., {}=...)": _names(SamplingConfig),
+        "store_config=StoreConfig({}=...)": _names(StoreConfig),
+        "repair=RepairConfig({}=...)": _names(RepairConfig),
+        "{}=... to the engine": ENGINE_OPTIONS,
+    }
+    return {name: form.format(name) for form, names in forms.items() if f"{of}(" not in form for name in names}
 
 
 def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str, misspelt: bool = True) -> None:
     """Raise :class:`ConfigError` on options of a :class:`StoreConfig` that were passed to ``of``, and would be dropped or fail late.
 
     Without ``encryption_key``, for instance, KV that was to be encrypted would be written plain. With ``misspelt``, names close to
-    ``own`` ones are refused too.
+    ``own`` ones are refused too, and those of a :class:`RepairConfig`.
     """
-    own, stored = set(own), set(_names(StoreConfig))
+    own, stored = list(own), set(_names(StoreConfig))
     for name in given:
-        near = difflib.get_close_matches(name, sorted(own | stored), n=1, cutoff=0.8)
+        near = difflib.get_close_matches(name, sorted(stored.union(own)), n=1, cutoff=0.8)
         if near and near[0] in stored:
             where = f"store_config=StoreConfig({near[0]}=...)"
             raise ConfigError(f"{of} has no option {name!r}; pass it to the store: {where}")
-        if misspelt and near:
+        if misspelt and (near or name in DIRECTORY_NAMES or name in _REPAIRING):
             raise unknown_option(name, own, of=of)
 
 
@@ -142,9 +185,16 @@ def check_prove(prove: object) -> None:
         raise ConfigError(f"prove is {prove!r}; it must be 'auto' (prove reuse on this model, once) or 'off'")
 
 
+SPELLINGS = {"max_tokens": "max_new_tokens"}
+"""Other names that are taken for options of configs: OpenAI's, and LangChain's."""
+ENGINE_OPTIONS = ("kv_dir", "prefix", "context", "namespace", "tokenizer", "prove", "device", "revision")
+_REPAIRING = ("strategy", "ratio", "recompute_ratio", "first_k", "mismatch_ratio", "check_layer", "probe_span", "audit")
+
 # -- the configs -------------------------------------------------------------------------------------------------------
 
 Count = Annotated[int, Field(strict=True, ge=0)]
+Size = Annotated[Count, BeforeValidator(parse_bytes)]
+"""Bytes, as a number, or as a text with a unit: ``"50MB"``, ``"2GiB"``."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 NonNegative = Annotated[float, Field(strict=True, ge=0)]
@@ -228,13 +278,13 @@ class RepairConfig:
 
 @config_class
 class StoreConfig:
-    """Budgets, limits and the key of the KV store."""
+    """Budgets, limits and the key of the KV store. Sizes are numbers of bytes, or texts with a unit: ``"50MB"``, ``"2GiB"``."""
 
-    ram_bytes: Count = 2 * 2**30
+    ram_bytes: Size = 2 * 2**30
     """Budget of the host's memory tier, in bytes. The lowest priority leaves first, then what was not used for longest."""
-    disk_bytes: Count | None = None
+    disk_bytes: Size | None = None
     """Budget of the disk tier, in bytes of KV; ``None``: no limit. The lowest priority leaves first, then the least time saved per byte."""
-    min_free_bytes: Count = 256 * 2**20
+    min_free_bytes: Size = 256 * 2**20
     """Bytes of the file system that the store leaves free for others. Chunks are evicted, or not stored, to keep them free. 0: none."""
     high_watermark: Fraction = 0.95
     """Fraction of ``disk_bytes`` above which eviction begins. For ``min_free_bytes`` it begins when they are not free."""
@@ -253,7 +303,7 @@ class StoreConfig:
         None
     )
     """Called with each :class:`kvrag.store.StoreEvent`; must return quickly, and not use the store."""
-    history_bytes: Count = 0
+    history_bytes: Size = 0
     """Budget of finished requests' KV, in bytes of the model's device: a prompt that begins as an earlier one, such as the next turn of a
     chat, computes only what is new. 0: none is kept."""
     load_timeout_s: NonNegative = 10.0
@@ -263,7 +313,7 @@ class StoreConfig:
     on_miss: Literal["compute", "store"] = "compute"
     """What to do with chunks of a prompt that are not stored. ``compute``: compute them for this answer alone. ``store``: after the
     answer, precompute them in the background, without a document id. Live text, such as a user's turn, is never stored."""
-    gpu_bytes: Count | None = 0
+    gpu_bytes: Size | None = 0
     """Budget of the tier in the accelerator's memory, in bytes; ``None``: no limit, 0: no such tier. Out of memory empties it."""
     gpu_fraction: Fraction = 0.1
     """The same as a fraction of that memory, on CUDA and ROCm; the lesser wins."""

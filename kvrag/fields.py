@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
@@ -52,12 +51,12 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     """``cpu``, ``cuda``, ...; default: CUDA if there is one."""
     prove: Annotated[Prove, SkipValidation] = "auto"
     """``auto``: prove once that reuse is exact for this model, else answer by full prefill; or ``off``."""
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)  # may hold tokens
     """For ``AutoModelForCausalLM.from_pretrained``."""
 
     def __init__(self, **data: Any) -> None:
         for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
-            if isinstance(data.get(name), Mapping):  # not left to pydantic, which would repeat a key in its message
+            if name in data:  # not left to pydantic, which would repeat a key in its message
                 data[name] = config.as_config(kind, data[name], option=name)
         super().__init__(**data)
         self.check_model_kwargs()

@@ -458,7 +458,7 @@ def test_an_impossible_option_is_refused_by_name(options, message, engine):
     ("options", "error", "message"),
     [
         ({"model": "no-such-model"}, ModelError, "no-such-model"),
-        ({"model": "x.gguf"}, ModelError, "no GGUF file"),
+        ({"model": "x.gguf"}, ModelError, "GGUF file 'x.gguf' of the model does not exist"),
         ({"model": tiny_model()}, ConfigError, "tokenizer"),
         ({"namespace": ""}, ConfigError, "namespace"),
         ({"dtype": "int8"}, ConfigError, "dtype"),

@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 from collections.abc import Callable
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
 import typer
 
+from kvrag import spelling
 from kvrag.cli.output import progress
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, option_fields
 from kvrag.errors import ConfigError
@@ -79,10 +79,11 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes, with a unit or without: ``50MB`` is 50·10^6, ``2GiB`` 2·2^30."""
-    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(text).strip(), re.IGNORECASE)) is None:
-        raise typer.BadParameter(f"{text!r} is no size; write bytes, or a number with a unit, as 50MB or 2GiB")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    """Read a number of bytes, with a unit or without; raise typer's error for what is none."""
+    try:
+        return cast(int, spelling.parse_bytes(str(text)))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ class ModelSource:
     revision: str | None = None
     dtype: str | torch.dtype = "auto"
     device: str | torch.device | None = None
-    hf_kwargs: dict[str, Any] = field(default_factory=dict)
+    hf_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold tokens, and proxies with passwords
     extra_keys: Mapping[str, str] = field(default_factory=dict)
     prove: Prove = "auto"
 
@@ -177,6 +178,38 @@ def load_tokenizer(source: ModelSource) -> Any:
     return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
 
 
+def check_path(path: str, what: str) -> None:
+    """Raise ``ModelError`` for a path of a model or tokenizer where there is none; what has the form of a hub's name is left to the hub."""
+    is_there = os.path.exists(path)
+    if path.endswith(".gguf"):
+        if not os.path.isfile(path):
+            fault = "is a directory; name the file in it" if is_there else "does not exist; check the path"
+            raise ModelError(f"the GGUF file {path!r} of the {what} {fault}")
+    elif is_there and not os.path.isdir(path):
+        raise ModelError(f"the {what} {path!r} is a file; pass the directory that holds config.json, or a .gguf file")
+    elif not is_there and _HUB_NAME.fullmatch(path) is None:
+        remedy = "'~' is not expanded here, write the directory out" if path.startswith("~") else "check the path"
+        raise ModelError(
+            f"the directory {path!r} of the {what} does not exist; {remedy}, or pass a hub id such as 'owner/name'"
+        )
+
+
+def _check_directory(path: str) -> None:
+    """Raise ``ModelError`` for a directory that holds no model."""
+    if not os.path.isdir(path) or any(os.path.isfile(os.path.join(path, name)) for name in _CONFIGS):
+        return
+    held = sorted(os.listdir(path))
+    ggufs = [name for name in held if name.endswith(".gguf")]
+    remedy = f"name the file: {os.path.join(path, ggufs[0])!r}" if ggufs else "check the path"
+    raise ModelError(
+        f"the directory {path!r} holds no config.json, so it is no model; it holds {', '.join(held[:3]) or 'nothing'}; {remedy}"
+    )
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_CONFIGS = ("config.json", "adapter_config.json")
+
+
 def trying(source: ModelSource, action: Callable[[], T]) -> T:
     """Run a transformers call and translate its errors into kvrag's."""
     try:
@@ -186,9 +219,12 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
     except TypeError as error:
         raise ConfigError(f"transformers refuses an option for {source.name!r}: {error}") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        is_here = not isinstance(source.model, PreTrainedModel) and os.path.exists(source.model)
+        fault = "the files of this directory are damaged, or are no causal language model's; check them"
+        if not is_here:
+            fault = "there is no such directory here, and no such model of the hub that can be reached; check the name and the connection"
         raise ModelError(
-            f"could not load {source.name!r}: it is neither a usable local directory nor a model of the hub that can be reached, or its "
-            f"files are damaged; check the name and the connection ({type(error).__name__}: {str(error)[:300]})"
+            f"could not load {source.name!r}: {fault} ({type(error).__name__}: {str(error)[:300]})"
         ) from error
 
 
@@ -205,13 +241,15 @@ def check_source(source: ModelSource) -> None:
         check_generates(source.model)
         check_placement(source.model)
         return
-    path = Path(os.fspath(source.model))
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
+    path = os.fspath(source.model)
+    check_path(path, "model")
+    if isinstance(source.tokenizer, (str, os.PathLike)):
+        check_path(os.fspath(source.tokenizer), "tokenizer")
+    if path.endswith(".gguf"):
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", purpose="reading GGUF files")
         return  # parsing a GGUF header takes seconds: its kind is checked when it is loaded
-    if base_directory(source) != os.fspath(source.model):
+    _check_directory(os.path.join(path, source.hf_kwargs.get("subfolder") or ""))
+    if base_directory(source) != path:
         require("peft", extra="adapters", purpose="loading adapters")
     check_generates(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))

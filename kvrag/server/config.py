@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrag.errors import ConfigError
+from kvrag.spelling import parse_bytes
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
 """Holds ``tenant=key`` pairs, separated by commas; there is no option, because the arguments of a process can be seen by others."""
@@ -30,7 +31,7 @@ class ServerConfig:
     max_per_key
         Requests of one tenant that run and wait at a time, beyond which one is refused with 429. ``None``: as many as of all.
     max_body_bytes, max_tokens
-        Largest body of a request; most tokens of an answer.
+        Largest body of a request, in bytes, or as ``"8MiB"``; most tokens of an answer.
     timeout_s, drain_s
         Seconds that an answer may take, its turn included; seconds that running answers are given when the server shuts down.
     """
@@ -46,6 +47,7 @@ class ServerConfig:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "max_body_bytes", parse_bytes(self.max_body_bytes))
         for name in ("max_running", "max_body_bytes", "max_tokens", "timeout_s", "drain_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"ServerConfig.{name} is {getattr(self, name)!r}; it must be above 0")

@@ -1,0 +1,105 @@
+"""How options are spelt: sizes with units, other libraries' names of ours, and the option that a misspelt name means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvrag.errors import ConfigError
+
+DIRECTORY_NAMES = (
+    *("kv_path", "kv_cache_dir", "kv_cache", "cache_path", "store_dir", "store_path", "storage_dir", "directory"),
+    *("persist_dir", "persist_directory"),
+)
+"""What other libraries call the directory that ours call ``kv_dir``."""
+
+_MEANT = {
+    "recompute_ratio": ("ratio", "recompute", "repair_ratio", "blend_ratio"),
+    "strategy": ("method", "selection", "algorithm"),
+    "first_k": ("heads", "sink_tokens", "num_sink_tokens"),
+    "max_new_tokens": ("max_tokens", "max_length", "max_output_tokens", "max_completion_tokens", "n_predict"),
+    "top_k": ("top_n", "k"),
+    "temperature": ("temp",),
+    "repetition_penalty": ("repeat_penalty",),
+    "stop": ("stop_sequences", "stop_strings", "stop_words", "stops", "until"),
+    "stop_token_ids": ("eos_token_id", "eos_token_ids"),
+    "kv_dtype": ("quantization", "quantisation", "quantize", "dtype", "kv_cache_dtype", "cache_dtype"),
+    "ram_bytes": ("memory", "memory_bytes", "host_bytes", "cpu_bytes", "max_memory"),
+    "disk_bytes": ("max_bytes", "size_limit", "max_size", "capacity"),
+    "gpu_bytes": ("vram", "vram_bytes"),
+    "load_timeout_s": ("timeout", "timeout_s"),
+    "shared": ("url", "redis_url", "address", "remote", "s3_url"),
+    "duration_s": ("ttl", "ttl_s", "expire", "expires"),
+    "kv_dir": (*DIRECTORY_NAMES, "cache_dir"),
+    "model": ("model_name", "model_id", "model_path", "model_name_or_path"),
+}
+SYNONYMS = {name: meant for meant, names in _MEANT.items() for name in names}
+"""Other names of options, those that users of other libraries know, and the option that each means."""
+
+
+def parse_bytes(value: object) -> object:
+    """Read a size: ``"50MB"`` is 50·10^6 bytes, ``"2GiB"`` 2·2^30; what is no text is returned as it is.
+
+    Raises
+    ------
+    ConfigError
+        If the text is no size.
+    """
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", value.strip(), re.IGNORECASE)
+    if found is None:
+        raise ConfigError(f"{value!r} is no size; write bytes, or a number with a unit, as 50MB or 2GiB")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+
+
+def unknown_option(
+    name: str, known: Iterable[str], *, of: str, elsewhere: Mapping[str, str] | None = None
+) -> ConfigError:
+    """Build the error for an option that does not exist, with the one that was meant.
+
+    Parameters
+    ----------
+    name, known, of
+        The name given, those that exist, in the order of their likelihood, and the owner of both.
+    elsewhere
+        Where to pass options of others, by their names.
+    """
+    known = list(known)
+    meant = SYNONYMS.get(name, name)
+    place = (elsewhere or {}).get(meant)
+    if meant in known:
+        hint = f"did you mean {meant!r}?"
+    elif place is not None:
+        hint = f"pass {place}"
+    elif near := nearest(name, known):
+        hint = f"did you mean {near!r}?"
+    else:
+        hint = f"known options: {', '.join(sorted(known))}"
+    return ConfigError(f"{of} has no option {name!r}; {hint}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is spelt most alike, else the first of those that share most words; ``None`` if none does."""
+    known = list(known)
+    if alike := difflib.get_close_matches(name, known, n=1):
+        return alike[0]
+    shared = {each: _shared_words(name, each) for each in known}
+    best = max(known, key=lambda each: shared[each], default=None)
+    return best if best is not None and shared[best] else None
+
+
+def _shared_words(name: str, other: str) -> int:
+    """Count the words of two names that are the same, or begin alike."""
+    theirs = list(_words(other))
+    return sum(any(word == each or _begin_alike(word, each) for each in theirs) for word in _words(name))
+
+
+def _words(name: str) -> Iterator[str]:
+    return (word for word in re.split(r"[_\W]+", name.lower()) if len(word) > 2)
+
+
+def _begin_alike(one: str, other: str) -> bool:
+    return min(len(one), len(other)) >= 4 and (one.startswith(other) or other.startswith(one))

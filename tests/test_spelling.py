@@ -1,0 +1,165 @@
+"""Options that are misspelt, or spelt as in other libraries; sizes with units; paths where there is nothing."""
+
+import dataclasses
+
+import pytest
+
+from kvrag import ConfigError, KVRagEngine, ModelError, RepairConfig, Retention, SamplingConfig, StoreConfig
+from kvrag.config import as_config, unknown_option
+from kvrag.server.config import ServerConfig
+from kvrag.spelling import SYNONYMS, nearest, parse_bytes
+
+CONFIGS = (RepairConfig, StoreConfig, SamplingConfig, Retention)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "meant"),
+    [
+        (RepairConfig, "ratio", "recompute_ratio"),
+        (RepairConfig, "span", "probe_span"),
+        (RepairConfig, "shift_strength", "shift"),
+        (SamplingConfig, "top_n", "top_k"),
+        (SamplingConfig, "max_length", "max_new_tokens"),
+        (SamplingConfig, "temp", "temperature"),
+        (SamplingConfig, "stop_sequences", "stop"),
+        (SamplingConfig, "random_seed", "seed"),
+        (StoreConfig, "quantization", "kv_dtype"),
+        (StoreConfig, "disk", "disk_bytes"),
+        (StoreConfig, "gpu_memory", "gpu_bytes"),
+        (StoreConfig, "redis_url", "shared"),
+        (StoreConfig, "key", "encryption_key"),
+        (Retention, "ttl", "duration_s"),
+    ],
+)
+def test_the_option_that_was_meant_is_named(config, name, meant):
+    for make in (lambda: config(**{name: 1}), lambda: as_config(config, {name: 1}, option="it")):
+        with pytest.raises(ConfigError, match=f"{config.__name__} has no option '{name}'; did you mean '{meant}'"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "place"),
+    [
+        (StoreConfig, "kv_path", "kv_dir=... to the engine"),
+        (StoreConfig, "cache_dir", "kv_dir=... to the engine"),
+        (StoreConfig, "recompute_ratio", "repair=RepairConfig(recompute_ratio=...)"),
+        (RepairConfig, "disk_bytes", "store_config=StoreConfig(disk_bytes=...)"),
+        (RepairConfig, "max_tokens", "generate(..., max_new_tokens=...)"),
+        (SamplingConfig, "priority", "retention=Retention(priority=...)"),
+    ],
+)
+def test_an_option_of_another_config_is_sent_there(config, name, place):
+    with pytest.raises(ConfigError, match="has no option") as refused:
+        config(**{name: 1})
+    assert str(refused.value).endswith(f"pass {place}")
+
+
+def test_what_every_synonym_means_exists():
+    known = {field.name for config in CONFIGS for field in dataclasses.fields(config)} | {"kv_dir", "model"}
+    assert set(SYNONYMS.values()) <= known
+    assert nearest("zzz", sorted(known)) is None
+    assert "known options: " in str(unknown_option("zzz", known, of="x"))
+
+
+@pytest.mark.parametrize("name", ["kv_path", "persist_dir", "ratio", "recompute_ratio", "strategy"])
+def test_an_engine_refuses_other_names_before_it_looks_for_a_model(name):
+    for make in (KVRagEngine.from_pretrained, KVRagEngine.get):
+        with pytest.raises(ConfigError, match=f"has no option '{name}'"):
+            make("./nowhere", **{name: "x"})
+
+
+def test_an_answers_length_has_two_names():
+    assert SamplingConfig(max_tokens=5) == SamplingConfig(max_new_tokens=5)
+    with pytest.raises(ConfigError, match="max_new_tokens was given twice, once as 'max_tokens'"):
+        SamplingConfig(max_tokens=5, max_new_tokens=5)
+    with pytest.raises(ConfigError, match=r"SamplingConfig\.max_new_tokens is 0"):
+        SamplingConfig(max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        (SamplingConfig, {"logit_bias": {1: 200}}, r"logit_bias holds 200; it must be a number in \[-100, 100\]"),
+        (SamplingConfig, {"logit_bias": {-1: 2}}, "logit_bias holds -1; it must be a whole number of at least 0"),
+        (SamplingConfig, {"logit_bias": "x"}, "logit_bias is 'x'; it must be a list, each a pair of a whole number"),
+        (SamplingConfig, {"stop_token_ids": [3, -1]}, "stop_token_ids holds -1; it must be a whole number"),
+        (SamplingConfig, {"top_k": 0}, "top_k is 0; it must be a whole number of at least 1, or None"),
+        (StoreConfig, {"gpu_dtype": "fp18"}, "did you mean 'fp8'[?] it must be one of auto, int8, int4, fp8, or None"),
+        (StoreConfig, {"ram_bytes": "2 gibs"}, "ram_bytes: '2 gibs' is no size; write bytes, or a number with a unit"),
+        (StoreConfig, {"shared": 5}, "shared is 5; it must be a string, or None"),
+    ],
+)
+def test_a_fault_inside_a_value_names_the_part_at_fault(config, options, words):
+    with pytest.raises(ConfigError, match=words):
+        config(**options)
+
+
+def test_a_dict_with_odd_keys_is_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="RepairConfig has no option '1'"):
+        as_config(RepairConfig, {1: 2}, option="repair")
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------------------------
+
+
+SIZES = [field.name for field in dataclasses.fields(StoreConfig) if field.name.endswith("_bytes")]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 * 2**30), ("50MB", 50 * 10**6), ("1.5 kb", 1500), ("7", 7), (" 1T ", 10**12)]
+)
+def test_every_size_takes_a_unit(name, text, size):
+    made = StoreConfig(**{name: text})
+    assert getattr(made, name) == size
+    assert made == StoreConfig(**{name: size})
+    assert as_config(StoreConfig, {name: text}, option="store_config") == made
+
+
+def test_the_servers_size_takes_a_unit_too():
+    assert ServerConfig(max_body_bytes="8MiB").max_body_bytes == 8 * 2**20
+    with pytest.raises(ConfigError, match="no size"):
+        ServerConfig(max_body_bytes="large")
+    assert parse_bytes(5) == 5
+
+
+# -- paths of models -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("./models/qwen", "the directory './models/qwen' of the model does not exist"),
+        ("/x/y.gguf", "the GGUF file '/x/y.gguf' of the model does not exist"),
+        ("C:\\models\\qwen", "models.*of the model does not exist"),
+        ("~/models/qwen", "'~' is not expanded here"),
+        ("a/b/c", "the directory 'a/b/c' of the model does not exist"),
+        ("", "the directory '' of the model does not exist"),
+    ],
+)
+def test_a_path_where_nothing_is_says_so(path, words, tiny_dir):
+    for make in (KVRagEngine.from_pretrained, KVRagEngine.get):
+        with pytest.raises(ModelError, match=words) as refused:
+            make(path)
+        assert "hub that can be reached" not in str(refused.value)
+    with pytest.raises(ModelError, match=words.replace("model does", "tokenizer does").replace("of the model", "")):
+        KVRagEngine.from_pretrained(tiny_dir, tokenizer=path)
+
+
+def test_a_path_where_something_else_is_says_what(tmp_path):
+    (tmp_path / "notes.txt").write_text("a note")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny.gguf").write_bytes(b"")
+    cases = {
+        tmp_path / "notes.txt": "is a file; pass the directory",
+        tmp_path: "holds no config.json, so it is no model; it holds notes.txt, weights",
+        tmp_path / "weights": r"name the file: .*tiny\.gguf",
+    }
+    for path, words in cases.items():
+        with pytest.raises(ModelError, match=words):
+            KVRagEngine.from_pretrained(path)
+
+
+def test_a_name_of_the_hub_is_left_to_the_hub():
+    with pytest.raises(ModelError, match="no such directory here, and no such model of the hub"):
+        KVRagEngine.from_pretrained("nobody/no-such-model")
