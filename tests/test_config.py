@@ -122,7 +122,10 @@ def test_configs_are_still_copied_and_pickled():
         ({"load_timeout_s": float("nan")}, "load_timeout_s is nan; it must be a number of at least 0"),
         ({"low_watermark": 0.99}, r"low_watermark is 0.99; it must be a number in \[0, 0.95\]"),
         ({"durability": "durably"}, "did you mean 'durable'[?] it must be one of durable, cache"),
-        ({"gpu_dtype": "int3"}, "gpu_dtype is 'int3'; did you mean 'int8'[?] it must be one of auto, int8, int4, fp8, or None"),
+        (
+            {"gpu_dtype": "int3"},
+            "gpu_dtype is 'int3'; did you mean 'int8'[?] it must be one of auto, int8, int4, fp8, or None",
+        ),
         ({"read_only": 1}, "read_only is 1; it must be True or False"),
         ({"read_only": True, "on_miss": "store"}, "a read_only store takes nothing"),
         ({"event_log": 5}, "event_log is 5; it must be a string, or None"),
