@@ -203,6 +203,36 @@ Penalty = Annotated[float, Field(strict=True, ge=-2, le=2, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
+RESERVED = (
+    *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents"),
+    *("chat_template", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length"),
+)
+"""Arguments of ``apply_chat_template`` that are no variables of a template, and its documents, which kvrag takes as chunks."""
+
+
+def check_template_kwargs(value: object) -> dict[str, Any]:
+    """Return variables for the chat template; raises :class:`ConfigError` if they are no mapping, or one has a name of kvrag's own."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all([isinstance(name, str) for name in value]):
+        raise ConfigError(
+            f"chat_template_kwargs is {value!r}; pass a dict of variables for the chat template, as {{'enable_thinking': False}}"
+        )
+    for name in value:
+        if name in RESERVED:
+            where = "put documents into messages, as kvrag.Chunk" if name == "documents" else "it is kvrag's own to set"
+            raise ConfigError(f"chat_template_kwargs holds {name!r}, which is no variable of a chat template: {where}")
+    return dict(value)
+
+
+def check_flag(value: object, option: str) -> bool:
+    """Return a flag; raises :class:`ConfigError` if it is none. ``None`` is false."""
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{option} is {value!r}; pass True or False")
+    return bool(value)
+
+
 def _span(value: object) -> object:
     pair = tuple(value) if isinstance(value, (tuple, list)) else ()
     are_numbers = len(pair) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in pair)

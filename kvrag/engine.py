@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, TypedDict, Unpack
@@ -17,7 +18,16 @@ from transformers import PreTrainedModel
 
 from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
-from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig, as_config, refuse_misplaced
+from kvrag.config import (
+    RepairConfig,
+    Retention,
+    SamplingConfig,
+    StoreConfig,
+    as_config,
+    check_flag,
+    check_template_kwargs,
+    refuse_misplaced,
+)
 from kvrag.errors import ConfigError, ModelError
 from kvrag.generate.request import Request, check_options
 from kvrag.generate.scheduler import Load, scheduler_of
@@ -58,7 +68,8 @@ from kvrag.verify import verify_prompts
 MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps although nobody else holds them
 
 _SOURCE_OPTIONS = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
-_OPTIONS = (*_SOURCE_OPTIONS, "kv_dir", "prefix", "context", "repair", "namespace", "store_config")
+_OWN = ("kv_dir", "prefix", "context", "repair", "namespace", "store_config", "chat_template_kwargs")
+_OPTIONS = (*_SOURCE_OPTIONS, *_OWN)
 
 _DEFAULT = RepairConfig()
 _sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)  # checking options anew costs more than looking them up
@@ -74,6 +85,8 @@ class Options(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     response_format: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool
 
 
 class KVRagEngine:
@@ -95,6 +108,9 @@ class KVRagEngine:
     ``"none"``, ``"required"``, or a tool's name. ``response_format``: ``{"type": "json_object"}``, or ``{"type": "json_schema",
     "json_schema": {"name": ..., "schema": ...}}``. What these two ask for, the answer has (needs the extra ``structured``), but where
     ``max_new_tokens`` ends it.
+
+    ``chat_template_kwargs``: variables for the chat template, for instance ``{"enable_thinking": False}``; they are added to the engine's.
+    ``continue_final_message``: the answer goes on with the last message, which must be an assistant's.
 
     Invalid options raise :class:`ConfigError`, invalid prompts, texts and ids :class:`InputError`. Methods that change the store raise
     :class:`StoreError` if it can't be written to.
@@ -120,9 +136,11 @@ class KVRagEngine:
         repair: RepairConfig | Mapping[str, Any] | None = None,
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.source, self.namespace = source, documents.check_namespace(namespace)
         self.kv_dir = documents.check_kv_dir(kv_dir)
+        self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
         self._repair = as_config(RepairConfig, repair, option="repair")
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
@@ -161,6 +179,7 @@ class KVRagEngine:
         store_config: StoreConfig | None = None,
         prove: Prove = "auto",
         extra_keys: Mapping[str, str] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **hf_kwargs: Any,
     ) -> KVRagEngine:
         """Create an engine. Weights are loaded at first use and shared by all engines of this process with the same source.
@@ -190,6 +209,8 @@ class KVRagEngine:
             prefilled in full, and every result gives the reason. ``"off"``: check the model's structure only.
         extra_keys
             Your own names and values: KV is shared only where they are equal.
+        chat_template_kwargs
+            Variables for the chat template in all prompts, and in the prefix; a date that is pinned here keeps chunks exact tomorrow.
         **hf_kwargs
             For ``AutoModelForCausalLM.from_pretrained``; not with a loaded model.
 
@@ -203,7 +224,7 @@ class KVRagEngine:
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
         source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
         own = {"kv_dir": kv_dir, "prefix": prefix, "context": context, "repair": repair, "namespace": namespace}
-        return cls(source, **own, store_config=store_config)  # type: ignore[arg-type]
+        return cls(source, **own, store_config=store_config, chat_template_kwargs=chat_template_kwargs)  # type: ignore[arg-type]
 
     @classmethod
     def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
@@ -219,7 +240,8 @@ class KVRagEngine:
         config = as_config(StoreConfig, options.get("store_config"), option="store_config")
         where = documents.check_kv_dir(options.get("kv_dir")), options.get("namespace", "default")
         behind = repr(options.get("prefix")), check_context(options.get("context"))
-        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, *behind, repair, config)
+        variables = repr(sorted(check_template_kwargs(options.get("chat_template_kwargs")).items()))
+        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, *behind, repair, config, variables)
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls.from_pretrained(model, **options)
             cls._shared[key] = engine
@@ -259,9 +281,16 @@ class KVRagEngine:
         return self.loaded.encoder.tokenizer
 
     @cached_property
+    def encoder(self) -> PromptEncoder:
+        """Renders prompts and tokenises them, with the engine's variables for the chat template; loads the model."""
+        encoder: PromptEncoder = copy(self.loaded.encoder)
+        encoder.variables = self.chat_template_kwargs
+        return encoder
+
+    @cached_property
     def prefix_text(self) -> str:
         """The text that chunks are encoded behind unless :meth:`precompute` is given another one."""
-        return prefix_text(self.prefix, self.loaded.encoder)
+        return prefix_text(self.prefix, self.encoder)
 
     @cached_property
     def context_ids(self) -> tuple[int, ...]:
@@ -320,7 +349,7 @@ class KVRagEngine:
             loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
-        text = self._prefix_in(space) if prefix is None else prefix_text(prefix, loaded.encoder)
+        text = self._prefix_in(space) if prefix is None else prefix_text(prefix, self.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
         if gone := documents.replaced_ids(self.store, items, space):
             self.delete(gone, namespace=namespace)
@@ -416,7 +445,7 @@ class KVRagEngine:
         Parameters
         ----------
         prompt
-            Text, chat messages, or segments (``str`` and :class:`~kvrag.types.Chunk`).
+            Text, chat messages, segments (``str`` and :class:`~kvrag.types.Chunk`), or token ids.
         max_new_tokens, temperature, stop, **sampling
             Fields of :class:`~kvrag.config.SamplingConfig`; temperature 0 is greedy. And ``tools`` and so on.
 
@@ -518,12 +547,18 @@ class KVRagEngine:
         repair: object = None,
         namespace: str | None = None,
         max_context: MaxContext = "raise",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         **form: Any,
     ) -> Request:
         checked, space = check_options(mode, repair, max_context) or self.repair, self._namespace(namespace)
-        prefixes = self.prefix_text, *self._prefix_texts.get(space, ())
         return Request(
-            prompt, mode, checked, space, prefixes, answer_form(**form) if form else TEXT, max_context == "slide"
+            *(prompt, mode, checked, space),
+            prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),
+            form=answer_form(**form) if form else TEXT,
+            slides=max_context == "slide",
+            variables={**self.chat_template_kwargs, **check_template_kwargs(chat_template_kwargs)},
+            continues=check_flag(continue_final_message, "continue_final_message"),
         )
 
     def _produce(self, prompt: Prompt, **options: Any) -> Produce:
@@ -531,6 +566,8 @@ class KVRagEngine:
         start = time.perf_counter()
         own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
         own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"), own.get("max_context", "raise"))
+        check_template_kwargs(own.get("chat_template_kwargs"))
+        check_flag(own.get("continue_final_message", False), "continue_final_message")
         if form := {name: own[name] for name in FORM if name in own}:
             answer_form(**form)
         try:

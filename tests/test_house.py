@@ -79,7 +79,7 @@ ROOM_FILES = 12
 LONGER_FILES = {"kvrag/engine.py": 750, "kvrag/config.py": 450, "kvrag/types.py": 500, "kvrag/testing/store.py": 410}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
-    "kvrag/engine.py::KVRagEngine.from_pretrained": 59,
+    "kvrag/engine.py::KVRagEngine.from_pretrained": 62,
     "kvrag/engine.py::KVRagEngine.precompute": 48,
     "kvrag/blend/prefill.py::prefill": 60,
     "kvrag/hooks.py::precompute_kv": 48,

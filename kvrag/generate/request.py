@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvrag.config import RepairConfig, as_config, check_mode
-from kvrag.prompt.template import Prompt
+from kvrag.prompt.template import Chat, Prompt
 from kvrag.prompt.tools import TEXT, Form
 from kvrag.types import Mode
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how to treat it: mode, repair, namespace (its digest), prefixes that its head may start with, the form of its answer."""
+    """A prompt and how to treat it: mode, repair, namespace (its digest), prefixes that its head may start with, the form of its answer.
+
+    ``variables``: for the chat template; ``continues``: whether the answer goes on with the last message.
+    """
 
     prompt: Prompt
     mode: Mode
@@ -21,6 +26,13 @@ class Request:
     prefixes: tuple[str, ...]
     form: Form = TEXT
     slides: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+
+    @property
+    def chat(self) -> Chat:
+        """How chat messages are rendered."""
+        return Chat(self.form.tools, self.variables, self.continues)
 
 
 def check_options(mode: Mode, repair: object, max_context: str = "raise") -> RepairConfig | None:

@@ -34,9 +34,9 @@ from kvrag.precompute.on_miss import Erasures, WriteBack
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.learn import Learner
 from kvrag.prompt.partial import text_of
-from kvrag.prompt.plan import Lookup, Plan, plan_prompt
+from kvrag.prompt.plan import Lookup, Plan, plan_ids, plan_prompt
 from kvrag.prompt.spans import SpanIndex
-from kvrag.prompt.template import chunks_in_messages
+from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline, fork_lock
@@ -100,11 +100,14 @@ class Answering:
         """Plan a prompt within a time budget for the store."""
         config, loaded = self.store_config, self.loaded
         deadline = deadline or Deadline(config.load_timeout_s)
-        prompt, tools = request.prompt, request.form.tools
+        scanner = self.scanner(request.namespace, deadline)
+        if (ids := given_ids(request.prompt, loaded.lm.vocab_size)) is not None:
+            return plan_ids(ids, loaded.encoder, request.chat)
         plan = plan_prompt(
-            loaded.encoder.render(prompt, tools=tools) if tools else prompt,  # it refuses other prompts
+            request.prompt,
             loaded.encoder,
-            scanner=self.scanner(request.namespace, deadline),
+            chat=request.chat,
+            scanner=scanner,
             lookup=Lookup(
                 self.store, loaded.identity.fingerprint, request.namespace, deadline, config.kv_dtype, self._context
             ),
@@ -287,7 +290,7 @@ def _missed(request: Request, plan: Plan, erasures: int, again: str | None, *, s
 
     ``again``: a learnt prefix that chunks are to have KV behind, too; ``stores``: whether those without any get some.
     """
-    chunks = plan.missed + [MissedChunk(text, is_given=True) for text in chunks_in_messages(request.prompt)]
+    chunks = plan.missed
     if again is not None:
         known = [p.piece for p in plan.pieces if p.piece.kind == "chunk" and p.identity is not None]
         chunks = (chunks if stores else []) + [MissedChunk(piece.text, piece.is_given) for piece in known]

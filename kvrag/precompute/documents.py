@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvrag.errors import ConfigError, InputError
+from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
-from kvrag.prompt.template import check_chunk_text
 from kvrag.store import Catalog, TieredStore
 from kvrag.types import ChunkKey
 

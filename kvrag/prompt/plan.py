@@ -16,7 +16,7 @@ from kvrag.errors import InputError
 from kvrag.identity.fingerprint import chunk_key, content_key, ids_digest
 from kvrag.prompt.partial import PartFinder
 from kvrag.prompt.spans import SpanIndex
-from kvrag.prompt.template import Prompt, PromptEncoder, cut, merge_live
+from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder, cut, merge_live
 from kvrag.prompt.tokenizer import Piece, TokenIds
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline
@@ -25,6 +25,7 @@ from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
+IDS_ALONE = "the prompt is token ids, in which no chunks are looked for; pass text, messages or segments"
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 
 
@@ -160,6 +161,7 @@ def plan_prompt(
     prompt: Prompt,
     encoder: PromptEncoder,
     *,
+    chat: Chat = PLAIN,
     scanner: SpanIndex,
     lookup: Lookup,
     prefixes: Sequence[str],
@@ -168,6 +170,7 @@ def plan_prompt(
 ) -> Plan:
     """Cut a prompt into pieces and look every chunk up.
 
+    ``chat``: how chat messages are rendered.
     ``prefixes``: texts that chunks were encoded behind; the longest one that the prompt starts with is kept apart from what follows it.
     Chunks shorter than ``min_chunk_tokens`` are live text. ``read_dtype``: what KV has been rounded to when it is read.
 
@@ -177,7 +180,7 @@ def plan_prompt(
         If the prompt is empty or malformed.
     """
     finder = PartFinder(scanner, encoder, lookup.stored_ids, min_chunk_tokens)
-    head, rest = _split_head(merge_live(encoder.pieces(prompt)), prefixes)
+    head, rest = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes)
     hidden = set[str]()
     while True:
         spans = {i: scanner.scan(p.text, without=hidden) for i, p in enumerate(rest) if p.kind == "live"}
@@ -193,6 +196,14 @@ def plan_prompt(
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
     return Plan(tuple(planned), read_dtype, lookup.deadline.fault)
+
+
+def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> Plan:
+    """Plan a prompt of token ids: they are taken as they are, and no chunks are looked for in them."""
+    if chat.tools or chat.continues:
+        raise InputError("tools and continue_final_message need a prompt of chat messages, and this one is token ids")
+    text = str(encoder.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    return Plan((PlannedPiece(Piece(text), tuple(ids)),), refusal=IDS_ALONE)
 
 
 def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvrag.errors import ConfigError
-from kvrag.prompt.template import PromptEncoder, plain_message
+from kvrag.prompt.messages import plain_messages
+from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tools import answer_form
 
 _MARK = "\u2063KVRAG-{}\u2063"
-_ROLES = {"human": "user", "ai": "assistant"}
 _CONTEXT_NAMES = ("context", "context_str", "documents", "summaries")
 
 
@@ -70,12 +70,18 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
         only = [{"role": "user", "content": mark}]
         return _before(encoder.render(only), "context") if encoder.has_chat_template else ""
     if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
-        plain = [plain_message(message) for message in cast(Sequence[Mapping[str, Any]], prefix)]
+        plain = plain_messages(cast(Sequence[Mapping[str, Any]], prefix), _no_chunk, encoder.roles)
         marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
         if not any(mark in message["content"] for message in marked):
             marked.append({"role": "user", "content": mark})
         return _before(encoder.render(marked), "context")
     return _from_template(prefix, encoder)
+
+
+def _no_chunk(_text: str) -> str:
+    raise ConfigError(
+        "prefix holds a kvrag.Chunk; it is what stands before the first chunk: write {context} in its place"
+    )
 
 
 def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
@@ -121,7 +127,7 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
         value = template.format_prompt(**values)
         if not hasattr(value, "messages"):
             return str(value.to_string())
-        messages = [(_ROLES.get(m.type, m.type), m.content) for m in value.to_messages()]
+        messages = [(getattr(m, "role", m.type), m.content) for m in value.to_messages()]
     elif hasattr(template, "format_messages") and encoder.has_chat_template:  # LlamaIndex shows chat models messages
         messages = [(m.role.value, m.content or "") for m in _selected(template, True).format_messages(**values)]
     else:

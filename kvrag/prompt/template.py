@@ -6,30 +6,66 @@ ids.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from kvrag.errors import InputError
+from kvrag.prompt.jinja import TemplateFacts, facts_of
+from kvrag.prompt.marks import Marks, prove_shown
+from kvrag.prompt.messages import check_chunk_text, describe, plain_messages
 from kvrag.prompt.tokenizer import Piece, SegmentTokenizer, check_encodable
-from kvrag.prompt.tools import Tools, calls_with_dicts, render_tools, what_is_shown
+from kvrag.prompt.tools import Tools, render_tools, what_is_shown
 from kvrag.types import Chunk, Span
 
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk]
-"""A rendered prompt, chat messages (``role`` and ``content``), or explicit segments (live text and :class:`~kvrag.types.Chunk`)."""
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk] | Sequence[int]
+"""A rendered prompt, chat messages (``role`` and ``content``), explicit segments (live text and :class:`~kvrag.types.Chunk`), or token ids,
+which are taken as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """How chat messages are rendered.
+
+    Parameters
+    ----------
+    tools
+        Functions that the prompt shows, as OpenAI's dicts.
+    variables
+        For the chat template, beside the messages.
+    continues
+        Whether the answer goes on with the last message, an assistant's.
+    """
+
+    tools: Tools = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+
+
+PLAIN = Chat()
+MAX_PROVEN = 256  # kinds of conversations, for each of which messages are proven once to be shown
+SILENT = (
+    *("role", "content", "tool_calls", "tool_call_id", "name", "id", "type", "annotations"),
+    *("reasoning_content", "reasoning", "thinking"),
+)
+"""Fields of messages that are shown, or that say nothing which the next turn must see."""
 
 
 class PromptEncoder(SegmentTokenizer):
-    """Renders prompts, and tokenises them segment by segment. ``tools``: what is shown in all of them."""
+    """Renders prompts, and tokenises them segment by segment. ``tools`` and ``variables``: what all of them are rendered with."""
 
     tools: Tools = ()
+    variables: Mapping[str, Any] = {}
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
-        self._shown = lru_cache(maxsize=8)(lambda _template, has_tools: what_is_shown(self._applied, has_tools))
+        self._shown = lru_cache(maxsize=8)(lambda _source, has_tools: what_is_shown(self._applied, has_tools))
+        self._proven = set[object]()
+        self._warned = set[str]()
 
-    def pieces(self, prompt: Prompt) -> list[Piece]:
+    def pieces(self, prompt: Prompt, chat: Chat = PLAIN) -> list[Piece]:
         """Render a prompt to pieces; chunks are known only where they were given explicitly.
 
         Raises
@@ -37,16 +73,19 @@ class PromptEncoder(SegmentTokenizer):
         InputError
             If the prompt is empty or is none of the accepted forms.
         """
-        if isinstance(prompt, str):
+        if isinstance(prompt, Sequence) and prompt and all([isinstance(m, Mapping) for m in prompt]):
+            pieces = self.chat_pieces(prompt, chat)  # type: ignore[arg-type]
+        elif chat.tools or chat.continues:
+            what = "tools need" if chat.tools else "continue_final_message needs"
+            raise InputError(f"{what} a prompt of chat messages, and this one is {describe(prompt)}; pass messages")
+        elif isinstance(prompt, str):
             pieces = [Piece(prompt)]
-        elif isinstance(prompt, Sequence) and prompt and all([isinstance(m, Mapping) for m in prompt]):
-            pieces = [Piece(self.render(prompt))]  # type: ignore[arg-type]
         elif isinstance(prompt, Sequence) and all([isinstance(s, (str, Chunk)) for s in prompt]):
             pieces = list(_given(prompt))  # type: ignore[arg-type]
         else:
             raise InputError(
-                f"a prompt can't be {_describe(prompt)}; pass a string, a list of chat messages (dicts with 'role' and 'content'), "
-                "or a list of strings and kvrag.Chunk"
+                f"a prompt can't be {describe(prompt)}; pass a string, a list of chat messages (dicts with 'role' and 'content'), "
+                "a list of strings and kvrag.Chunk, or a list of token ids"
             )
         for piece in pieces:
             check_encodable(piece.text)
@@ -62,32 +101,128 @@ class PromptEncoder(SegmentTokenizer):
         Raises
         ------
         InputError
-            If a message is malformed or the tokenizer has no chat template.
+            If a message is malformed or the tokenizer has no chat template; if a chunk's text holds control tokens, which one text for
+            all would make real.
+        """
+        if isinstance(messages, str):
+            raise InputError(
+                "tools need a prompt of chat messages, and this one is text; pass messages, or leave tools out"
+            )
+        pieces = self.chat_pieces(messages, Chat(tools), add_generation_prompt=add_generation_prompt)
+        for piece in pieces:
+            at = self.control_text_after(piece.text, 0)
+            if piece.kind == "chunk" and at < len(piece.text):
+                raise InputError(
+                    f"a kvrag.Chunk holds control-token text at its character {at} ({piece.text[at : at + 16]!r}), which rendered text "
+                    "can't keep apart from the template's own; pass the messages to the engine as they are"
+                )
+        return "".join([piece.text for piece in pieces])
+
+    def chat_pieces(
+        self, messages: Sequence[Mapping[str, Any]], chat: Chat = PLAIN, *, add_generation_prompt: bool = True
+    ) -> list[Piece]:
+        """Render chat messages with the model's chat template, each chunk in them a piece of its own.
+
+        Raises
+        ------
+        InputError
+            As for :meth:`render`; if the template leaves out a message, or changes the text of one so that a chunk in it is lost.
         """
         if not self.has_chat_template:
             raise InputError(
                 "this tokenizer has no chat template, so chat messages can't be rendered; pass the prompt as a string, or set "
                 "tokenizer.chat_template"
             )
-        if isinstance(messages, str):
+        chat = Chat(chat.tools or self.tools, {**self.variables, **chat.variables}, chat.continues)
+        source, marks = self.template_source(chat.tools), Marks()
+        plain = plain_messages(messages, marks.add, self.roles)
+        self._warn_of_unused(plain, chat, facts_of(source))
+        if chat.continues:
+            _check_last(plain)
+        render = partial(self._shown_whole, chat=chat, add_generation_prompt=add_generation_prompt)
+        if chat.tools or any([m["role"] == "tool" or m.get("tool_calls") for m in plain]):
+            rendered = render_tools(render, plain, chat.tools, self._shown(source, bool(chat.tools)))
+        else:
+            rendered = render(plain, ())
+        return self._cut_at(marks, rendered)
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Roles that the chat template names."""
+        facts = facts_of(self.template_source()) if self.has_chat_template else None
+        return facts.roles if facts else frozenset()
+
+    def template_source(self, tools: Tools = ()) -> str:
+        """Return the chat template: of several, that for prompts with tools, or without."""
+        find = getattr(self.tokenizer, "get_chat_template", None)
+        return str(find(tools=list(tools) or None) if find else self.tokenizer.chat_template)
+
+    def _cut_at(self, marks: Marks, rendered: str) -> list[Piece]:
+        parts = marks.split(rendered)
+        if not marks.are_whole(parts):
             raise InputError(
-                "tools need a prompt of chat messages, and this one is text; pass messages, or leave tools out"
+                "the model's chat template changes the text of a message that holds a kvrag.Chunk, so that the chunk is lost; put it "
+                "into a user message, or pass segments (strings and kvrag.Chunk)"
             )
-        plain, tools = [plain_message(message) for message in messages], tools or self.tools
-        if not tools and not any([m["role"] == "tool" or m.get("tool_calls") for m in plain]):
-            return self._applied(plain, add_generation_prompt=add_generation_prompt)
-        render = partial(self._applied, add_generation_prompt=add_generation_prompt)
-        return render_tools(render, plain, tools, self._shown(str(self.tokenizer.chat_template), bool(tools)))
+        pieces = [Piece(part) for part in parts]
+        for at in range(1, len(parts), 2):
+            pieces[at] = Piece(marks.texts[int(parts[at])], "chunk", is_given=True)
+        return merge_live(pieces)
+
+    def _shown_whole(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, chat: Chat, add_generation_prompt: bool
+    ) -> str:
+        """Render messages, and prove that none is left out; once for messages of the same kinds."""
+        render = partial(
+            self._applied,
+            variables=chat.variables,
+            continues=chat.continues,
+            add_generation_prompt=add_generation_prompt,
+        )
+        rendered = render(messages, tools)
+        kinds = tuple([(m["role"], bool(m["content"].strip()), len(m.get("tool_calls", ()))) for m in messages])
+        options = repr(chat.variables), chat.continues, add_generation_prompt, bool(tools)
+        key = self.template_source(tools), kinds, options
+        if key not in self._proven:
+            prove_shown(messages, lambda probe: render(probe, tools), rendered, facts_of(key[0]))
+            if len(self._proven) >= MAX_PROVEN:
+                self._proven.clear()
+            self._proven.add(key)
+        return rendered
 
     def _applied(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools = (),
+        *,
+        variables: Mapping[str, Any] = PLAIN.variables,
+        continues: bool = False,
+        add_generation_prompt: bool = True,
     ) -> str:
-        render, more = self.tokenizer.apply_chat_template, {"tools": list(tools)} if tools else {}
+        given: dict[str, Any] = {**variables, "tools": list(tools)} if tools else dict(variables)
+        given["add_generation_prompt"] = add_generation_prompt and not continues
+        if continues:
+            given["continue_final_message"] = True
         try:
-            return str(render(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **more))
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
         except Exception as error:  # jinja's errors share no useful base class
             roles = [message["role"] for message in messages]
             raise InputError(f"the model's chat template refuses messages with roles {roles}: {error}") from error
+
+    def _warn_of_unused(self, messages: Sequence[Mapping[str, Any]], chat: Chat, facts: TemplateFacts | None) -> None:
+        """Warn, once of each, of variables and fields of messages that the template does not read."""
+        if facts is None:
+            return
+        unused = {f"chat_template_kwargs has {name!r}": name for name in chat.variables if name not in facts.variables}
+        fields = {name: message["role"] for message in messages for name, value in message.items() if value}
+        for name, role in fields.items():
+            if name not in (*SILENT, *facts.names):
+                unused[f"a {role} message has the field {name!r}"] = name
+        for what, name in unused.items():
+            if what not in self._warned:
+                self._warned.add(what)
+                where = "which the model's chat template does not read, so it changes nothing"
+                warnings.warn(f"{what}, {where}: {name!r} is left out", UserWarning, stacklevel=2)
 
     @property
     def has_chat_template(self) -> bool:
@@ -130,53 +265,11 @@ def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
         yield from (Piece(before), Piece(body, "chunk", is_given=True), Piece(after))
 
 
-def chunks_in_messages(prompt: Prompt) -> list[str]:
-    """Return the texts of the explicit chunks in the contents of chat messages, which rendering turns into plain text."""
-    contents = [] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
-    parts = [part for content in contents if isinstance(content, Sequence) for part in content]
-    return [part.text.strip() for part in parts if isinstance(part, Chunk)]
-
-
-def check_chunk_text(text: object) -> str:
-    """Return the text of a chunk, or raise :class:`InputError` if it is not a string, or only white space."""
-    if not isinstance(text, str):
-        raise InputError(f"a chunk's text is {_describe(text)}; it must be a string")
-    check_encodable(text)
-    if not text.strip():
-        raise InputError("a chunk's text is empty or white space only; leave it out")
-    return text
-
-
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with its content as one string; refuse what would otherwise be dropped."""
-    if not isinstance(message, Mapping):
-        raise InputError(f"a chat message is {_describe(message)}; pass a dict with 'role' and 'content'")
-    if message.get("tool_calls"):
-        message = calls_with_dicts(message)
-    if "role" not in message or "content" not in message:
-        raise InputError(f"a chat message has the keys {list(message)}; it needs 'role' and 'content'")
-    if not isinstance(message["role"], str):
-        raise InputError(f"the role of a chat message is {message['role']!r}; pass a string such as 'user'")
-    content = "" if message["content"] is None else message["content"]
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise InputError(f"the content of a {message['role']} message is {_describe(content)}; pass a string")
-    return {**message, "content": content if isinstance(content, str) else "".join(map(_part_text, content))}
-
-
-def _part_text(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Chunk):
-        return check_chunk_text(part.text)
-    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise InputError(f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part")
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Sequence) and not value:
-        return f"an empty {type(value).__name__}"
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
-    return f"of type {type(value).__name__}"
+def _check_last(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`InputError` if the last message can't be continued."""
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"].strip():
+        raise InputError(
+            "continue_final_message goes on with the last message, so that must be an assistant's, with text and without calls of tools; "
+            f"its role is {last['role']!r}, its text {last['content'][:80]!r}: leave the option out"
+        )

@@ -22,6 +22,7 @@ from dataclasses import astuple, dataclass, field
 from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, Literal
 
 from kvrag.errors import ConfigError, InputError, ModelError
@@ -112,10 +113,8 @@ class SegmentTokenizer:
 
     def continuation_ids(self, continuation: object, vocab_size: int) -> list[int]:
         """Return the token ids of text that follows a prompt, or ids as they are given; raises :class:`InputError` on anything else."""
-        ids: list[Any] = list(continuation) if isinstance(continuation, Iterable) else []
-        if isinstance(continuation, str):
-            ids = self.live_ids(continuation)
-        if not ids or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+        ids = self.live_ids(continuation) if isinstance(continuation, str) else given_ids(continuation, vocab_size)
+        if not ids:
             raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocab_size}")
         return ids
 
@@ -169,6 +168,26 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     found = {str(t.content): int(i) for i, t in added.items() if t.special or t.content in template}
     found |= dict(zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True))
     return {text: i for text, i in found.items() if i != tokenizer.unk_token_id and len(text.strip()) > 1}
+
+
+def given_ids(value: object, vocab_size: int) -> list[int] | None:
+    """Return token ids that a user passed, a sequence of whole numbers; ``None`` if it is something else.
+
+    Raises
+    ------
+    InputError
+        If the model has no token of one of the ids; names the first.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
+        return None
+    if not all([isinstance(i, Integral) and not isinstance(i, bool) for i in value]):
+        return None
+    for at, i in enumerate(value):
+        if not 0 <= i < vocab_size:
+            raise InputError(
+                f"token id {i} at position {at} is not one of the model's, which are 0 to {vocab_size - 1}"
+            )
+    return [int(i) for i in value]
 
 
 def check_encodable(text: str) -> None:

@@ -121,7 +121,7 @@ def _ways(
     """Yield the best way first: a template may know calls and refuse two in one message, or refuse system messages."""
     plain = messages if shows_calls else written_out(messages)
     if shows_tools or not tools:
-        yield from ((plain, tools), (written_out(messages), tools))
+        yield from ((plain, tools), (told_apart(plain), tools), (written_out(messages), tools))
         return
     text, num_system = described(tools), int(plain[0]["role"] == "system")
     system = "\n\n".join([*[message["content"] for message in plain[:num_system]], text])
@@ -158,6 +158,17 @@ def written_out(messages: Sequence[Message]) -> list[Message]:
             out.append({**rest, "content": "\n".join([*filter(None, [content]), *said])})
         else:
             out.append(message)
+    return out
+
+
+def told_apart(messages: Sequence[Message]) -> list[Message]:
+    """Put the text of a message that calls tools into a message of its own: many templates show the calls alone."""
+    out: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"].strip():
+            out.append({"role": message["role"], "content": message["content"]})
+            message = {**message, "content": ""}
+        out.append(message)
     return out
 
 

@@ -1,0 +1,93 @@
+"""Marks: what stands in a rendering for text, to be found again in what the chat template wrote.
+
+A mark is a run of random digits. Nobody can guess it, and templates that trim, escape or change the case of a text leave it as it is. Two
+things are done with marks: a chunk's text is kept apart from the template's own, and messages are proven to be shown. Many templates leave
+out a message with a role that they don't know, without a word; so the same messages are rendered once more with marks in place of their
+texts and of the tools' names, and each mark must come back. A template may do to a text what it does (trim it, leave out an earlier
+answer's thoughts), and still no message vanishes.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from kvrag.errors import InputError
+from kvrag.prompt.jinja import TemplateFacts
+
+Message = Mapping[str, Any]
+
+_DIGITS = 30
+_COUNT = 6
+_REST = 10  # digits in a row that only a mark which was cut can leave behind
+
+
+class Marks:
+    """The marks of one rendering, and the texts that they stand for."""
+
+    def __init__(self) -> None:
+        self._nonce = str(secrets.randbelow(9 * 10 ** (_DIGITS - 1)) + 10 ** (_DIGITS - 1))
+        self.texts: list[str] = []
+
+    def add(self, text: str) -> str:
+        """Return the mark of a text."""
+        self.texts.append(text)
+        return f"{self._nonce}{len(self.texts) - 1:0{_COUNT}}"
+
+    def split(self, rendered: str) -> list[str]:
+        """Split a rendering at its marks: the parts with odd indices are numbers of texts."""
+        return re.split(f"{self._nonce}([0-9]{{{_COUNT}}})", rendered)
+
+    def are_whole(self, parts: list[str]) -> bool:
+        """Whether all marks stand in a rendering, which was split, and none in pieces."""
+        found = {int(number) for number in parts[1::2]}
+        between = "\0".join(parts[::2])
+        is_cut = self._nonce[:_REST] in between or self._nonce[-_REST:] in between
+        return found == set(range(len(self.texts))) and not is_cut
+
+
+def prove_shown(
+    messages: Sequence[Message], render: Callable[[Sequence[Message]], str], rendered: str, facts: TemplateFacts | None
+) -> None:
+    """Raise :class:`InputError` if a message has left no trace in its rendering; names the message, and what to do."""
+    marks = Marks()
+    probe, owners = [], list[int]()
+    for index, message in enumerate(messages):
+        marked = _marked(message, marks)
+        owners += [index] * (len(marks.texts) - len(owners))
+        probe.append(marked)
+    try:
+        found = [int(number) for number in marks.split(render(probe))[1::2]]
+    except InputError:  # it looks into the texts: then these themselves must be there
+        found = [n for n, text in enumerate(marks.texts) if "".join(text.split()) in "".join(rendered.split())]
+    lost = sorted(set(range(len(owners))) - set(found))
+    if lost:
+        raise _left_out(messages, owners[lost[0]], facts)
+
+
+def _marked(message: Message, marks: Marks) -> Message:
+    made = dict(message)
+    if message["content"].strip():
+        made["content"] = marks.add(message["content"])
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": marks.add(call["function"]["name"])}} for call in calls
+        ]
+    return made
+
+
+def _left_out(messages: Sequence[Message], index: int, facts: TemplateFacts | None) -> InputError:
+    role, known = messages[index]["role"], sorted(facts.roles) if facts else []
+    remedy = "put its text into a user message"
+    if known and role not in known:
+        close = get_close_matches(role.lower(), known, n=1)
+        remedy = f"the template knows the roles {', '.join(known)}"
+        remedy += (
+            f"; did you mean {close[0]!r}?" if close else f"; use one of them, or {'put its text into a user message'}"
+        )
+    return InputError(
+        f"the model's chat template leaves out message {index + 1} of {len(messages)}, whose role is {role!r}: {remedy}"
+    )

@@ -1,0 +1,142 @@
+"""Chat messages as chat templates read them: a role that the template knows, one text, and calls in OpenAI's present form.
+
+Nothing that a message says is left out in silence: what a template can't show is written into the text, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvrag.errors import InputError
+from kvrag.prompt.tokenizer import check_encodable
+from kvrag.prompt.tools import calls_with_dicts
+from kvrag.types import Chunk
+
+Message = Mapping[str, Any]
+Hold = Callable[[str], str]
+"""Returns what stands in a message's text for the text of a chunk."""
+
+SYNONYMS = {
+    "developer": "system",
+    "function": "tool",
+    "human": "user",
+    "ai": "assistant",
+    "model": "assistant",
+    "chatbot": "assistant",
+}
+"""Roles of other providers and frameworks, and what most chat templates call them."""
+
+_CONTENT = ("text", "input_text", "output_text")
+"""Types of content parts that hold text, in OpenAI's two APIs."""
+_NOT_TEXT = ("audio", "images", "videos", "files")
+"""Fields of a message that hold what kvrag can't read."""
+_CALL_ID = "call{:05}"
+"""Ids of calls that have none; some templates ask for nine letters and digits."""
+
+
+def plain_messages(
+    messages: Sequence[Message], hold: Hold, roles: frozenset[str] = frozenset()
+) -> list[dict[str, Any]]:
+    """Return messages as templates read them; ``roles`` are those that the template names.
+
+    Raises
+    ------
+    InputError
+        If a message is malformed, or holds what can't be shown.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        made = _plain_message(message, hold)
+        role = made["role"]
+        if role not in roles:
+            made["role"] = SYNONYMS.get(role, role)
+        if "function_call" in made:
+            made["tool_calls"] = [_call_of(made.pop("function_call"), number=len(plain))]
+        if made["role"] == "tool" and "tool_call_id" not in made and plain:
+            made |= _id_of(plain[-1])
+        if made.get("tool_calls"):
+            made = calls_with_dicts(made)
+        plain.append(made)
+    return plain
+
+
+def check_chunk_text(text: object) -> str:
+    """Return the text of a chunk, or raise :class:`InputError` if it is not a string, or only white space."""
+    if not isinstance(text, str):
+        raise InputError(f"a chunk's text is {describe(text)}; it must be a string")
+    check_encodable(text)
+    if not text.strip():
+        raise InputError("a chunk's text is empty or white space only; leave it out")
+    return text
+
+
+def describe(value: object) -> str:
+    """Return what a value is, in words."""
+    if isinstance(value, Sequence) and not value:
+        return f"an empty {type(value).__name__}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
+    return f"of type {type(value).__name__}"
+
+
+def _plain_message(message: Message, hold: Hold) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InputError(f"a chat message is {describe(message)}; pass a dict with 'role' and 'content'")
+    if "role" not in message or not (message.keys() & {"content", "tool_calls", "function_call", "refusal"}):
+        raise InputError(f"a chat message has the keys {list(message)}; it needs 'role' and 'content'")
+    role = message["role"]
+    if not isinstance(role, str):
+        raise InputError(f"the role of a chat message is {role!r}; pass a string such as 'user'")
+    made = {name: value for name, value in message.items() if value is not None}  # null says nothing
+    for name in _NOT_TEXT:
+        if made.get(name):
+            raise InputError(f"a {role} message holds {name}; kvrag reads text only, leave them out")
+    for name, value in made.items():
+        if name != "content" and isinstance(value, Chunk):
+            raise InputError(f"{name!r} of a {role} message is a kvrag.Chunk; put chunks into its content")
+    if not made.get("tool_calls"):
+        made.pop("tool_calls", None)
+    texts = [_content_text(made.get("content"), role, hold), made.pop("refusal", "")]
+    return {**made, "content": "\n\n".join(filter(None, texts))}
+
+
+def _content_text(content: object, role: str, hold: Hold) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, Chunk):
+        content = [content]
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InputError(f"the content of a {role} message is {describe(content)}; pass a string")
+    return content if isinstance(content, str) else "".join([_part_text(part, hold) for part in content])
+
+
+def _part_text(part: object, hold: Hold) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Chunk):
+        return _held(part, hold)
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    field = "refusal" if kind == "refusal" else "text"
+    if isinstance(part, Mapping) and kind in (*_CONTENT, "refusal") and isinstance(part.get(field), str):
+        return str(part[field])
+    raise InputError(f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part")
+
+
+def _held(chunk: Chunk, hold: Hold) -> str:
+    """Return what stands for a chunk; white space at its ends belongs to the text around it."""
+    text = check_chunk_text(chunk.text)
+    before, body, after = text.partition(text.strip())
+    return f"{before}{hold(body)}{after}"
+
+
+def _call_of(function: object, number: int) -> dict[str, Any]:
+    """Turn a ``function_call`` of OpenAI's first form into a call."""
+    return {"id": _CALL_ID.format(number), "type": "function", "function": function}
+
+
+def _id_of(message: Message) -> dict[str, str]:
+    """Return the id that the result of a message's call refers to, if there is one call with an id."""
+    calls = message.get("tool_calls") or ()
+    ids = [call["id"] for call in calls if call.get("id")]
+    return {"tool_call_id": ids[0]} if len(ids) == 1 else {}
