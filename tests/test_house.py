@@ -63,7 +63,7 @@ ANYONE = {"__init__", "__main__"}
 
 LIMITS = {
     "nodes of kvrag": 130_000,
-    "files of kvrag": 140,
+    "files of kvrag": 150,
     "nodes of kvrag/store": 22_000,
     "lines of tests, per 100 lines of code": 145,
     "median lines of a function": 10,
