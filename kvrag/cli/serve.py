@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
+import socket
 from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -27,6 +30,12 @@ _RAY = typer.Option(
 _REPLICAS = typer.Option(
     help="Replicas, or the least and the most, as 2-8. Default: 1.", metavar="N[-M]", rich_help_panel=_ON_RAY
 )
+_TOKENS = typer.Option(
+    min=1, help="Most tokens of an answer; requests without a limit get as many as the window leaves, up to this."
+)
+_ORIGIN = typer.Option(
+    "--cors-origin", help="Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable."
+)
 _MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
 
 
@@ -40,6 +49,8 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
     model_name: Annotated[str | None, typer.Option(help="Name that clients ask for; default: the model's own.")] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 503.")] = 256,
+    max_tokens: Annotated[int, _TOKENS] = 4096,
+    cors_origin: Annotated[list[str] | None, _ORIGIN] = None,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="How lines of the log are written.")] = "text",
     ray: Annotated[bool, _RAY] = False,
     replicas: Annotated[str | None, _REPLICAS] = None,
@@ -52,7 +63,8 @@ def serve(
     from kvrag.server import ServerConfig, create_app
     from kvrag.server.app import prepare_process
 
-    given: Given = {"model_name": model_name, "max_waiting": max_waiting}
+    given: Given = {"model_name": model_name, "max_waiting": max_waiting, "max_tokens": max_tokens}
+    given["cors_origins"] = tuple(cors_origin or ())
     if ray:
         options = engine_options({**engine, "model": model}, repair=repair, limits=limits)
         _on_ray(options, given, host, port, replicas or "1", log_format)
@@ -61,16 +73,47 @@ def serve(
         raise ConfigError("--replicas has no effect without --ray; pass it, or leave it out")
     prepare_process()
     config = ServerConfig(api_keys=keys, **given)
-    with closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
-        app = create_app(opened, config)
-        # uvicorn raises the signal again when all is answered; the store is still to be closed then.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        grace_s = int(config.drain_s) + 5
-        options = uvicorn.Config(
-            *(app, host, port), timeout_graceful_shutdown=grace_s, access_log=False, log_config=log_config(log_format)
-        )
-        with suppress(KeyboardInterrupt):
-            _server_of(uvicorn, options, app).run()
+    listening = bound(host, port)  # before the model is loaded, which takes long
+    with listening, closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
+        _run(uvicorn, create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)
+
+
+def _run(uvicorn: Any, app: Any, listening: socket.socket, *, drain_s: float, log_format: str) -> None:
+    """Answer requests at a socket until a signal ends it."""
+    # uvicorn raises the signal again when all is answered; the store is still to be closed then.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    grace_s = int(drain_s) + 5
+    options = uvicorn.Config(
+        app, timeout_graceful_shutdown=grace_s, access_log=False, log_config=log_config(log_format)
+    )
+    with suppress(KeyboardInterrupt):
+        _server_of(uvicorn, options, app).run(sockets=[listening])
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, which is free; raises ``ConfigError`` where it is not.
+
+    It does not listen yet, so clients are refused rather than kept waiting until the model is loaded.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        if os.name == "posix":
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind(address)
+        except OSError:
+            made.close()
+            raise
+    except OSError as error:
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        remedy = "pass another --host"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "stop what listens there, or pass another --port (0: any that is free)"
+        elif error.errno == errno.EACCES:
+            remedy = "pass a --port above 1023"
+        raise ConfigError(f"kvrag serve can't listen at {where}: {error.strerror or error}; {remedy}") from None
+    return made
 
 
 def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
@@ -111,6 +154,7 @@ def _on_ray(options: Given, server: Given, host: str, port: int, replicas: str, 
         server=server,
         replicas=(int(least), int(most or least)),
     )
+    bound(host, port).close()
     application = build(config)  # what can't be used is said before Ray starts
     ray.init(ignore_reinit_error=True, logging_level="warning")
     serve.start(http_options={"host": host, "port": port})

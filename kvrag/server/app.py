@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -64,7 +65,19 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     app.get("/v1/models/{name:path}")(model)
     handle_errors(app)
     app.add_middleware(Gate, config=config, count=service.metrics.count)
+    if config.cors_origins:  # outside the gate: a browser asks for leave without the key
+        app.add_middleware(CORSMiddleware, **_cors(config))
     return app
+
+
+def _cors(config: ServerConfig) -> dict[str, Any]:
+    """Return what pages of the allowed origins may send and read."""
+    return {
+        "allow_origins": list(config.cors_origins),
+        "allow_methods": ["*"],
+        "allow_headers": ["*"],
+        "expose_headers": ["x-request-id", "retry-after", "x-should-retry"],
+    }
 
 
 @asynccontextmanager
@@ -121,7 +134,10 @@ async def metrics(request: Request) -> Response:
 
 
 def _card(service: Service) -> dict[str, Any]:
-    return {"id": service.name, "object": "model", "created": 0, "owned_by": "kvrag"}
+    """Describe the model as OpenAI does, and the size of its window as vLLM does."""
+    window = service.engine.loaded.lm.context_window
+    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvrag"}
+    return {**card, "root": service.name, "parent": None, "max_model_len": window}
 
 
 async def models(request: Request) -> dict[str, Any]:

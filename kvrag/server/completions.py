@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -29,6 +30,9 @@ from kvrag.types import Chunk, GenerationResult
 PATIENCE_S = 10.0  # after which a stream without a first token begins, so that its client sees a sign of life
 PING_S = 15
 SEND_TIMEOUT_S = 60.0  # after which a client that reads nothing is left
+
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Parts of messages that are text under other names, and the field which holds it."""
 
 Piece = tuple[int, str | GenerationResult]
 """Index of a choice, and more of its text, or, at its end, its result."""
@@ -56,13 +60,26 @@ async def completions(body: TextRequest, request: Request) -> Response:
 def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
     """Return the messages as the engine takes them, with the documents before the last user message's text."""
     dicts: list[dict[str, Any]] = [
-        message.model_dump(exclude_unset=True) | {"content": message.content} for message in messages
+        message.model_dump(exclude_unset=True) | {"content": _content(message)} for message in messages
     ]
     users = [message for message in dicts if message["role"] == "user"]
     if reuse.documents and users:
         content = users[-1]["content"] or ""
         users[-1]["content"] = [*_chunks(reuse), *([content] if isinstance(content, str) else content)]
     return dicts
+
+
+def _content(message: Message) -> str | list[Any] | None:
+    """Return a message's content, with the text of each of its parts where the engine looks for it."""
+    content = message.content
+    if not isinstance(content, list):
+        return content
+    return [_text_part(part) if isinstance(part, dict) else part for part in content]
+
+
+def _text_part(part: dict[str, Any]) -> dict[str, Any]:
+    name = _TEXT_PARTS.get(str(part.get("type")))
+    return part if name is None else {"type": "text", "text": part.get(name)}
 
 
 def text_prompt(prompt: str, reuse: Reuse) -> Prompt:
@@ -153,6 +170,7 @@ async def _pieces(
             if isinstance(piece, Exception):
                 raise piece
             if isinstance(piece, GenerationResult):
+                piece = _as_asked(body, piece)
                 left -= 1
                 record.results.append(piece)
             yield index, piece
@@ -166,6 +184,13 @@ async def _pieces(
         for stream in streams:
             stream.cancel()
         work.cancel()
+
+
+def _as_asked(body: Body, result: GenerationResult) -> GenerationResult:
+    """Return an answer with one call of a tool at most, where its client takes no more."""
+    if isinstance(body, ChatRequest) and not body.parallel_tool_calls:
+        return replace(result, tool_calls=result.tool_calls[:1])
+    return result
 
 
 async def _work(

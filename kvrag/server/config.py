@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrag.errors import ConfigError
@@ -13,6 +14,8 @@ from kvrag.spelling import parse_bytes
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
 """Holds ``tenant=key`` pairs, separated by commas; there is no option, because the arguments of a process can be seen by others."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,13 @@ class ServerConfig:
         Requests that are answered at once; those that wait for their turn, beyond which one is refused with 503.
     max_per_key
         Requests of one tenant that run and wait at a time, beyond which one is refused with 429. ``None``: as many as of all.
-    max_body_bytes, max_tokens
-        Largest body of a request, in bytes, or as ``"8MiB"``; most tokens of an answer.
+    max_body_bytes
+        Largest body of a request, in bytes, or as ``"8MiB"``.
+    max_tokens
+        Most tokens of an answer. A request that names no limit of its own gets as many as the context window leaves, up to this.
+    cors_origins
+        Origins of web pages that may call the API from a browser, as ``https://chat.example.com``; ``"*"``: any. Default: none but the
+        server's own page.
     timeout_s, drain_s
         Seconds that an answer may take, its turn included; seconds that running answers are given when the server shuts down.
     """
@@ -43,6 +51,7 @@ class ServerConfig:
     max_per_key: int | None = None
     max_body_bytes: int = 8 * 2**20
     max_tokens: int = 4096
+    cors_origins: Sequence[str] = ()
     timeout_s: float = 600.0
     drain_s: float = 30.0
 
@@ -57,6 +66,12 @@ class ServerConfig:
             raise ConfigError(f"ServerConfig.max_waiting is {self.max_waiting!r}; it must not be below 0")
         if not all(key and tenant for key, tenant in self.api_keys.items()):
             raise ConfigError("ServerConfig.api_keys has an empty key or tenant; give each key a tenant")
+        if isinstance(self.cors_origins, str):
+            raise ConfigError(f"ServerConfig.cors_origins is {self.cors_origins!r}; pass a list of origins")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                wanted = "write scheme and host, as https://chat.example.com or http://localhost:3000, without a path, or '*'"
+                raise ConfigError(f"ServerConfig.cors_origins holds {origin!r}; {wanted}")
 
     def tenant_of(self, key: str) -> str | None:
         """Return the tenant of a key, or ``None``; takes as long for a wrong key as for any other."""

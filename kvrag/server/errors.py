@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -24,6 +26,19 @@ from kvrag.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_OPTION = re.compile(
+    r"\b(?:SamplingConfig\.)?(max_new_tokens|min_new_tokens)\b|\bSamplingConfig\.(?=\w)|\bSamplingConfig\b"
+)
+_REPAIR = re.compile(r"\bRepairConfig\b")
+_LONGEST = 80  # characters of a value that a message repeats
+_OF_FIELDS = ("unknown_parameter", "unsupported_parameter", "invalid_value")
+"""Types of the faults that :mod:`kvrag.server.fields` raises, which are codes for the client."""
+_WANTED = re.compile(r"^\w+ should (be|have) | after validation(?=,)")
+
+Fault = Mapping[str, Any]
+"""An error as pydantic describes it: its type, place, message and input."""
 
 _STATUS: tuple[tuple[type[BaseException], int, str], ...] = (
     (ContextLengthError, 400, "context_length_exceeded"),
@@ -72,7 +87,7 @@ def as_api_error(error: BaseException) -> APIError:
         return error
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            return APIError(status, str(error) or _WORDS.get(code, "the request failed"), code)
+            return APIError(status, in_api_words(str(error)) or _WORDS.get(code, "the request failed"), code)
     own = str(error) if isinstance(error, KVRagError) else None
     # Messages of others may quote the prompt, so the log has their type and the way there.
     logger.error(
@@ -92,12 +107,8 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     """Answer 400 with the first fault of a body: OpenAI's clients know no 422."""
-    first = cast(RequestValidationError, error).errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body") or None
-    if first["type"] == "extra_forbidden":
-        unknown = APIError(400, f"unknown parameter {place!r}; leave it out", "unknown_parameter", param=place)
-        return _answer(request, unknown)
-    return _answer(request, APIError(400, f"{place or 'the body'}: {first['msg']}", "invalid_value", param=place))
+    invalid = cast(RequestValidationError, error)
+    return _answer(request, first_fault(invalid.errors(), invalid.body))
 
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
@@ -105,7 +116,100 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
     if isinstance(fault.__cause__, APIError):  # raised while FastAPI read the body
         return _answer(request, fault.__cause__)
     code = {404: "not_found", 405: "method_not_allowed"}.get(fault.status_code, "invalid_request")
-    return _answer(request, APIError(fault.status_code, f"{fault.detail}; see /docs for what there is", code))
+    sentence = f"{fault.detail}; see /docs for what there is"
+    if fault.status_code == 404:
+        sentence = f"there is nothing at this path ({fault.detail}); the API is under /v1, and /docs lists it"
+    elif fault.status_code == 400:  # of FastAPI, which could not decode the body
+        sentence = "the body is no text in UTF-8; send one JSON object"
+    return _answer(request, APIError(fault.status_code, sentence, code))
+
+
+def in_api_words(message: str) -> str:
+    """Return a message of the engine's with the names that options have in the API."""
+    renamed = _OPTION.sub(
+        lambda found: _NAMES.get(found[1] or "", "" if found[0].endswith(".") else "the request"), message
+    )
+    return _REPAIR.sub("kvrag.repair", renamed)
+
+
+def first_fault(errors: Sequence[Fault], body: Any) -> APIError:
+    """Describe the first thing that is wrong with a body.
+
+    Where a field takes values of several types, pydantic tells of each of them. The one that went furthest into the value was meant.
+    """
+    faults = [(_place(error["loc"][1:], body), error) for error in errors]
+    first = _field(faults[0])
+    own = [(place, error) for place, error in faults if _field((place, error)) == first]
+    depth = max(len(place) for place, _ in own)
+    deepest = [(place, error) for place, error in own if len(place) == depth]
+    meant = [(place, error) for place, error in deepest if not error["type"].endswith("_type")] or deepest
+    return _described(*meant[0], [str(error["msg"]) for _, error in meant], body)
+
+
+def _field(fault: tuple[Sequence[str], Fault]) -> str:
+    return next(iter(fault[0]), "")
+
+
+def _place(loc: Iterable[Any], body: Any) -> list[str]:
+    """Return the way into a body to what is wrong, without the names that pydantic gives to the types of a union."""
+    place = []
+    value = body
+    parts = list(loc)
+    for at, part in enumerate(parts):
+        is_last = at == len(parts) - 1
+        if isinstance(value, Mapping) and (part in value or (is_last and isinstance(part, str) and not _is_type(part))):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        place.append(str(part))
+    return place
+
+
+def _is_type(name: str) -> bool:
+    return re.fullmatch(r"[a-z_]+", name) is None or name in ("str", "int", "dict", "list", "bool", "float")
+
+
+def _described(place: Sequence[str], error: Fault, messages: Sequence[str], body: Any) -> APIError:
+    """Say what is wrong at a place: ``messages`` are pydantic's, one for each type that the value may have there."""
+    kind = error["type"]
+    param = ".".join(place) or None
+    if kind == "json_invalid":
+        at = error["loc"][-1]
+        sentence = f"the body is no JSON ({error['ctx']['error']} at character {at}); send one JSON object"
+        return APIError(400, sentence, "invalid_json")
+    if kind in _OF_FIELDS:
+        name = ".".join([*place, error["ctx"]["field"]])
+        return APIError(400, f"{param}: {error['msg']}" if param else error["msg"], kind, param=name)
+    if kind == "extra_forbidden":
+        return APIError(400, f"unknown parameter {param!r}; leave it out", "unknown_parameter", param=param)
+    if kind == "value_error":
+        sentence = str(error["msg"]).removeprefix("Value error, ")
+        return APIError(400, f"{param or 'the body'}: {sentence}", "invalid_value", param=param)
+    if param is None:
+        return APIError(400, f"the body is no JSON object; {_sent(body)}", "invalid_value")
+    if kind == "missing":
+        return APIError(400, f"{param} is missing; send it", "missing_parameter", param=param)
+    wanted = " or ".join(dict.fromkeys(_WANTED.sub("", each) for each in messages))
+    verb = "have" if " should have " in messages[0] else "be"
+    sentence = f"{param} is {_shown(error['input'])}; it should {verb} {wanted}".replace("dictionary", "object")
+    return APIError(400, sentence, "invalid_value", param=param)
+
+
+def _sent(body: Any) -> str:
+    if isinstance(body, bytes):
+        return "its content type is not JSON; send Content-Type: application/json"
+    return "send one JSON object"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as JSON, shortened."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def handle_errors(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""What every request passes: an id, the key, the size of its body; and its end, which is written down. Plain ASGI, for streams' sake."""
+"""Every request passes here: its id, key, size and type are checked, and its end is written down. Plain ASGI, for streams' sake."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = self._plain(scope)
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", "")
         request_id = given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
@@ -59,6 +60,28 @@ class Gate:
             record.endpoint = getattr(route, "path", "none")
             self._count(record)
             record.log(self._tracer.write(record, {name.decode("latin-1"): headers[name] for name in headers}))
+
+    def _plain(self, scope: Scope) -> Scope:
+        """Return a request as the routes know it: no slash at the end of its path, GET for HEAD, and JSON where no type is named.
+
+        Clients such as ``curl -d`` name another type, or none. A page of another site could do that, too, without asking the browser's
+        leave for it, so requests of pages need the right type, or an origin that is allowed.
+        """
+        path = scope["path"]
+        plain = {**scope, "path": path.rstrip("/") or "/", "raw_path": scope.get("raw_path", b"").rstrip(b"/") or b"/"}
+        if scope["method"] == "HEAD":  # servers leave the body out, as they know what was asked
+            plain["method"] = "GET"
+        headers = dict(scope["headers"])
+        if scope["method"] == "POST" and self._is_trusted(headers):
+            others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            plain["headers"] = [*others, (b"content-type", b"application/json")]
+        return plain
+
+    def _is_trusted(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether a request comes from no page, from the server's own, or from one that may call it."""
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        own = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
+        return not origin or own or origin in self._config.cors_origins or "*" in self._config.cors_origins
 
     def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
         """Return whose key it is, or raise ``APIError``."""

@@ -1,27 +1,16 @@
-"""What clients send: OpenAI's fields that kvrag honours; one that it doesn't is refused unless it says nothing."""
+"""What clients send: the fields of OpenAI's and vLLM's that kvrag honours. What others mean is in :mod:`kvrag.server.fields`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvrag.config import RepairConfig, as_config
 from kvrag.prompt.tokenizer import check_encodable
+from kvrag.server.fields import fault, understood
 from kvrag.types import MaxContext, Mode
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "parallel_tool_calls": (None, True, False),
-    "store": (None, False),
-}
-"""Fields of OpenAI's that are not honoured, and the values that ask for nothing."""
-_IGNORED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields that change no answer."""
-
 
 MAX_DEPTH = 64
 """Of lists and objects inside each other, in a body: schemas of tools need a dozen, and what reads them recursively has an end."""
@@ -31,6 +20,7 @@ MAX_CHOICES = 32
 """Answers to one request, which has one place in the queue."""
 
 Stop = Annotated[str, Field(max_length=1000)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Body(BaseModel):
@@ -39,14 +29,38 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_all(cls, data: Any) -> Any:
-        level, depth = [data], 0
+        """Refuse what is too deep or no text, and leave out fields that are null, which is how clients say that they are not given."""
+        level = [data]
+        depth = 0
         while level := [inner for each in level for inner in _inside(each)]:
-            if (depth := depth + 1) > MAX_DEPTH:
+            depth += 1
+            if depth > MAX_DEPTH:
                 raise ValueError(f"it nests deeper than {MAX_DEPTH} levels; make it flatter")
             for text in level:
                 if isinstance(text, str) and not text.isascii():
                     check_encodable(text)
-        return data
+        return cls._read(data) if isinstance(data, dict) else data
+
+    @classmethod
+    def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {name: each for name, each in data.items() if each is not None}
+
+
+class _Foreign(_Body):
+    """A body of others' APIs, which has fields that kvrag does not know."""
+
+    @classmethod
+    def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return understood(data, cls.model_fields)
+
+
+def without_nulls(value: Any, levels: int = 1) -> Any:
+    """Return a value whose objects, so many levels deep, have no fields that are null: deeper ones may be JSON schemas, or arguments."""
+    if isinstance(value, list):
+        return [without_nulls(each, levels) for each in value]
+    if not isinstance(value, dict) or not levels:
+        return value
+    return {name: without_nulls(each, levels - 1) for name, each in value.items() if each is not None}
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -79,42 +93,53 @@ class Making(Reuse):
     trace: bool = False
 
 
-class StreamOptions(_Body):
+class StreamOptions(_Foreign):
     """Whether the last event of a stream has the usage."""
 
     include_usage: bool = False
 
 
-class Completion(_Body):
+def _or_none(*nothing: Any) -> BeforeValidator:
+    """Return a validator that takes values at which a field asks for nothing as ``None``."""
+    return BeforeValidator(lambda value: None if value in nothing and not isinstance(value, bool) else value)
+
+
+_shallow = BeforeValidator(lambda value: without_nulls(value, levels=2))
+"""A validator that leaves out nulls which are not part of a JSON schema."""
+
+
+class Completion(_Foreign):
     """What ``/v1/chat/completions`` and ``/v1/completions`` have in common."""
 
-    model: str
+    model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Annotated[int | None, Field(ge=0), _or_none(-1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=0), _or_none(-1)] = None
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: Annotated[int | None, Field(ge=1), _or_none(0, -1)] = None
     repetition_penalty: float | None = Field(default=None, gt=0)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = Field(default=None, max_length=1024)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    seed: int | None = Field(default=None, ge=0)
+    logit_bias: Annotated[dict[int, float] | None, Field(max_length=1024), _or_none([])] = None
+    stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=16)] | None, _or_none("")] = None
+    stop_token_ids: Annotated[list[Token] | None, Field(max_length=64)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64), _or_none(-1)] = None
     n: int = Field(default=1, ge=1, le=8)
     kvrag: Making = Field(default_factory=Making)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        """Take fields that ask for nothing, and refuse those that ask for what is not there."""
-        if not isinstance(data, dict):
-            return data
-        for name, neutral in _NEUTRAL.items():
-            if name in data and data[name] not in neutral:
-                raise ValueError(f"{name} is not supported; leave it out")
-        return {name: value for name, value in data.items() if name not in _NEUTRAL and name not in _IGNORED}
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that the answer may have; ``None``: as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> Completion:
+        if self.limit == 0:
+            message = "max_tokens is 0, and an answer has a token at least; send 1 or more"
+            raise fault("invalid_value", message, "max_tokens")
+        return self
 
 
 class Message(BaseModel):
@@ -123,7 +148,12 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, Any] | str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, data: Any) -> Any:
+        return without_nulls(data, levels=3)
 
 
 class ChatRequest(Completion):
@@ -132,9 +162,10 @@ class ChatRequest(Completion):
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, _shallow] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, _shallow, _or_none("", {})] = None
+    parallel_tool_calls: bool = True
+    response_format: Annotated[dict[str, Any] | None, _shallow, _or_none("", {})] = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -144,7 +175,7 @@ class ChatRequest(Completion):
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise fault("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
         return self
 
 
@@ -152,7 +183,7 @@ class TextRequest(Completion):
     """Body of ``/v1/completions``."""
 
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-    logprobs: int | None = Field(default=None, ge=0, le=5)
+    logprobs: Annotated[int | None, Field(ge=0, le=20), BeforeValidator(lambda v: None if v is False else v)] = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -162,7 +193,8 @@ class TextRequest(Completion):
     @model_validator(mode="after")
     def _check(self) -> TextRequest:
         if isinstance(self.prompt, list) and len(self.prompt) * self.n > MAX_CHOICES:
-            raise ValueError(f"n choices of each prompt are more than {MAX_CHOICES}; send several requests")
+            message = f"n choices of each prompt are more than {MAX_CHOICES}; send several requests"
+            raise fault("invalid_value", message, "n")
         return self
 
 

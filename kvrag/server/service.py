@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,6 @@ from anyio import CapacityLimiter
 from fastapi import Request
 
 from kvrag.engine import KVRagEngine
-from kvrag.errors import InputError
 from kvrag.server.admission import Admission
 from kvrag.server.config import ServerConfig
 from kvrag.server.errors import APIError
@@ -20,6 +20,7 @@ from kvrag.server.schema import ChatRequest, Reuse, TextRequest
 
 _SAMPLING = (
     *("top_p", "top_k", "repetition_penalty", "stop", "frequency_penalty", "presence_penalty", "logit_bias"),
+    "stop_token_ids",
     *("tools", "tool_choice", "response_format"),
 )
 
@@ -35,6 +36,7 @@ class Service:
     admission: Admission
     metrics: Metrics
     precomputes: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PRECOMPUTES))
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def name(self) -> str:
@@ -42,9 +44,9 @@ class Service:
         source = self.engine.source.name
         return self.config.model_name or (Path(source).resolve().name if os.path.exists(source) else source)
 
-    def check_model(self, name: str) -> None:
-        """Raise ``APIError`` if a client asks for a model that isn't here."""
-        if name != self.name:
+    def check_model(self, name: str | None) -> None:
+        """Raise ``APIError`` if a client asks for a model that isn't here; ``None``: the one that is."""
+        if name not in (None, self.name):
             message = f"the model {name!r} is not served here; ask for {self.name!r}"
             raise APIError(404, message, "model_not_found", param="model")
 
@@ -59,16 +61,23 @@ class Service:
 
     def options(self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options for the choice ``index`` of a request."""
-        limit, most = body.max_completion_tokens or body.max_tokens, self.config.max_tokens
+        limit = body.limit
+        most = self.config.max_tokens
         if limit is not None and limit > most:
-            raise InputError(f"max_tokens is {limit}; this server gives at most {most}")
+            remedy = "ask for less, leave it out, or start the server with a larger --max-tokens"
+            raise APIError(
+                400,
+                f"max_tokens is {limit}, and this server gives {most} at most; {remedy}",
+                "invalid_value",
+                param="max_tokens",
+            )
         given = {name: value for name in _SAMPLING if (value := getattr(body, name, None)) is not None}
         if body.num_logprobs is not None:
             given["logprobs"] = body.num_logprobs
         if body.temperature is not None:
             given["temperature"] = float(body.temperature)
         if body.seed is not None:
-            given["seed"] = body.seed + index
+            given["seed"] = (body.seed + index) % 2**64
         return {"max_new_tokens": limit or min(most, 256), **given, **self.reuse(body.kvrag, tenant)}
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from kvrag import ConfigError
 from kvrag.cli.app import app
+from kvrag.cli.serve import bound
 
 
 @pytest.fixture
@@ -75,3 +78,21 @@ def test_listening_beyond_this_machine_asks_for_keys(tiny_dir, monkeypatch):
     result = CliRunner().invoke(app, ["serve", str(tiny_dir), "--host", "0.0.0.0"])
     assert result.exit_code == 2
     assert "KVRAG_API_KEYS" in result.output
+
+
+@pytest.mark.parametrize("ray", [[], ["--ray", "--kv-dir", "kv"]])
+def test_a_port_in_use_is_found_before_the_model_is_loaded(ray, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvrag.cli.serve.open_engine", lambda *_, **__: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "no/model", "--port", str(port), *ray])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert f"127.0.0.1:{port}" in said
+    assert "--port" in said
+
+
+def test_an_address_that_is_not_here_is_said():
+    with pytest.raises(ConfigError, match=r"can't listen at 192\.0\.2\.1:80.*--host"):
+        bound("192.0.2.1", 80)

@@ -1,0 +1,175 @@
+"""Fields of other servers and of clients that the API has no use for: which ask for nothing, and which can't be done.
+
+A field that no schema knows is accepted where it asks for nothing: at ``null``, ``false``, ``0`` or an empty value, at its neutral value,
+or as one of :data:`HINTS`. Another one would change the answer, so it is refused by its name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+HINTS: dict[str, tuple[str, ...]] = {
+    "who asks, and how it is booked": (
+        *("user", "user_id", "metadata", "store", "service_tier", "safety_identifier", "request_id", "priority"),
+        *("session_id", "chat_id", "conversation_id", "message_id", "prompt_cache_key", "prompt_cache_retention"),
+        *("api_type", "api_server", "legacy_api"),
+    ),
+    "how a server uses its memory and its machine": (
+        *(
+            "keep_alive",
+            "cache_prompt",
+            "id_slot",
+            "slot_id",
+            "num_ctx",
+            "num_keep",
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+        ),
+        *("num_thread", "low_vram", "use_mmap", "use_mlock", "truncation_length", "prediction", "speculative_ngram"),
+    ),
+    "how much a model thinks and says, for models of others": ("verbosity", "include_reasoning", "reasoning_effort"),
+    "how special tokens, which no answer shows, are spelt": ("spaces_between_special_tokens",),
+    "options of a method that is off, and is refused where it is on": (
+        *(
+            "mirostat_tau",
+            "mirostat_eta",
+            "dry_base",
+            "dry_allowed_length",
+            "dry_sequence_breakers",
+            "dry_penalty_last_n",
+        ),
+        *("xtc_threshold", "smoothing_curve", "dynatemp_low", "dynatemp_high", "dynatemp_min", "dynatemp_max"),
+        *("dynatemp_exponent", "adaptive_decay", "negative_prompt", "length_penalty", "early_stopping"),
+    ),
+}
+"""Fields that change no answer, whatever they hold, by what they are about."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "adaptive_target": (-0.01, -1, 0),
+    "add_bos_token": (True,),
+    "add_generation_prompt": (True,),
+    "audio": (False, {}),
+    "detokenize": (True,),
+    "encoder_repetition_penalty": (1, 0),
+    "function_call": ("auto", "none"),
+    "guidance_scale": (1, 0),
+    "mirostat": (0, False),
+    "modalities": (["text"], []),
+    "skip_special_tokens": (True,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "top_n_sigma": (-1, 0),
+    "nsigma": (-1, 0),
+    "truncate_prompt_tokens": (-1,),
+    "typical": (1,),
+    "typical_p": (1,),
+    "web_search_options": (False,),
+}
+"""Values, besides ``null``, at which fields ask for nothing, where these are not ``false``, ``0`` and empty values."""
+
+ONLY_WITH: dict[str, str] = dict.fromkeys(
+    ("rep_pen_range", "repetition_penalty_range", "repeat_last_n", "rep_pen_slope", "repetition_decay"),
+    "repetition_penalty",
+)
+"""Fields that do nothing as long as another one is neutral (1)."""
+
+ALIASES: dict[str, str] = {
+    "rep_pen": "repetition_penalty",
+    "repeat_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "stopping_strings": "stop",
+}
+"""Other servers' names of fields."""
+
+_SCHEMA = "send response_format with a JSON schema"
+REMEDIES: dict[str, str] = {
+    "add_special_tokens": "send true with text prompts, false with chat messages, or leave it out",
+    "cache_salt": "give each tenant a key of its own, which keeps their KV apart",
+    "chat_template": "set it on the tokenizer that is served",
+    "documents": "send them as kvrag.documents",
+    "do_sample": "send temperature, which is 0 where nothing is sampled",
+    "function_call": "send tool_choice",
+    "functions": "send them as tools",
+    "grammar": _SCHEMA,
+    "grammar_string": _SCHEMA,
+    "guided_choice": _SCHEMA,
+    "guided_grammar": _SCHEMA,
+    "guided_json": _SCHEMA,
+    "guided_regex": _SCHEMA,
+    "json_schema": _SCHEMA,
+    "modalities": "answers are text; send ['text'], or leave it out",
+    "prompt_logprobs": "send a text completion with echo and logprobs",
+    "skip_special_tokens": "answers have no control tokens; send true, or leave it out",
+    "structured_outputs": _SCHEMA,
+    "suffix": "put the model's own tokens for filling in the middle into the prompt",
+    "thinking": "send chat_template_kwargs with what the model's template knows, such as enable_thinking",
+}
+"""What to send instead of fields that are refused."""
+
+_HARMLESS = frozenset(name for names in HINTS.values() for name in names)
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+
+def asks_for_nothing(value: Any) -> bool:
+    """Whether a value is null, false, zero or empty."""
+    return any(value == nothing for nothing in _NOTHING) or (isinstance(value, (bool, int, float)) and not value)
+
+
+def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a body that a schema knows, without nulls; raise ``PydanticCustomError`` on others that ask for something."""
+    given = {name: value for name, value in data.items() if value is not None}
+    for alias, name in ALIASES.items():
+        if alias in given and name in known:
+            _rename(given, alias, name)
+    for name in [name for name in given if name not in known]:
+        if not _is_neutral(name, given):
+            raise _refusal(name, known)
+        del given[name]
+    return given
+
+
+def _rename(given: dict[str, Any], alias: str, name: str) -> None:
+    value = given.pop(alias)
+    if asks_for_nothing(value) or given.get(name) == value:
+        return
+    if name in given:
+        raise fault("unsupported_parameter", f"{alias} and {name} differ; send {name} alone", alias)
+    given[name] = value
+
+
+def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
+    value = given[name]
+    if name in _HARMLESS:
+        return True
+    if name in ONLY_WITH and given.get(ONLY_WITH[name], 1) == 1:
+        return True
+    if name == "do_sample":
+        return isinstance(value, bool) and (value or not given.get("temperature"))
+    if name == "add_special_tokens":  # a chat template has its own
+        return value is ("prompt" in given)
+    if name == "best_of":
+        return value in (0, 1, given.get("n", 1))
+    if name in NEUTRAL:
+        return value in NEUTRAL[name]
+    return asks_for_nothing(value)
+
+
+def _refusal(name: str, known: Collection[str]) -> PydanticCustomError:
+    if name in REMEDIES or name in NEUTRAL:
+        remedy = REMEDIES.get(name, "leave it out")
+        return fault("unsupported_parameter", f"{name} is not supported with this value; {remedy}", name)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+    return fault("unknown_parameter", f"unknown parameter {name!r}; {hint}", name)
+
+
+def fault(code: str, sentence: str, name: str) -> PydanticCustomError:
+    """Build an error of pydantic's that says which field it is about."""
+    return PydanticCustomError(code, sentence, {"field": name})

@@ -1,0 +1,416 @@
+"""What clients send, and fields that ask for nothing, or for what can't be done."""
+
+import http.client
+import json
+import re
+from pathlib import Path
+from typing import get_origin
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from clients import CHAT, CLIENTS, ID, SCHEMA, TEXT, TOOL, USER
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+from server_kit import served
+
+from kvrag import ConfigError
+from kvrag.server import ServerConfig, schema
+from kvrag.server.fields import ALIASES, HINTS, NEUTRAL, ONLY_WITH, REMEDIES, asks_for_nothing
+
+ASK = {"model": ID, "messages": [USER], "max_tokens": 2, "temperature": 0}
+PROMPT = {"model": ID, "prompt": "Who keeps the lamp?", "max_tokens": 2, "temperature": 0}
+ROUTES = {CHAT: (schema.ChatRequest, ASK), TEXT: (schema.TextRequest, PROMPT)}
+DOC = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
+
+
+def answer_of(http, path, body):
+    """A body's answer, whole or put together from its events: its texts and its calls, by choice."""
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    if not body.get("stream"):
+        return [choice.get("text", choice.get("message")) for choice in response.json()["choices"]]
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert not [event for event in events if "error" in event], response.text
+    ends = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert len(ends) == body.get("n", 1)
+    return events
+
+
+@pytest.mark.parametrize("sent", CLIENTS, ids=lambda sent: sent.client)
+def test_what_a_client_sends_is_answered(http, sent):
+    assert answer_of(http, sent.path, sent.body)
+
+
+def test_the_documentation_lists_the_clients():
+    text = DOC.read_text()
+    assert [sent.client for sent in CLIENTS if sent.client.partition(",")[0] not in text] == []
+
+
+def test_the_documentation_lists_the_fields():
+    text = DOC.read_text()
+    names = {name for names in HINTS.values() for name in names} | {*NEUTRAL, *ALIASES, *ONLY_WITH, *REMEDIES}
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+def fields_of(model, path=()):
+    """All fields of a schema and of those inside it, as paths."""
+    for name, field in model.model_fields.items():
+        yield (*path, name)
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        for kind in kinds if get_origin(field.annotation) is not list else ():
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from fields_of(kind, (*path, name))
+
+
+def with_value(body, path, value):
+    """A copy of a body with a value at a path; objects on the way are made."""
+    if len(path) == 1:
+        return body | {path[0]: value}
+    inner = body.get(path[0])
+    return body | {path[0]: with_value(inner if isinstance(inner, dict) else {}, path[1:], value)}
+
+
+def read(model, body):
+    """What a schema makes of a body, or the place and kind of its first fault."""
+    try:
+        return model.model_validate(body).model_dump()
+    except ValidationError as error:
+        fault = error.errors()[0]
+        return fault["type"], fault["loc"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_field_that_is_null_is_not_given(route):
+    model, body = ROUTES[route]
+    for path in fields_of(model):
+        without = {name: value for name, value in body.items() if (name,) != path}
+        assert read(model, with_value(without, path, None)) == read(
+            model, without if len(path) == 1 else with_value(without, path[:1], {})
+        ), path
+
+
+NULLS = {
+    "a message": {"messages": [USER | dict.fromkeys(("name", "refusal", "audio", "tool_calls", "function_call"))]},
+    "a call": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "a", "type": "function", "index": None, "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "Ann", "name": None},
+        ]
+    },
+    "a part": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Who?", "cache_control": None}]}]},
+    "a tool": {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": None, "description": None}}]},
+    "a tool without parameters": {"tools": [{"type": "function", "function": {"name": "f", "parameters": None}}]},
+    "a form": {"response_format": {"type": "text", "json_schema": None}},
+    "a schema's form": {
+        "max_tokens": 40,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": None, "description": None, "strict": None, "schema": SCHEMA},
+        },
+    },
+    "the repair": {"kvrag": {"repair": None, "documents": None, "mode": None}},
+}
+
+
+@pytest.mark.parametrize("where", NULLS)
+def test_nulls_inside_are_not_given(http, where):
+    def without(value):
+        if isinstance(value, list):
+            return [without(each) for each in value]
+        if isinstance(value, dict):
+            return {k: without(v) for k, v in value.items() if v is not None or k == "content"}
+        return value
+
+    body = ASK | NULLS[where]
+    assert answer_of(http, CHAT, body) == answer_of(http, CHAT, without(body))
+
+
+def test_nulls_of_a_schema_are_its_own():
+    """A null in a JSON schema is a value."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [None], "default": None}}}
+    read = schema.ChatRequest.model_validate(ASK | {"response_format": form})
+    assert read.response_format == form
+
+
+KNOWN = {name for model, _ in ROUTES.values() for name in model.model_fields} | {
+    *(name for names in HINTS.values() for name in names),
+    *NEUTRAL,
+    *ALIASES,
+    *ONLY_WITH,
+    *REMEDIES,
+    "best_of",
+}
+names = st.text(min_size=1, max_size=12).filter(lambda name: name not in KNOWN)
+nothings = st.sampled_from([None, False, 0, 0.0, "", [], {}])
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@given(name=names, value=nothings)
+def test_an_unknown_field_that_asks_for_nothing_is_accepted(route, name, value):
+    model, body = ROUTES[route]
+    assert read(model, body | {name: value}) == read(model, body)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@given(name=names, value=json_values.filter(lambda value: not asks_for_nothing(value)))
+def test_an_unknown_field_that_asks_for_something_is_refused_by_name(route, name, value):
+    model, body = ROUTES[route]
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body | {name: value})
+    fault = caught.value.errors()[0]
+    assert (fault["type"], fault["ctx"]["field"]) == ("unknown_parameter", name)
+    assert repr(name) in fault["msg"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@given(name=st.sampled_from(sorted(name for group in HINTS.values() for name in group)), value=json_values)
+def test_a_hint_changes_nothing_whatever_it_holds(route, name, value):
+    model, body = ROUTES[route]
+    assert read(model, body | {name: value}) == read(model, body)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_neutral_value_is_accepted_and_another_refused_with_a_remedy(route, name):
+    model, body = ROUTES[route]
+    for value in NEUTRAL[name]:
+        assert read(model, body | {name: value}) == read(model, body), value
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body | {name: 0.123})
+    fault = caught.value.errors()[0]
+    assert (fault["type"], fault["ctx"]["field"]) == ("unsupported_parameter", name)
+    assert ";" in fault["msg"]
+
+
+FOREIGN = {
+    "best_of": ({"best_of": 2, "n": 2}, {"best_of": 3, "n": 2}),
+    "do_sample": ({"do_sample": False}, {"do_sample": False, "temperature": 1}),
+    "functions": ({"functions": []}, {"functions": [TOOL["function"]]}),
+    "repeat_last_n": ({"repeat_last_n": 64}, {"repeat_last_n": 64, "repetition_penalty": 1.1}),
+    "rep_pen_range": ({"rep_pen_range": 9, "rep_pen": 1}, {"rep_pen_range": 9, "rep_pen": 1.1}),
+    "repeat_penalty": (
+        {"repeat_penalty": 1.5, "repetition_penalty": 1.5},
+        {"repeat_penalty": 2, "repetition_penalty": 1.5},
+    ),
+    "suffix": ({"suffix": ""}, {"suffix": "x"}),
+    "ignore_eos": ({"ignore_eos": False}, {"ignore_eos": True}),
+    "mirostat": ({"mirostat": 0, "mirostat_tau": 5}, {"mirostat": 2, "mirostat_tau": 5}),
+    "modalities": ({"modalities": ["text"]}, {"modalities": ["text", "audio"]}),
+    "web_search_options": ({"web_search_options": None}, {"web_search_options": {}}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_changes_an_answer_is_refused_by_name(http, name, stream):
+    neutral, other = FOREIGN[name]
+    assert answer_of(http, TEXT, PROMPT | neutral | {"stream": stream})
+    refused = http.post(TEXT, json=PROMPT | other | {"stream": stream})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, name)
+    assert re.search(r"unsupported_parameter|unknown_parameter", error["code"])
+
+
+def test_other_servers_names_of_fields_mean_the_same(http):
+    (text,) = answer_of(http, TEXT, PROMPT | {"max_tokens": 9})
+    mine = PROMPT | {"repetition_penalty": 5.0, "stop": [text[2:4]], "max_tokens": 9}
+    theirs = {"repeat_penalty": 5.0, "stopping_strings": [text[2:4]], "n_predict": 9, "max_tokens": None}
+    assert answer_of(http, TEXT, PROMPT | theirs) == answer_of(http, TEXT, mine) != [text]
+
+
+SEEDS = {-1: 200, 0: 200, -7: 200, 2**63: 200, 2**64 - 1: 200, 2**64: 400, -(2**63) - 1: 400}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_of_any_size_is_taken_or_refused(http, seed):
+    response = http.post(TEXT, json=PROMPT | {"seed": seed, "temperature": 1, "n": 2})
+    assert response.status_code == SEEDS[seed]
+    if SEEDS[seed] == 400:
+        assert response.json()["error"]["param"] == "seed"
+
+
+def test_minus_one_is_no_seed_and_no_limit(http):
+    assert schema.TextRequest.model_validate(PROMPT | {"seed": -1, "max_tokens": -1, "top_k": -1}).limit is None
+    sampled = {tuple(answer_of(http, TEXT, PROMPT | {"seed": -1, "temperature": 2, "max_tokens": 8})) for _ in range(4)}
+    assert len(sampled) > 1
+
+
+def test_any_type_of_content_is_json_but_for_other_sites_pages(http, url):
+    raw = json.dumps(ASK).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "", None):
+        headers = {} if kind is None else {"Content-Type": kind}
+        connection = http_connection(url)
+        connection.request("POST", CHAT, body=raw, headers=headers)
+        assert connection.getresponse().status == 200, kind
+        connection.close()
+    page = {"Content-Type": "text/plain", "Origin": "https://elsewhere.example"}
+    refused = http.post(CHAT, content=raw, headers=page)
+    assert refused.status_code == 400
+    assert "Content-Type: application/json" in refused.json()["error"]["message"]
+    own = {"Content-Type": "text/plain", "Origin": url}
+    assert http.post(CHAT, content=raw, headers=own).status_code == 200
+
+
+def http_connection(url):
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+
+
+def test_paths_may_end_with_a_slash_and_head_is_get_without_a_body(http):
+    assert http.post(CHAT + "/", json=ASK).status_code == 200
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+    for path in ("/", "/health", "/ready", "/v1/models", f"/v1/models/{ID}"):
+        response = http.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+    (card,) = http.get("/v1/models").json()["data"]
+    assert card["max_model_len"] > 100
+    assert card["created"] > 1_600_000_000
+    missing = http.post("/chat/completions", json=ASK)
+    assert (missing.status_code, "/v1" in missing.json()["error"]["message"]) == (404, True)
+
+
+def test_a_request_may_leave_the_model_out(http):
+    for path, body in ((CHAT, ASK), (TEXT, PROMPT)):
+        nameless = {name: value for name, value in body.items() if name != "model"}
+        assert http.post(path, json=nameless).json()["model"] == ID
+
+
+class TestPages:
+    ORIGIN = "https://chat.example.com"
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def url(shared):
+        config = ServerConfig(model_name=ID, api_keys={"ka": "a"}, cors_origins=[TestPages.ORIGIN])
+        with served(shared[0], config) as (_, url):
+            yield url
+
+    def asked(self, origin):
+        return {
+            "Origin": origin,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+        }
+
+    def test_a_browser_asks_for_leave_without_the_key(self, url):
+        allowed = httpx.options(url + CHAT, headers=self.asked(self.ORIGIN))
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == self.ORIGIN
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        other = httpx.options(url + CHAT, headers=self.asked("https://other.example"))
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
+
+    def test_answers_and_refusals_can_be_read_by_the_page(self, url):
+        for key, status in (("ka", 200), ("kb", 401)):
+            headers = {"Origin": self.ORIGIN, "Authorization": f"Bearer {key}", "Content-Type": "text/plain"}
+            response = httpx.post(url + CHAT, content=json.dumps(ASK), headers=headers, timeout=60)
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == self.ORIGIN
+
+    def test_no_page_may_by_default(self, shared):
+        response = httpx.options(shared[2] + CHAT, headers=self.asked(self.ORIGIN))
+        assert "access-control-allow-origin" not in response.headers
+
+    @pytest.mark.parametrize("origins", ["https://a.example", ["a.example"], ["https://a.example/chat"]])
+    def test_an_origin_that_is_none_is_refused(self, origins):
+        with pytest.raises(ConfigError, match="cors_origins"):
+            ServerConfig(cors_origins=origins)
+
+
+WRONG = {
+    "no JSON": (b'{"model": "tiny",', "JSON", None),
+    "no body": (b"", "send one JSON object", None),
+    "a list": ([1], "send one JSON object", None),
+    "a union, its type": (ASK | {"stop": 3}, "stop is 3; it should be a valid string or a valid list", "stop"),
+    "a union, inside": (ASK | {"stop": ["a", 3]}, "stop.1 is 3", "stop.1"),
+    "a union, its length": (ASK | {"stop": ["a"] * 17}, "at most 16 items", "stop"),
+    "a part": (
+        ASK | {"messages": [{"role": "user", "content": [3]}]},
+        "messages.0.content.0 is 3",
+        "messages.0.content.0",
+    ),
+    "a message": (ASK | {"messages": [{"content": "x"}]}, "messages.0.role is missing", "messages.0.role"),
+    "a typo": (ASK | {"max_tokenz": 3}, "did you mean 'max_tokens'?", "max_tokenz"),
+    "deep inside": (ASK | {"kvrag": {"documents": [{"txt": "x"}]}}, "kvrag.documents.0", "kvrag.documents.0.text"),
+    "an object's option": (
+        ASK | {"stream_options": {"include_obfuscation": True}},
+        "include_obfuscation",
+        "stream_options.include_obfuscation",
+    ),
+    "too many tokens": (ASK | {"max_tokens": 10**6}, "--max-tokens", "max_tokens"),
+    "no tokens": (ASK | {"max_tokens": 0}, "max_tokens is 0", "max_tokens"),
+    "a mode": (ASK | {"kvrag": {"mode": "fast"}}, "'stitch'", "kvrag.mode"),
+    "an image": (ASK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url", None),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_fault_is_said_in_a_sentence_of_openais_form(http, wrong):
+    body, sentence, param = WRONG[wrong]
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    error = http.post(CHAT, content=content, headers={"Content-Type": "application/json"}).json()["error"]
+    assert sentence in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_messages_name_fields_as_the_api_does(http):
+    faults = [
+        PROMPT | {"prompt": "word " * 9000},
+        PROMPT | {"temperature": 1e-9, "stop_token_ids": [10**6]},
+        PROMPT | {"logit_bias": {"5": 1000}},
+        PROMPT | {"repetition_penalty": 1e-9},
+        PROMPT | {"kvrag": {"repair": {"recompute_ratio": 7}}},
+    ]
+    for body in faults:
+        response = http.post(TEXT, json=body)
+        assert not re.search(r"SamplingConfig|RepairConfig|new_tokens", response.text), response.text
+        assert response.status_code in (200, 400)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=names | st.sampled_from(sorted(KNOWN)), value=json_values)
+def test_no_field_of_any_value_is_a_fault_of_the_server(http, name, value):
+    response = http.post(TEXT, json=PROMPT | {"max_tokens": 1} | {name: value})
+    assert response.status_code < 500, response.text
+
+
+def test_text_under_other_names_is_shown(http):
+    parts = [
+        {"type": "input_text", "text": "Who"},
+        {"type": "output_text", "text": " keeps"},
+        {"type": "refusal", "refusal": " it?"},
+    ]
+    whole = ASK | {"messages": [{"role": "user", "content": "Who keeps it?"}]}
+    assert answer_of(http, CHAT, ASK | {"messages": [{"role": "user", "content": parts}]}) == answer_of(
+        http, CHAT, whole
+    )
+
+
+def test_one_call_at_most_where_a_client_takes_no_more(http, app, monkeypatch):
+    from dataclasses import replace
+
+    from kvrag.server import completions
+    from kvrag.types import ToolCall
+
+    real = completions._as_asked
+    calls = tuple(ToolCall(f"call_{n}", "look_up", {"name": str(n)}) for n in range(2))
+    monkeypatch.setattr(completions, "_as_asked", lambda body, result: real(body, replace(result, tool_calls=calls)))
+    for is_parallel, count in ((True, 2), (None, 2), (False, 1)):
+        body = ASK | {"tools": [TOOL], "parallel_tool_calls": is_parallel}
+        (message,) = answer_of(http, CHAT, body)
+        assert len(message["tool_calls"]) == count
