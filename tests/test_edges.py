@@ -30,7 +30,7 @@ def test_reuse_that_auto_drops_has_a_reason_and_is_counted_as_a_fallback(engine)
     prompt = about(*CHUNKS[:2])
     result, explained = engine.generate(prompt, max_new_tokens=1), engine.explain(prompt)
     assert (result.exactness, explained.mode) == ("exact", "prefix")
-    assert result.fallback_reason.startswith("reuse would cost as much as")
+    assert result.fallback_reason.startswith("repaired reuse would not pay; estimated: reuse as much as ")
     assert result.fallback_reason in explained.notes
     assert engine.stats()["fallbacks"] == engine.stats()["requests_exact"] == 1
     assert "2 chunk(s) with KV, would run in mode 'prefix'" in str(explained)
