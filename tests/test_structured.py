@@ -9,6 +9,7 @@ import llguidance.hf
 import pytest
 import torch
 from kit import noted, raising, scripted
+from schemas_kit import wanted
 from test_tool_calls import ASK, OTHER, TOOL
 
 from kvrag import ConfigError, InputError, MissingDependencyError
@@ -25,10 +26,6 @@ SCHEMA = {
     "additionalProperties": False,
     "$defs": {"at": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}},
 }
-
-
-def wanted(schema):
-    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 5.0, "seed": 1}, {"temperature": 1.0, "top_k": 1, "seed": 2}])
@@ -109,9 +106,8 @@ async def test_answers_at_once_keep_to_their_own_forms(engine):
 
 
 def test_what_cannot_be_compiled_is_refused_by_name(engine, monkeypatch):
-    for schema, named in (({"type": "strange"}, "strange"), ({"type": "object", "if": {}}, "if")):
-        with pytest.raises(ConfigError, match=f"JSON schema.*simplify it.*{named}"):
-            engine.generate(ASK, response_format=wanted(schema))
+    with pytest.raises(ConfigError, match=r"JSON schema.*simplify it.*strange"):
+        engine.generate(ASK, response_format=wanted({"type": "strange"}))
     monkeypatch.setattr("llguidance.hf.from_tokenizer", raising(ValueError, "Only fast tokenizers"))
     with pytest.raises(ConfigError, match="need a fast tokenizer"):
         grammar.constraint_of(answer_form(None, None, {"type": "json_object"}), tiny_tokenizer(), frozenset({2}))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import weakref
-from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvrag.errors import ConfigError, InputError, require
+from kvrag.generate.schema import schema_part
 from kvrag.prompt.tools import Form, name_of
 
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else."""
+logger = logging.getLogger(__name__)
+
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+"""JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else. Unknown keywords are left out."""
 
 _tables: weakref.WeakKeyDictionary[Any, dict[frozenset[int], Any]] = weakref.WeakKeyDictionary()
 
@@ -46,25 +50,42 @@ class Constraint:
 def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constraint | None:
     """Return the constraint of an answer, or ``None`` where any text will do.
 
+    A warning, one per schema, names the keywords that decoding can't enforce: answers may break these.
+
     Raises ``MissingDependencyError`` without llguidance, ``ConfigError`` if the schema or the tokenizer is none that it can work with.
     """
     if form.schema is None and form.choice == "auto":
         return None
     library = require("llguidance", extra="structured", purpose="response_format and required calls")
-    table, fault = _table(tokenizer, eos_ids), ""
+    table, missed = _table(tokenizer, eos_ids), list[str]()
     try:
-        schema = json.dumps(_schema(form), allow_nan=False)
+        schema = json.dumps(_schema(form, missed), allow_nan=False)
         matcher = library.LLMatcher(table, library.LLMatcher.grammar_from_json_schema(schema), log_level=0)
-        fault = matcher.get_error() if matcher.is_error() else ""
     except ValueError as error:  # it holds what JSON can't say, such as NaN
-        fault = str(error) or "it is no JSON"
-    if fault:
-        raise ConfigError(f"the JSON schema of the answer can't be used; simplify it: {fault[:500]}")
+        raise _unusable(str(error) or "it is no JSON") from None
+    if matcher.is_error():
+        raise _unusable(matcher.get_error())
+    if missed := [*missed, *matcher.get_grammar_warnings()]:
+        _warn_once(hash(schema), "; ".join(dict.fromkeys(missed)))
     return Constraint(matcher)
 
 
-def _schema(form: Form) -> dict[str, Any]:
-    """Return the JSON schema of an answer: that of a call of one tool, or what was asked for."""
+def _unusable(fault: str) -> ConfigError:
+    return ConfigError(f"the JSON schema of the answer can't be used; simplify it: {fault[:500]}")
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(schema: int, missed: str) -> None:
+    """Log what is not enforced of a schema, which is given by its hash."""
+    del schema
+    logger.warning(
+        "a JSON schema asks for more than decoding can enforce (%s); answers may break that part, so validate them",
+        missed,
+    )
+
+
+def _schema(form: Form, missed: list[str]) -> dict[str, Any]:
+    """Return the JSON schema of an answer: that of a call of one tool, or what was asked for; add to ``missed`` what is left out."""
     ways, parts = list[Any](), list[Any]()  # parts keep their own references below "$defs"
     if form.schema is not None and form.choice == "auto":
         parts.append(form.schema)
@@ -75,19 +96,8 @@ def _schema(form: Form) -> dict[str, Any]:
             ways.append({"type": "object", "properties": call, "required": [*call], "additionalProperties": False})
             given = tool["function"].get("parameters") or {}
             parts.append({"additionalProperties": False, **given, "type": "object"})
-    definitions = {str(at): _rebased(part, f"#/$defs/{at}") for at, part in enumerate(parts)}
+    definitions = {str(at): schema_part(part, f"#/$defs/{at}", missed) for at, part in enumerate(parts)}
     return {"anyOf": ways, "$defs": definitions, "x-guidance": _STYLE}
-
-
-def _rebased(schema: Any, root: str) -> Any:
-    """Return a schema whose references (``"$ref": "#/..."``) start at another root, below which it stands."""
-    if isinstance(schema, list):
-        return [_rebased(each, root) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    out = {key: _rebased(value, root) for key, value in schema.items()}
-    ref = str(schema.get("$ref"))
-    return out | {"$ref": root + ref[1:]} if ref.startswith("#") else out
 
 
 def _table(tokenizer: Any, eos_ids: frozenset[int]) -> Any:

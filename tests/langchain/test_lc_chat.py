@@ -47,7 +47,7 @@ def test_impossible_options_are_refused_at_once(tiny_dir):
         ChatKVRag(model=tiny_dir, temperature=-1)
     with pytest.raises(ConfigError, match="non-empty string"):
         ChatKVRag(model=tiny_dir, stop=[""])
-    with pytest.raises(ValidationError, match="repair"):
+    with pytest.raises(ConfigError, match="repair"):
         ChatKVRag(model=tiny_dir, repair="cacheblend")
 
 

@@ -1,5 +1,6 @@
 """Options of remote models, cached answers, thoughts in a history, and vector stores of other packages."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,52 @@ from kvrag import ConfigError, StoreConfig
 from langchain_kvrag import ChatKVRag, KVRagLLM, KVRagVectorStore
 
 
-def test_options_that_only_a_remote_model_has_are_refused(options):
-    for name, value in (("max_retries", 2), ("api_key", "secret")):
-        with pytest.raises(ConfigError, match=f"takes no {name}.*: the model runs in this process") as caught:
-            ChatKVRag(**options, **{name: value})
-        assert "secret" not in str(caught.value)
-    ChatKVRag(**options, max_retries=0, api_key=None)
+@pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
+def test_standard_parameters_that_ask_for_nothing_in_process_are_taken_without_a_word(cls, options):
+    given = {
+        "max_retries": 2,
+        "api_key": "secret",
+        "timeout": 60,
+        "stop": [],
+        "temperature": 0,
+        "n": 1,
+        "stream_usage": True,
+    }
+    inherited = {"cache": False, "callbacks": [], "tags": ["a"], "metadata": {"b": 1}, "verbose": False}
+    if cls is ChatKVRag:
+        inherited |= {"rate_limiter": None, "disable_streaming": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = cls(**options, **given, **inherited)
+        expected = cls(**options).invoke("Who?")
+    assert made.invoke("Who?", max_retries=3, api_key="secret") == expected or cls is ChatKVRag
+    assert "secret" not in f"{made!r} {made.model_dump()} {made._identifying_params}"
+
+
+@pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
+def test_none_is_what_was_not_given(cls, options):
+    defaults = cls(**options)
+    names = cls.model_fields.keys() - {"model", "kv_dir", "max_tokens"}
+    assert cls(**options, **dict.fromkeys(names)).model_dump() == defaults.model_dump()
+
+
+def test_another_server_is_refused_by_name(options):
+    for name in ("base_url", "api_base", "endpoint_url"):
+        with pytest.raises(ConfigError, match=f"takes no {name}='http://a': the model runs in this process"):
+            ChatKVRag(**options, **{name: "http://a"})
+
+
+@pytest.mark.parametrize("name", ["model", "model_name", "model_id"])
+@pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
+def test_a_call_names_another_model_by_any_name(cls, name, options, other_tiny_dir):
+    asked = cls(**options)
+    other = cls(**{**options, "model": str(other_tiny_dir)})
+    answers = [
+        model.generate_prompt([model._convert_input("Who?")], **call)
+        for model, call in ((asked, {name: str(other_tiny_dir)}), (other, {}))
+    ]
+    assert answers[0].generations[0][0].text == answers[1].generations[0][0].text
+    assert answers[0].llm_output["model_name"] == other.model_name
 
 
 def test_an_option_that_is_misspelt_is_refused_where_kv_would_be_lost(tiny_dir):
@@ -33,6 +74,8 @@ def test_a_time_limit_ends_an_answer(cls, options, monkeypatch):
     for ask in (model.invoke, lambda prompt, **given: list(model.stream(prompt, **given))):
         with pytest.raises(TimeoutError, match=r"longer than timeout=0.1 s"):
             ask("Who?", timeout=0.1)
+        with pytest.raises(TimeoutError, match=r"longer than timeout=0.1 s"):
+            ask("Who?", request_timeout=0.1)
     assert 2 <= forwards.settled() < 400
     assert cls(**options, timeout=600).invoke("Who?")
 

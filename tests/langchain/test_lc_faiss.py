@@ -39,6 +39,28 @@ def test_searches(own, embedding):
     assert own.as_retriever(search_type="mmr", search_kwargs={"k": 3}).invoke("text 3")[0].id == "id3"
 
 
+SHARED = {"k": 3, "fetch_k": 9, "lambda_mult": 0.3, "filter": {"even": True}}
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("similarity", None), ("similarity", 0.5), ("mmr", None), ("similarity_score_threshold", 0.5)]
+)
+def test_retrievers_take_each_others_options(kind, least, metric, embedding):
+    texts, metadatas = [f"text {i}" for i in range(10)], [{"even": i % 2 == 0} for i in range(10)]
+    store = KVRagVectorStore.from_texts(texts, embedding, metadatas, metric=metric)
+    options = SHARED if least is None else {**SHARED, "score_threshold": least}
+    found = store.as_retriever(search_type=kind, search_kwargs=options).invoke("text 4")
+    assert found
+    assert all(document.metadata["even"] for document in found)
+    if kind == "similarity" and least is not None:  # in the metric's own units, as in other FAISS stores
+        scored = store.similarity_search_with_score("text 4", k=3, filter={"even": True})
+        kept = [d.id for d, score in scored if (score <= least if metric == "l2" else score >= least)]
+        assert [document.id for document in found] == kept
+    with pytest.raises(ConfigError, match="the search has no option 'fetchk'; did you mean 'fetch_k'"):
+        store.as_retriever(search_kwargs={"fetchk": 3}).invoke("text 4")
+
+
 def test_filters_find_k_where_k_exist(own):
     def found(where, k=4):
         return {d.metadata["n"] for d in own.similarity_search("text 1", k=k, filter=where)}

@@ -91,6 +91,16 @@ def test_calls_are_the_messages_streamed_or_not(chat, monkeypatch):
     assert [c["index"] for c in whole.tool_call_chunks] == [0, 1]
 
 
+@pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
+def test_several_calls_are_kept_unless_they_are_not_allowed(parallel, count, chat, monkeypatch, caplog):
+    scripted(monkeypatch, chat.engine, f"{CALL}\n{CALL}")
+    bound = chat.bind_tools([weather], parallel_tool_calls=parallel)
+    chunks = list(bound.stream("Oslo?", max_tokens=240))
+    for message in (bound.invoke("Oslo?", max_tokens=240), sum(chunks[1:], chunks[0])):
+        assert len(message.tool_calls) == count
+    assert ("the first is kept" in caplog.text) == (parallel is False)
+
+
 async def test_what_cannot_be_read_is_an_invalid_call(chat, monkeypatch):
     scripted(monkeypatch, chat.engine, "<tool_call>{'place': Oslo</tool_call>")
     bound = chat.bind_tools([weather], tool_choice="auto")

@@ -24,7 +24,7 @@ from kvrag.model.source import ModelSource
 from kvrag.precompute.documents import check_kv_dir
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
 from langchain_kvrag._profile import profile_of
-from langchain_kvrag._spellings import understood
+from langchain_kvrag._spellings import named, understood
 from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import Tool, tool_dicts
 
@@ -125,14 +125,20 @@ class KVRagModel(EngineFields):
         """As :meth:`_engine`; it reads the model's config and opens the store, so not in the event loop."""
         return await run_in_executor(None, self._engine, model)
 
+    def _time_limit(self, options: Mapping[str, Any]) -> float | None:
+        """Seconds that one call may take; ``timeout=None`` in the call lifts the model's limit."""
+        limit: float | None = options.get("timeout", named(options, "timeout") or self.timeout)
+        return limit
+
     def _sampling(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _SAMPLING}
         return {"max_new_tokens": self.max_tokens, "stop": self.stop, **given}
 
     def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Merge options of one call over the fields (``None``: as configured); the engine refuses unknown ones by name."""
-        named = understood(options, of="a call")
-        given = {k: v for k, v in named.items() if v is not None and k not in ("model", "stream", "timeout")}
+        given = understood(options, of="a call")
+        for elsewhere in ("model", "stream", "timeout", "parallel_tool_calls"):
+            given.pop(elsewhere, None)
         if "max_tokens" in given:
             given["max_new_tokens"] = given.pop("max_tokens")
         if stop is not None:

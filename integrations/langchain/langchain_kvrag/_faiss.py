@@ -119,11 +119,23 @@ class FaissStore(VectorStore):
         return [near[i][0] for i in chosen]
 
     def _nearest(
-        self, embedding: list[float], k: int, *, filter: Any = None, **unknown: Any
+        self,
+        embedding: list[float],
+        k: int,
+        *,
+        filter: Any = None,
+        score_threshold: float | None = None,
+        fetch_k: int | None = None,
+        lambda_mult: float | None = None,
+        **unknown: Any,
     ) -> list[tuple[Document, float, list[float]]]:
-        """Return documents, scores and vectors; filtered inside the search, so that ``k`` are found where ``k`` exist."""
+        """Return documents, scores and vectors; filtered inside the search, so that ``k`` are found where ``k`` exist.
+
+        ``score_threshold`` is in the metric's own units: the largest distance, or the smallest product. ``fetch_k`` and ``lambda_mult``,
+        which retrievers pass to every kind of search, ask an exact one for nothing.
+        """
         for name in unknown:
-            raise unknown_option(name, ("k", "filter", "fetch_k", "lambda_mult"), of="the search")
+            raise unknown_option(name, ("k", "filter", "score_threshold", "fetch_k", "lambda_mult"), of="the search")
         with self._lock:
             documents = {n: d for n, d in self._documents.items() if filter is None or _matches(d.metadata, filter)}
             if k < 1 or not documents:
@@ -132,7 +144,11 @@ class FaissStore(VectorStore):
             params = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBatch(list(documents))) if filter else None
             found = self._index.search_and_reconstruct(np.array([embedding]), min(k, len(documents)), params=params)
             rows = zip(*(column[0].tolist() for column in found), strict=True)
-            return [(documents[n].model_copy(deep=True), score, vector) for score, n, vector in rows if n >= 0]
+            near = [(documents[n].model_copy(deep=True), score, vector) for score, n, vector in rows if n >= 0]
+        if score_threshold is None:
+            return near
+        sign = 1 if self._metric == "l2" else -1
+        return [each for each in near if sign * each[1] <= sign * score_threshold]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         if self._metric == "l2":

@@ -1,4 +1,4 @@
-"""Options as langchain-huggingface spells them: understood under kvrag's names, or refused. None is dropped."""
+"""Options as langchain-huggingface spells them: understood under kvrag's names, or refused. ``None`` is left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvrag.errors import ConfigError
 _NAMES = {
     **dict.fromkeys(("model_id", "model_name"), "model"),
     **dict.fromkeys(("stop_sequence", "stop_sequences", "stop_strings"), "stop"),
-    "max_new_tokens": "max_tokens",
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens"), "max_tokens"),
+    "request_timeout": "timeout",
     "torch_dtype": "dtype",
 }
 _SAMPLED = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "do_sample", "dtype")
@@ -21,8 +22,10 @@ _PIPELINE, _PARTS = ", of the pipeline", ("model", "tokenizer")
 _LOCAL = "the model runs in this process, and no service is asked"
 _ONE = "one answer is decoded, token by token"
 _NO_PROMPT = "answers never hold the prompt; put it in front of them yourself"
+_UNUSED = ("max_retries", "api_key")
+"""Standard parameters of LangChain's models that ask a model of this process for nothing: a request is not sent, so it can't get lost."""
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("max_retries", "api_key"), ((0, ""), _LOCAL)),
+    **dict.fromkeys(("base_url", "api_base", "endpoint_url"), ((), _LOCAL)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ((1,), _ONE)),
     **dict.fromkeys(("logprobs", "top_logprobs"), ((False, 0), "engine.generate(logprobs=...) returns them")),
     "return_full_text": ((False,), _NO_PROMPT),
@@ -38,6 +41,12 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Options that ask for what can't be changed: the values that are fine, and what is so."""
 
 
+def named(options: Mapping[str, Any], kind: str) -> Any:
+    """Return the option of one call that kvrag calls ``kind``, however it is spelt, or ``None``."""
+    given = [value for name, value in options.items() if _NAMES.get(name, name) == kind and value is not None]
+    return given[0] if given else None
+
+
 def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     """Return options, of a model or of one call, under kvrag's names; unknown ones stay as they are.
 
@@ -48,19 +57,22 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     """
     out, spelt = dict[str, Any](), dict[str, str]()
     for name, value, where in _flat(options):
+        if value is None:
+            continue
         if name in _FIXED:
             fine, remedy = _FIXED[name]
-            if value is not None and value not in fine:
-                shown = "" if name == "api_key" else f"={value!r}"
-                raise ConfigError(f"{of} takes no {name}{shown}: {remedy}; leave it out")
+            if value not in fine:
+                raise ConfigError(f"{of} takes no {name}={value!r}: {remedy}; leave it out")
+            continue
+        if name in _UNUSED:
             continue
         kind = _NAMES.get(name, name)
         if where and kind not in (*_SAMPLED, *(_PARTS if where == _PIPELINE else ())):
             raise unknown_option(name, _SAMPLED, of=f"{of}{where}")
-        if out.get(kind) is not None and value is not None and out[kind] != value:
+        if kind in out and out[kind] != value:
             raise ConfigError(f"{of} has {kind} twice, as {spelt[kind]} and as {name}{where}; pass one of them")
-        if out.get(kind) is None:
-            out[kind], spelt[kind] = value, name + where
+        out[kind] = value
+        spelt.setdefault(kind, name + where)
     _take_sampling(out)
     _take_device(out)
     return out

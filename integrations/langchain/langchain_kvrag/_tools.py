@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Literal
 
+import pydantic
+import pydantic.v1
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
-from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
-from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.output_parsers import JsonOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser
+from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from kvrag import ConfigError, GenerationResult
+from kvrag.errors import require
+
+logger = logging.getLogger(__name__)
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
@@ -27,12 +36,31 @@ _BROKEN = re.compile(r"<tool_call>.*?(?:</tool_call>|(?=<tool_call>)|$)", re.DOT
 
 def tool_dicts(tools: Sequence[Tool], strict: bool | None = None) -> list[dict[str, Any]]:
     """Turn tools of any of LangChain's forms into OpenAI's dicts."""
-    return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+    return [_tool_dict(tool, strict) for tool in tools]
+
+
+def _tool_dict(tool: Tool, strict: bool | None) -> dict[str, Any]:
+    made = convert_to_openai_tool(tool, strict=strict)
+    if schema := _recursive(getattr(tool, "args_schema", tool)):
+        made["function"]["parameters"] = {
+            key: part for key, part in schema.items() if key not in ("title", "description")
+        }
+    return made
 
 
 def choice_of(tool_choice: Any) -> Any:
     """Turn a choice of LangChain's forms into the engine's: ``any`` and ``True`` are ``required``, ``False`` is no choice."""
     return "required" if tool_choice is True or tool_choice == "any" else tool_choice or None
+
+
+def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> GenerationResult:
+    """Return a result with its first call alone, where the call's options don't allow several."""
+    if options.get("parallel_tool_calls") is not False or len(result.tool_calls) < 2:
+        return result
+    logger.warning(
+        "the answer calls %d tools; parallel calls are not allowed, so the first is kept", len(result.tool_calls)
+    )
+    return replace(result, tool_calls=result.tool_calls[:1])
 
 
 def broken_calls(result: GenerationResult, options: Mapping[str, Any]) -> list[str]:
@@ -56,6 +84,56 @@ def call_chunks(result: GenerationResult, broken: Sequence[str]) -> dict[str, An
     return {"tool_call_chunks": chunks}
 
 
+class _AnswerParser(JsonOutputParser):
+    """Parses a whole answer, and checks it: decoding can't enforce every keyword of a schema. Pieces of a stream are not checked."""
+
+    shape: Any
+    """A pydantic class, or a JSON schema."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        return _checked(super().parse_result(result, partial=partial), self.shape, partial=partial)
+
+
+class _CallParser(JsonOutputKeyToolsParser):
+    """As :class:`_AnswerParser`, for the arguments of a call."""
+
+    shape: Any
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        found = super().parse_result(result, partial=partial)
+        return found if found is None else _checked(found, self.shape, partial=partial)
+
+
+def _checked(value: Any, shape: Any, *, partial: bool) -> Any:
+    """Return a value as an object of a class, or as it is if it fits a JSON schema; ``None`` for what does not fit a class yet."""
+    if isinstance(shape, dict):
+        return value if partial else _validated(value, shape)
+    try:
+        if issubclass(shape, pydantic.BaseModel):
+            return shape.model_validate_json(
+                json.dumps(value)
+            )  # not as Python values, of which strict classes take fewer
+        return shape.parse_obj(value)
+    except (pydantic.ValidationError, pydantic.v1.ValidationError) as error:
+        if partial:
+            return None
+        raise _unfit(value, shape.__name__, str(error)) from error
+
+
+def _validated(value: Any, schema: dict[str, Any]) -> Any:
+    library = require("jsonschema", extra="structured", purpose="answers of a JSON schema")
+    kind = library.validators.validator_for(schema, default=library.Draft202012Validator)
+    fault = library.exceptions.best_match(kind(schema, registry=library.validators.SPECIFICATIONS).iter_errors(value))
+    if fault is not None:
+        raise _unfit(value, "the schema", f"{fault.message} (at {fault.json_path}, {fault.validator!r})")
+    return value
+
+
+def _unfit(value: Any, name: str, fault: str) -> OutputParserException:
+    text = json.dumps(value, ensure_ascii=False)
+    return OutputParserException(f"the answer {text} does not fit {name}: {fault}", llm_output=text)
+
+
 def structured(
     llm: BaseChatModel, schema: Any, method: Method, *, include_raw: bool, strict: bool | None
 ) -> Runnable[LanguageModelInput, Any]:
@@ -64,19 +142,25 @@ def structured(
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     if schema is None and method != "json_mode":
         raise ConfigError(f"with_structured_output(method={method!r}) needs a schema; pass a class or a dict")
-    parser: BaseOutputParser[Any] | Any
+    parser: _CallParser | _AnswerParser
     if method == "function_calling":
         (tool,) = tool_dicts([schema], strict)
-        name = tool["function"]["name"]
-        asking = llm.bind_tools([tool], tool_choice=name, **about)
-        by_name = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-        parser = PydanticToolsParser(tools=[schema], first_tool_only=True) if is_class else by_name
+        function = tool["function"]
+        if not isinstance(schema, dict) and strict is not False:
+            function["parameters"] = _closed(function["parameters"])
+        if is_class:
+            function["parameters"] = _with_twins(function["parameters"])
+        asking = llm.bind_tools([tool], tool_choice=function["name"], **about)
+        parser = _CallParser(
+            key_name=function["name"], first_tool_only=True, shape=schema if is_class else function["parameters"]
+        )
     elif method in ("json_schema", "json_mode"):
         wanted = _json_schema(schema, strict) if method == "json_schema" else None
+        wanted = _with_twins(wanted) if is_class else wanted
         named = {"name": str(wanted.get("title", "answer")), "schema": wanted} if wanted else None
         asked = {"type": "json_schema", "json_schema": named} if wanted else {"type": "json_object"}
         asking = llm.bind(response_format=asked, **about)
-        parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+        parser = _AnswerParser(shape=schema if is_class else wanted or {})
     else:
         raise ConfigError(f"method is {method!r}; it must be 'json_schema', 'function_calling' or 'json_mode'")
     if not include_raw:
@@ -90,8 +174,23 @@ def _json_schema(schema: Any, strict: bool | None) -> dict[str, Any]:
     """Return the JSON schema of any of LangChain's forms of one; a class says all that it takes, a schema may leave things open."""
     if isinstance(schema, dict) and not {"function", "parameters"} & set(schema):
         return schema
-    found = convert_to_json_schema(schema, strict=strict)
+    found = _recursive(schema) or convert_to_json_schema(schema, strict=strict)
     return found if isinstance(schema, dict) or strict is False else _closed(found)
+
+
+def _recursive(schema: Any) -> dict[str, Any] | None:
+    """Return the JSON schema of a class that holds objects of its own kind, which LangChain would write as empty; else ``None``."""
+    if not (isinstance(schema, type) and issubclass(schema, pydantic.BaseModel)):
+        return None
+    found = schema.model_json_schema()
+    parts = found.get("$defs", {})
+    refs = {name: set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(part))) for name, part in parts.items()}
+    while ends := {name for name, others in refs.items() if not others & refs.keys()}:
+        refs = {name: others for name, others in refs.items() if name not in ends}
+    if not refs:
+        return None
+    root = found.pop("$ref", "").rpartition("/")[2]
+    return {**parts.get(root, {}), **found}
 
 
 def _closed(schema: Any) -> Any:
@@ -101,5 +200,14 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     out = {key: _closed(value) for key, value in schema.items()}
-    is_object = out.get("type") == "object" and isinstance(out.get("properties"), dict)
-    return {"additionalProperties": False, **out} if is_object else out
+    names_some = any(isinstance(out.get(key), dict) for key in ("properties", "patternProperties"))
+    return {"additionalProperties": False, **out} if out.get("type") == "object" and names_some else out
+
+
+def _with_twins(schema: Any) -> Any:
+    """Allow an item twice: the sets of a class forget its twin, and decoding could not hold it back."""
+    if isinstance(schema, list):
+        return [_with_twins(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _with_twins(value) for key, value in schema.items() if (key, value) != ("uniqueItems", True)}

@@ -14,8 +14,19 @@ from langchain_core.runnables import Runnable
 from kvrag import Explanation, GenerationResult, KVRagEngine
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
+from langchain_kvrag._spellings import named
 from langchain_kvrag._timed import atimed, timed
-from langchain_kvrag._tools import Method, Tool, broken_calls, call_chunks, calls_of, choice_of, structured, tool_dicts
+from langchain_kvrag._tools import (
+    Method,
+    Tool,
+    broken_calls,
+    call_chunks,
+    calls_of,
+    choice_of,
+    structured,
+    tool_dicts,
+    with_allowed_calls,
+)
 
 
 class ChatKVRag(KVRagModel, BaseChatModel):
@@ -41,7 +52,13 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         return self.engine.explain(chat_messages(messages), **{"mode": self.mode, **options})
 
     def bind_tools(
-        self, tools: Sequence[Tool], *, tool_choice: Any = None, strict: bool | None = None, **kwargs: Any
+        self,
+        tools: Sequence[Tool],
+        *,
+        tool_choice: Any = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return this model with tools that it may call.
 
@@ -54,9 +71,13 @@ class ChatKVRag(KVRagModel, BaseChatModel):
             enforced token by token, which needs the extra ``structured``.
         strict
             Whether the tools' schemas allow no properties but their own.
+        parallel_tool_calls
+            ``False``: of several calls in an answer the first is kept, and a warning is logged.
         **kwargs
             Options of each call.
         """
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
         return self.bind(tools=tool_dicts(tools, strict), tool_choice=choice_of(tool_choice), **kwargs)
 
     def with_structured_output(  # type: ignore[override]  # the base class takes these as **kwargs
@@ -94,9 +115,10 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = self._engine(kwargs.get("model"))
-        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
-        return _chat_result(engine, self._answer(engine, chat_messages(messages), options, timeout_s), options)
+        engine = self._engine(named(kwargs, "model"))
+        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
+        result = self._answer(engine, chat_messages(messages), options, timeout_s)
+        return _chat_result(engine, with_allowed_calls(result, kwargs), options)
 
     async def _agenerate(
         self,
@@ -105,10 +127,10 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = await self._aengine(kwargs.get("model"))
-        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
+        engine = await self._aengine(named(kwargs, "model"))
+        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
         result = await self._aanswer(engine, chat_messages(messages), options, timeout_s)
-        return _chat_result(engine, result, options)
+        return _chat_result(engine, with_allowed_calls(result, kwargs), options)
 
     # LangChain calls the next two without a run manager, and calls on_llm_new_token itself.
 
@@ -119,11 +141,11 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        engine = self._engine(kwargs.get("model"))
+        engine = self._engine(named(kwargs, "model"))
         with engine.stream(chat_messages(messages), **self._options(stop, kwargs)) as stream:
-            for text in timed(stream, kwargs.get("timeout", self.timeout)):
+            for text in timed(stream, self._time_limit(kwargs)):
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
-            yield _last_chunk(engine, stream.result, kwargs)
+            yield _last_chunk(engine, with_allowed_calls(stream.result, kwargs), kwargs)
 
     async def _astream(
         self,
@@ -132,12 +154,12 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine = await self._aengine(kwargs.get("model"))
+        engine = await self._aengine(named(kwargs, "model"))
         stream = engine.astream(chat_messages(messages), **self._options(stop, kwargs))
         try:
-            async for text in atimed(stream, kwargs.get("timeout", self.timeout)):
+            async for text in atimed(stream, self._time_limit(kwargs)):
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
-            yield _last_chunk(engine, stream.result, kwargs)
+            yield _last_chunk(engine, with_allowed_calls(stream.result, kwargs), kwargs)
         finally:
             stream.cancel()  # the caller may have left early
 

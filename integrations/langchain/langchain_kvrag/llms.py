@@ -15,6 +15,7 @@ from langchain_core.runnables.config import run_in_executor
 from kvrag import Explanation, GenerationResult, KVRagEngine
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
+from langchain_kvrag._spellings import named
 from langchain_kvrag._timed import atimed, timed
 
 
@@ -108,8 +109,8 @@ class KVRagLLM(KVRagModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        engine = self._engine(kwargs.get("model"))
-        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
+        engine = self._engine(named(kwargs, "model"))
+        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
         emit = run_manager.on_llm_new_token if run_manager and self.streaming and len(prompts) == 1 else None
         return _llm_result(engine, [self._answer(engine, prompt, options, timeout_s, emit) for prompt in prompts])
 
@@ -120,8 +121,8 @@ class KVRagLLM(KVRagModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        engine = await self._aengine(kwargs.get("model"))
-        options, timeout_s = self._options(stop, kwargs), kwargs.get("timeout", self.timeout)
+        engine = await self._aengine(named(kwargs, "model"))
+        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
         emit = run_manager.on_llm_new_token if run_manager and self.streaming and len(prompts) == 1 else None
         return _llm_result(
             engine, [await self._aanswer(engine, prompt, options, timeout_s, emit) for prompt in prompts]
@@ -134,9 +135,9 @@ class KVRagLLM(KVRagModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        engine = self._engine(kwargs.get("model"))
+        engine = self._engine(named(kwargs, "model"))
         with engine.stream(prompt, **self._options(stop, kwargs)) as stream:
-            for text in timed(stream, kwargs.get("timeout", self.timeout)):
+            for text in timed(stream, self._time_limit(kwargs)):
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     run_manager.on_llm_new_token(text, chunk=chunk)
@@ -150,10 +151,10 @@ class KVRagLLM(KVRagModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        engine = await self._aengine(kwargs.get("model"))
+        engine = await self._aengine(named(kwargs, "model"))
         stream = engine.astream(prompt, **self._options(stop, kwargs))
         try:
-            async for text in atimed(stream, kwargs.get("timeout", self.timeout)):
+            async for text in atimed(stream, self._time_limit(kwargs)):
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     await run_manager.on_llm_new_token(text, chunk=chunk)

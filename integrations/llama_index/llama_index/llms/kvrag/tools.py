@@ -16,7 +16,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import ModelSchema
+from pydantic_core.core_schema import DictSchema, FrozenSetSchema, ModelSchema, SetSchema
 
 from kvrag import InputError
 from llama_index.llms.kvrag.prompts import tool_dicts
@@ -114,6 +114,19 @@ class _Closed(GenerateJsonSchema):
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
         return {"additionalProperties": False, **super().model_schema(schema)}
+
+    def dict_schema(self, schema: DictSchema) -> JsonSchemaValue:
+        """Allow no keys but those that the dict's pattern matches, where it has one."""
+        made = super().dict_schema(schema)
+        return {"additionalProperties": False, **made} if "patternProperties" in made else made
+
+    def set_schema(self, schema: SetSchema) -> JsonSchemaValue:
+        """Allow an item twice: a set forgets its twin, and decoding could not hold it back."""
+        return {key: part for key, part in super().set_schema(schema).items() if key != "uniqueItems"}
+
+    def frozenset_schema(self, schema: FrozenSetSchema) -> JsonSchemaValue:
+        """As :meth:`set_schema`."""
+        return {key: part for key, part in super().frozenset_schema(schema).items() if key != "uniqueItems"}
 
 
 class _SchemaAtTheEnd(PydanticOutputParser[Any]):

@@ -1,0 +1,147 @@
+"""A JSON schema in the keywords that llguidance compiles, where they say the same as the user's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from kvrag.errors import require
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_PARTS = ("items", "additionalItems", "additionalProperties", "contains", "if", "then", "else", "not", "propertyNames")
+"""Keywords that hold schemas: by name, in a list, or one (``items`` of old drafts holds a list)."""
+
+_JOINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+"""Keywords that add properties which ``unevaluatedProperties`` sees."""
+
+_ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
+"""Formats that every string has."""
+
+_SOME_DIGIT = "^(?!^[-+.]*$)"
+"""Begins pydantic's pattern of a decimal number."""
+
+_BASE64 = "^([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?$"
+_PATTERNS = {"base64": _BASE64.format("A-Za-z0-9+/"), "base64url": _BASE64.format("A-Za-z0-9_-")}
+for _version in range(1, 9):
+    _PATTERNS[f"uuid{_version}"] = (
+        f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{_version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+    )
+"""Formats of pydantic's that llguidance does not know, as patterns."""
+
+
+def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
+    """Return a schema that can stand below ``root``, a reference into a larger one.
+
+    Parameters
+    ----------
+    schema
+        As the user gave it.
+    root
+        Where it will stand: its references (``"$ref": "#/..."``) start there.
+    missed
+        Takes names of what had to be left out.
+    """
+    own = str(schema.get("$id", "")) if isinstance(schema, Mapping) else ""
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        out = _take_names({**part}, schema)  # before its parts are changed: names may be given by reference
+        out = _with_parts(out, change)
+        ref = str(out.get("$ref", "")).removeprefix(own)
+        if ref == "#" or ref.startswith("#/"):
+            out["$ref"] = root + ref[1:]
+        _take_formats(out)
+        _take_patterns(out, missed)
+        if out.get("unevaluatedProperties") is False and not any(key in out for key in _JOINED):
+            out.setdefault("additionalProperties", out.pop("unevaluatedProperties"))
+        return out
+
+    changed = change(schema)
+    return {key: value for key, value in changed.items() if key != "$id"}  # it would be the root of its references
+
+
+def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a schema whose own parts are changed; what is no schema, such as the values of an ``enum``, stays."""
+    out = dict(schema)
+    for key in out:
+        value = out[key]
+        if key in _MAPS and isinstance(value, Mapping):
+            out[key] = {name: change(part) for name, part in value.items()}
+        elif key in (*_LISTS, *_PARTS) and isinstance(value, list):
+            out[key] = [change(part) for part in value]
+        elif key in _PARTS:
+            out[key] = change(value)
+    return out
+
+
+def _take_names(out: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Write ``propertyNames`` as properties, or as a pattern of them, where nothing else names any."""
+    names = _resolved(out.get("propertyNames"), root)
+    if not isinstance(names, Mapping) or "properties" in out or "patternProperties" in out:
+        return out
+    values = out.get("additionalProperties", True)
+    closed = {key: value for key, value in out.items() if key != "propertyNames"} | {"additionalProperties": False}
+    allowed = [names["const"]] if "const" in names else names.get("enum")
+    if isinstance(allowed, list):
+        return closed | {"properties": {name: values for name in allowed if isinstance(name, str)}}
+    rest = names.keys() - {"type", "title", "description", "minLength", "maxLength"}
+    if rest == {"pattern"}:
+        return closed | {"patternProperties": {names["pattern"]: values}}
+    if not rest and names.keys() & {"minLength", "maxLength"}:
+        length = f"{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}"
+        return closed | {"patternProperties": {rf"^[\s\S]{length}$": values}}
+    return out
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return what a schema refers to inside of its root, or itself."""
+    ref = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(ref, str) or not ref.startswith("#/"):
+        return schema
+    found: Any = root
+    for name in ref[2:].split("/"):
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _take_formats(out: dict[str, Any]) -> None:
+    """Leave out what asks for nothing, and write the formats of pydantic as patterns."""
+    if out.get("uniqueItems") is False:
+        del out["uniqueItems"]
+    kind = out.get("format")
+    if kind in _ANY_TEXT:
+        del out["format"]
+    elif kind in _PATTERNS and "pattern" not in out:
+        del out["format"]
+        out["pattern"] = _PATTERNS[kind]
+
+
+def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:
+    """Leave out patterns that can't be compiled: they look ahead or back, or refer to their own groups."""
+    pattern, named = out.get("pattern"), out.get("patternProperties")
+    if isinstance(pattern, str) and pattern.startswith(_SOME_DIGIT):
+        pattern = "^" + pattern.removeprefix(_SOME_DIGIT)
+        out["pattern"] = pattern
+        out["allOf"] = [*out.get("allOf", ()), {"pattern": "[0-9]"}]
+    if isinstance(pattern, str) and not _is_compiled(pattern):
+        missed.append(f"pattern {pattern!r}")
+        del out["pattern"]
+    for key in [*named] if isinstance(named, Mapping) else ():
+        if not _is_compiled(key):
+            missed.append(f"patternProperties {key!r}")
+            out["patternProperties"] = {name: part for name, part in out["patternProperties"].items() if name != key}
+
+
+@lru_cache(maxsize=1024)
+def _is_compiled(pattern: str) -> bool:
+    matcher = require("llguidance", extra="structured", purpose="patterns in a schema").LLMatcher
+    fault = matcher.validate_grammar(
+        matcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    )
+    # What can't be a pattern at all is left for the compiler of the whole schema to refuse by name.
+    return not fault or re.search("look-around|backreference", fault) is None

@@ -1,0 +1,158 @@
+"""Keywords of JSON schemas: enforced token by token, or named as not enforced; refused is what no answer could have."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+from schemas_kit import constraint, said, wanted
+from test_tool_calls import ASK
+
+from kvrag import ConfigError
+from kvrag.generate import grammar
+
+NUMBER, TWO = {"type": "integer"}, {"a": {"type": "integer"}, "b": {"type": "boolean"}}
+LETTERS = {"$defs": {"letter": {"enum": ["a", "b"]}}}
+ENFORCED = {
+    "uniqueItems false": {"type": "array", "items": NUMBER, "uniqueItems": False},
+    "format path": {"type": "string", "format": "path"},
+    "format password": {"type": "string", "format": "password", "writeOnly": True},
+    "format binary": {"type": "string", "format": "binary"},
+    "format uuid4": {"type": "string", "format": "uuid4"},
+    "format base64": {"type": "string", "format": "base64"},
+    "format date-time": {"type": "string", "format": "date-time"},
+    "annotations": {**NUMBER, "default": 1, "examples": [2], "deprecated": True, "x-own": 1, "title": "T"},
+    "propertyNames enum": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": NUMBER},
+    "propertyNames const": {"type": "object", "propertyNames": {"const": "a"}, "minProperties": 1},
+    "propertyNames $ref": {
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/letter"},
+        "minProperties": 1,
+        **LETTERS,
+    },
+    "propertyNames pattern": {"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}, "minProperties": 1},
+    "propertyNames length": {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}, "minProperties": 1},
+    "minProperties": {"type": "object", "minProperties": 2, "additionalProperties": NUMBER},
+    "maxProperties": {"type": "object", "maxProperties": 1, "additionalProperties": NUMBER},
+    "minProperties of known": {"type": "object", "properties": TWO, "required": ["a"], "minProperties": 1},
+    "patternProperties": {"type": "object", "patternProperties": {"^a": NUMBER}, "additionalProperties": False},
+    "unevaluatedProperties": {"type": "object", "properties": TWO, "unevaluatedProperties": False, "minProperties": 1},
+    "pattern of a decimal": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
+    "pattern and length": {"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 3},
+    "multipleOf": {"type": "integer", "multipleOf": 7, "minimum": 1},
+    "oneOf told apart": {"oneOf": [{"const": "a"}, {"const": 1}]},
+    "allOf": {"allOf": [{"type": "object", "required": ["a"]}, {"properties": TWO, "additionalProperties": False}]},
+    "recursive": {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 1}},
+    },
+    "$ref to the root": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+    "$ref to an anchor": {"$ref": "#here", "$defs": {"x": {"$anchor": "here", "type": "boolean"}}},
+    "$id": {"$id": "https://a.example/b", "$ref": "#/$defs/letter", **LETTERS},
+    "$id in a $ref": {"$id": "https://a.example/b", "$ref": "https://a.example/b#/$defs/letter", **LETTERS},
+    "draft 7": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "definitions": {"a": NUMBER},
+        "$ref": "#/definitions/a",
+    },
+    "names of keywords as properties": {
+        "type": "object",
+        "properties": {"format": NUMBER, "pattern": NUMBER, "propertyNames": {"enum": ["x"]}, "$ref": NUMBER},
+        "required": ["format", "pattern", "propertyNames", "$ref"],
+        "additionalProperties": False,
+    },
+    "keywords in values": {"enum": [{"$ref": "#/x", "format": "path"}, {"propertyNames": {"enum": ["a"]}}]},
+}
+"""Each answer has what the keyword asks for."""
+
+NAMED = {
+    "uniqueItems": ({"type": "array", "items": NUMBER, "uniqueItems": True}, "uniqueItems"),
+    "unknown format": ({"type": "string", "format": "iri"}, "iri"),
+    "format beside pattern": ({"type": "string", "format": "own", "pattern": "^a$"}, "own"),
+    "if": ({**NUMBER, "if": {"minimum": 3}, "then": {"maximum": 5}, "else": {}}, "if.*then"),
+    "not": ({**NUMBER, "not": {"const": 3}}, "not"),
+    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    "dependentSchemas": ({"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
+    "dependencies": ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
+    "contains": ({"type": "array", "contains": {"const": 1}, "minContains": 2}, "contains.*minContains"),
+    "unevaluatedItems": ({"type": "array", "prefixItems": [NUMBER], "unevaluatedItems": False}, "unevaluatedItems"),
+    "unevaluatedProperties": (
+        {"allOf": [{"properties": TWO}], "unevaluatedProperties": False},
+        "unevaluatedProperties",
+    ),
+    "propertyNames format": ({"type": "object", "propertyNames": {"format": "uuid"}}, "propertyNames"),
+    "propertyNames beside properties": (
+        {"type": "object", "properties": TWO, "propertyNames": {"maxLength": 3}},
+        "Names",
+    ),
+    "minProperties of optional": ({"type": "object", "properties": TWO, "minProperties": 1}, "min/maxProperties"),
+    "oneOf not told apart": ({"oneOf": [NUMBER, {"type": "number"}]}, "oneOf"),
+    "look-around": ({"type": "string", "pattern": "^(?!a).*$"}, r"pattern '\^\(\?!a\)"),
+    "reference to a group": ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern"),
+    "look-around of names": ({"type": "object", "patternProperties": {"^(?=a)": NUMBER}}, "patternProperties"),
+    "$dynamicRef": ({"$dynamicRef": "#x"}, "dynamicRef"),
+}
+"""Decoding can't enforce them; a warning says so."""
+
+REFUSED = {
+    "no type": ({"type": "strange"}, "strange"),
+    "elsewhere": ({"$ref": "https://a.example/b.json"}, "a.example"),
+    "nowhere": ({"$ref": "#/$defs/none"}, "none"),
+    "no number": ({"type": "integer", "minimum": 3, "maximum": 1}, "minimum"),
+    "no value": ({"enum": []}, "empty"),
+    "no pattern": ({"type": "string", "pattern": "["}, "regex"),
+    "closed": ({"properties": {}, "required": ["b"], "additionalProperties": False, "type": "object"}, "'b'"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _warned_of_nothing():
+    grammar._warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_what_is_enforced_holds_in_every_answer_and_nothing_is_said_of_it(name, caplog):
+    answers = [said(ENFORCED[name], seed) for seed in range(5)]
+    for answer in answers:
+        jsonschema.validate(answer, ENFORCED[name])
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_not_enforced_is_named_once_and_the_rest_holds(name, caplog):
+    schema, named = NAMED[name]
+    plain = {key: schema[key] for key in ("type", "items") if key in schema}
+    jsonschema.validate(said(schema), plain)
+    constraint(schema)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(f"more than decoding can enforce .*{named}.*validate them", record.getMessage())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_answer_could_have_is_refused_by_name(name):
+    schema, named = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"(?s)JSON schema.*simplify it.*{named}"):
+        constraint(schema)
+
+
+def test_tools_take_the_same_schemas(engine, caplog):
+    given = {"type": "object", "properties": {"tags": NAMED["uniqueItems"][0]}, "required": ["tags"]}
+    names = {
+        "type": "object",
+        "propertyNames": {"enum": ["a"]},
+        "minProperties": 1,
+        "additionalProperties": {"const": 1},
+    }
+    for parameters, check in ((given, "uniqueItems"), (names, "")):
+        tool = {"type": "function", "function": {"name": "keep", "parameters": parameters}}
+        (call,) = engine.generate(
+            ASK, tools=[tool], tool_choice="keep", max_new_tokens=200, temperature=3.0, seed=1
+        ).tool_calls
+        jsonschema.validate(call.arguments, parameters | {"uniqueItems": False})
+        assert check in caplog.text
+
+
+def test_an_answer_that_breaks_what_is_not_enforced_is_given_all_the_same(engine):
+    result = engine.generate(ASK, response_format=wanted({"const": 3, "not": {"const": 3}}), max_new_tokens=9)
+    assert (json.loads(result.text), result.finish_reason) == (3, "stop")
