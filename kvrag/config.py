@@ -445,6 +445,9 @@ class SamplingConfig:
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     """Return each token's log-probability, and those of so many likeliest ones. They are of the model's own logits, float32: before
     temperature, filters, penalties and biases."""
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    """Return the log-probabilities of the prompt's tokens, too, and those of so many likeliest ones in their places. The prompt is
+    prefilled in full then: rows that are reused have none."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
     """Strings that end the answer; they are not part of it."""
     stop_token_ids: tuple[Count, ...] = ()

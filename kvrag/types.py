@@ -351,6 +351,8 @@ class GenerationResult(Accounting):
         The tools that the answer calls.
     logprobs
         One for each of ``token_ids``, if they were asked for.
+    prompt_logprobs
+        One for each of ``prompt_ids``, if they were asked for; the first has ``nan``, as nothing predicts it.
     """
 
     text: str
@@ -361,6 +363,7 @@ class GenerationResult(Accounting):
     tokens_per_s: float
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

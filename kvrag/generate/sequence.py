@@ -21,6 +21,7 @@ from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.grammar import constraint_of
 from kvrag.generate.histories import Histories
+from kvrag.generate.logprobs import read_on
 from kvrag.generate.request import Request
 from kvrag.generate.retry import retry_without_reuse
 from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
@@ -40,7 +41,7 @@ from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline, fork_lock
-from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, TextEntry
+from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, TextEntry, TokenLogprob
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
@@ -177,6 +178,23 @@ class Answering:
             finally:
                 done.release()
 
+    @contextmanager
+    def scored(
+        self, request: Request, config: SamplingConfig, limit: int, cancel: threading.Event
+    ) -> Iterator[tuple[Prefilled, Clock, tuple[TokenLogprob, ...] | None]]:
+        """As :meth:`prefilled`, with log-probabilities of the prompt's tokens if they are wanted: without reuse then."""
+        if config.prompt_logprobs is None:
+            with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock):
+                yield done, clock, None
+            return
+        ids = self.plan(request).token_ids
+        first = replace(request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False)
+        room = len(ids) - 1 + limit
+        with self.prefilled(first, max_new_tokens=room, cancel=cancel) as (done, clock):
+            with clock.stage("score"):
+                done, told = read_on(done, ids[1:], config.prompt_logprobs, cancel)
+            yield done, clock, told
+
     @property
     def _stores_missed(self) -> bool:
         return self.write_back is not None and self.store_config.on_miss == "store"
@@ -246,16 +264,13 @@ class Answering:
     def answer(
         self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
     ) -> GenerationResult:
-        """Prefill and decode; ``emit`` takes text as it comes, and ``cancel`` ends decoding before its next forward.
-
-        ``start`` is when the caller asked, on ``time.perf_counter``'s clock.
-        """
+        """Prefill and decode from ``start``, when the caller asked; ``emit`` takes text, and ``cancel`` ends it before its next forward."""
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
         penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
         form, eos_ids = request.form, eos_token_ids(defaults, encoder.tokenizer)
         constraint = None if form is TEXT else constraint_of(form, encoder.tokenizer, eos_ids)
         space = self._space(request)  # an erasure from here on counts
-        with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock), clock.stage("decode"):
+        with self.scored(request, config, limit, cancel) as (done, clock, told), clock.stage("decode"):
             read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
             sampler = Sampler(config, done.token_ids, repetition_penalty=penalty, constraint=constraint)
             answer = decode(
@@ -282,6 +297,7 @@ class Answering:
             tokens_per_s=(len(answer.ids) - 1) / max(end - first, 1e-9),
             tool_calls=answer.calls,
             logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
+            prompt_logprobs=told,
         )
 
 

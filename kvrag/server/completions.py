@@ -17,9 +17,10 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 
+from kvrag.generate.logprobs import Delta, Writer
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.template import Prompt
-from kvrag.server.errors import as_api_error
+from kvrag.server.errors import APIError, as_api_error
 from kvrag.server.metrics import Timer
 from kvrag.server.record import Record
 from kvrag.server.schema import ChatRequest, Message, Reuse, TextRequest
@@ -53,8 +54,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 @router.post("/v1/completions")
 async def completions(body: TextRequest, request: Request) -> Response:
     """Continue text."""
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return await _complete(TEXT, body, request, [text_prompt(prompt, body.kvrag) for prompt in prompts])
+    return await _complete(TEXT, body, request, [text_prompt(prompt, body.kvrag) for prompt in body.prompts])
 
 
 def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
@@ -82,9 +82,16 @@ def _text_part(part: dict[str, Any]) -> dict[str, Any]:
     return part if name is None else {"type": "text", "text": part.get(name)}
 
 
-def text_prompt(prompt: str, reuse: Reuse) -> Prompt:
+def text_prompt(prompt: str | list[int], reuse: Reuse) -> Prompt:
     """Return a prompt with the documents before it."""
-    return [*_chunks(reuse), prompt] if reuse.documents else prompt
+    if not reuse.documents:
+        return prompt
+    if not isinstance(prompt, str):
+        message = (
+            "kvrag.documents go before text, and this prompt is token ids; send it as text, or leave the documents out"
+        )
+        raise APIError(400, message, "unsupported_parameter", param="kvrag.documents")
+    return [*_chunks(reuse), prompt]
 
 
 def _chunks(reuse: Reuse) -> list[str | Chunk]:
@@ -96,14 +103,18 @@ async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequenc
     service.check_model(body.model)
     record: Record = request.state.record
     record.model, record.is_stream = service.name, body.stream
-    pieces = _pieces(service, body, request, prompts)
+    echo = _echo(service, body, prompts)
+    pieces = _pieces(service, body, request, prompts, echo)
     head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
     if not body.stream:
         async with aclosing(pieces):
             results = await _unless_gone(request, asyncio.create_task(_results(pieces)), None)
             assert results is not None
         tokenizer = service.engine.tokenizer
-        choices = [shape.whole(index, result, tokenizer) for index, result in sorted(results.items())]
+        choices = [
+            shape.whole(index, result, tokenizer, echo[index] if echo else "")
+            for index, result in sorted(results.items())
+        ]
         made = [results[index] for index in sorted(results)]
         usage = usage_of(made, body.n, tokenizer if body.kvrag.trace else None)
         return JSONResponse({**head, "object": shape.object, "choices": choices, **usage})
@@ -111,7 +122,7 @@ async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequenc
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
-    told = Told(service.engine.tokenizer, is_chat=shape.is_chat)
+    told = Told(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
     events = _events(shape, body, head, first, pieces, told, record)
     return EventSourceResponse(
         events,
@@ -150,9 +161,9 @@ async def _left(request: Request) -> None:
 
 
 async def _pieces(
-    service: Service, body: Body, request: Request, prompts: Sequence[Prompt]
+    service: Service, body: Body, request: Request, prompts: Sequence[Prompt], echo: Sequence[str]
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the choices' text as it comes, ``n`` choices for each prompt; leaving ends all of them."""
+    """Yield the choices' text as it comes, or in one piece behind the texts of ``echo``; leaving ends all of them."""
     loop, record = asyncio.get_running_loop(), cast(Record, request.state.record)
     deadline, timer = loop.time() + service.config.timeout_s, service.metrics.timer(record)
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
@@ -170,9 +181,13 @@ async def _pieces(
             if isinstance(piece, Exception):
                 raise piece
             if isinstance(piece, GenerationResult):
-                piece = _as_asked(body, piece)
                 left -= 1
                 record.results.append(piece)
+                piece = _as_asked(body, piece, echo[index] if echo else None)
+                if echo:
+                    yield index, _in_one(piece)
+            elif echo:
+                continue
             yield index, piece
     except TimeoutError:
         record.ended = "timeout"
@@ -186,11 +201,41 @@ async def _pieces(
         work.cancel()
 
 
-def _as_asked(body: Body, result: GenerationResult) -> GenerationResult:
-    """Return an answer with one call of a tool at most, where its client takes no more."""
+def _echo(service: Service, body: Body, prompts: Sequence[Prompt]) -> list[str]:
+    """Return the text of its prompt for each choice, if the answer is to begin with it."""
+    if not isinstance(body, TextRequest) or not body.echo:
+        return []
+    writer = Writer(service.engine.tokenizer, is_chat=False)
+    return [text for prompt in prompts for text in [_text_of(prompt, writer)] * body.n]
+
+
+def _text_of(prompt: Any, writer: Writer) -> str:
+    """Return the text of a prompt: as it was sent, or of its segments, or of its token ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt[0], int):
+        return b"".join([writer.bytes_of(token) for token in prompt]).decode("utf-8", "replace")
+    return "".join([part.text if isinstance(part, Chunk) else part for part in prompt])
+
+
+def _as_asked(body: Body, result: GenerationResult, echo: str | None) -> GenerationResult:
+    """Return an answer behind its prompt's text, or that alone, and with one call of a tool at most where its client takes no more."""
     if isinstance(body, ChatRequest) and not body.parallel_tool_calls:
         return replace(result, tool_calls=result.tool_calls[:1])
-    return result
+    if echo is None:
+        return result
+    if body.limit == 0:
+        result = replace(result, text="", token_ids=[], logprobs=None if result.logprobs is None else ())
+    logprobs = result.logprobs
+    if logprobs is not None:
+        logprobs = (result.prompt_logprobs or ()) + logprobs
+    return replace(result, text=echo + result.text, logprobs=logprobs)
+
+
+def _in_one(result: GenerationResult) -> Delta:
+    piece = Delta(result.text)
+    piece.logprobs = result.logprobs or ()
+    return piece
 
 
 async def _work(

@@ -32,7 +32,7 @@ HINTS: dict[str, tuple[str, ...]] = {
         ),
         *("num_thread", "low_vram", "use_mmap", "use_mlock", "truncation_length", "prediction", "speculative_ngram"),
     ),
-    "how much a model thinks and says, for models of others": ("verbosity", "include_reasoning", "reasoning_effort"),
+    "how much a model thinks and says, for models of others": ("verbosity", "include_reasoning"),
     "how special tokens, which no answer shows, are spelt": ("spaces_between_special_tokens",),
     "options of a method that is off, and is refused where it is on": (
         *(
@@ -52,7 +52,6 @@ HINTS: dict[str, tuple[str, ...]] = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adaptive_target": (-0.01, -1, 0),
     "add_bos_token": (True,),
-    "add_generation_prompt": (True,),
     "audio": (False, {}),
     "detokenize": (True,),
     "encoder_repetition_penalty": (1, 0),
@@ -85,6 +84,7 @@ ALIASES: dict[str, str] = {
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "stopping_strings": "stop",
+    "think": "enable_thinking",
 }
 """Other servers' names of fields."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvrag.config import RepairConfig, as_config
 from kvrag.prompt.tokenizer import check_encodable
@@ -116,9 +117,11 @@ class Completion(_Foreign):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0), _or_none(-1)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0), _or_none(-1)] = None
+    min_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: Annotated[int | None, Field(ge=1), _or_none(0, -1)] = None
+    min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -134,12 +137,10 @@ class Completion(_Foreign):
         """The most tokens that the answer may have; ``None``: as many as there is room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    @model_validator(mode="after")
-    def _check_limit(self) -> Completion:
-        if self.limit == 0:
-            message = "max_tokens is 0, and an answer has a token at least; send 1 or more"
-            raise fault("invalid_value", message, "max_tokens")
-        return self
+
+def _no_tokens(body: Completion) -> PydanticCustomError:
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return fault("invalid_value", f"{name} is 0, and an answer has a token at least; send 1 or more", name)
 
 
 class Message(BaseModel):
@@ -166,6 +167,17 @@ class ChatRequest(Completion):
     tool_choice: Annotated[str | dict[str, Any] | None, _shallow, _or_none("", {})] = None
     parallel_tool_calls: bool = True
     response_format: Annotated[dict[str, Any] | None, _shallow, _or_none("", {})] = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is rendered with: ``enable_thinking`` and ``reasoning_effort`` are its own names for them."""
+        named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        return {name: value for name, value in named.items() if value is not None} | self.chat_template_kwargs
 
     @property
     def num_logprobs(self) -> int | None:
@@ -176,13 +188,24 @@ class ChatRequest(Completion):
     def _check(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise fault("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.limit == 0:
+            raise _no_tokens(self)
+        if not (self.add_generation_prompt or self.continue_final_message):
+            message = (
+                "add_generation_prompt is false, so nothing would be answered; send continue_final_message with it"
+            )
+            raise fault("unsupported_parameter", message, "add_generation_prompt")
         return self
+
+
+Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
 class TextRequest(Completion):
     """Body of ``/v1/completions``."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+    prompt: str | Annotated[list[str] | list[Token] | list[Tokens], Field(min_length=1)]
+    echo: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=20), BeforeValidator(lambda v: None if v is False else v)] = None
 
     @property
@@ -190,9 +213,18 @@ class TextRequest(Completion):
         """As :attr:`ChatRequest.num_logprobs`."""
         return self.logprobs
 
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
     @model_validator(mode="after")
     def _check(self) -> TextRequest:
-        if isinstance(self.prompt, list) and len(self.prompt) * self.n > MAX_CHOICES:
+        if self.limit == 0 and not self.echo:
+            raise _no_tokens(self)
+        if len(self.prompts) * self.n > MAX_CHOICES:
             message = f"n choices of each prompt are more than {MAX_CHOICES}; send several requests"
             raise fault("invalid_value", message, "n")
         return self

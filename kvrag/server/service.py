@@ -74,6 +74,14 @@ class Service:
         given = {name: value for name in _SAMPLING if (value := getattr(body, name, None)) is not None}
         if body.num_logprobs is not None:
             given["logprobs"] = body.num_logprobs
+        if isinstance(body, ChatRequest):
+            given |= {"chat_template_kwargs": body.variables, "continue_final_message": body.continue_final_message}
+        elif body.echo:
+            given["prompt_logprobs"] = body.num_logprobs
+        if body.min_tokens:
+            given["min_new_tokens"] = body.min_tokens
+        if body.min_p:
+            given["min_p"] = float(body.min_p)
         if body.temperature is not None:
             given["temperature"] = float(body.temperature)
         if body.seed is not None:

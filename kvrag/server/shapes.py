@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvrag.generate.logprobs import Delta, Writer
@@ -21,9 +22,10 @@ class Shape:
     prefix: str
     is_chat: bool
 
-    def whole(self, index: int, result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
-        """Return a finished choice."""
-        logprobs = result.logprobs and Writer(tokenizer, is_chat=self.is_chat).write(result.logprobs)
+    def whole(self, index: int, result: GenerationResult, tokenizer: Any, echo: str = "") -> dict[str, Any]:
+        """Return a finished choice, whose text begins with ``echo``."""
+        writer = Writer(tokenizer, is_chat=self.is_chat, echo=echo)
+        logprobs = result.logprobs and writer.write(result.logprobs)
         own: dict[str, Any] = {"text": result.text}
         if self.is_chat:
             calls = {"tool_calls": calls_of(result)} if result.tool_calls else {}
@@ -51,11 +53,16 @@ def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
 
 
 class Told:
-    """The log-probabilities of a stream's choices, each sent once: with the text that its token ended, or at the end."""
+    """The log-probabilities of a stream's choices, each sent once: with the text that its token ended, or at the end.
 
-    def __init__(self, tokenizer: Any, *, is_chat: bool) -> None:
+    ``echo``: the texts of prompts that the choices begin with.
+    """
+
+    def __init__(self, tokenizer: Any, *, is_chat: bool, echo: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
-        self._writers: dict[int, Writer] = defaultdict(lambda: Writer(tokenizer, is_chat=is_chat))
+        self._make = partial(Writer, tokenizer, is_chat=is_chat)
+        self._echo = echo
+        self._writers: dict[int, Writer] = {}
         self._counts: Counter[int] = Counter()
 
     def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
@@ -64,7 +71,11 @@ class Told:
         if isinstance(piece, GenerationResult):
             new = (piece.logprobs or ())[self._counts[index] :]
         self._counts[index] += len(new)
-        return self._writers[index].write(new) if new else None
+        if not new:
+            return None
+        if index not in self._writers:
+            self._writers[index] = self._make(echo=self._echo[index] if self._echo else "")
+        return self._writers[index].write(new)
 
 
 CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion", "cmpl", False)

@@ -285,6 +285,33 @@ CLIENTS = (
         },
     ),
     Sent(
+        "lm-evaluation-harness, generation",
+        "lm_eval/models/openai_completions.py, LocalCompletionsAPI",
+        TEXT,
+        {
+            "prompt": [[1, 5, 6], [1, 7]],
+            "model": ID,
+            "max_tokens": 4,
+            "temperature": 0,
+            "stop": ["\n\n", "Question:"],
+            "seed": 1234,
+        },
+    ),
+    Sent(
+        "lm-evaluation-harness, log-likelihood",
+        "lm_eval/models/openai_completions.py, LocalCompletionsAPI",
+        TEXT,
+        {
+            "model": ID,
+            "prompt": [[1, 5, 6, 9], [1, 7]],
+            "temperature": 0,
+            "max_tokens": 1,
+            "logprobs": 1,
+            "seed": 1234,
+            "echo": True,
+        },
+    ),
+    Sent(
         "lm-evaluation-harness, chats",
         "lm_eval/models/openai_completions.py, LocalChatCompletion",
         CHAT,

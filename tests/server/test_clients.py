@@ -152,7 +152,7 @@ KNOWN = {name for model, _ in ROUTES.values() for name in model.model_fields} | 
 names = st.text(min_size=1, max_size=12).filter(lambda name: name not in KNOWN)
 nothings = st.sampled_from([None, False, 0, 0.0, "", [], {}])
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
@@ -409,8 +409,68 @@ def test_one_call_at_most_where_a_client_takes_no_more(http, app, monkeypatch):
 
     real = completions._as_asked
     calls = tuple(ToolCall(f"call_{n}", "look_up", {"name": str(n)}) for n in range(2))
-    monkeypatch.setattr(completions, "_as_asked", lambda body, result: real(body, replace(result, tool_calls=calls)))
+    monkeypatch.setattr(
+        completions, "_as_asked", lambda body, result, echo: real(body, replace(result, tool_calls=calls), echo)
+    )
     for is_parallel, count in ((True, 2), (None, 2), (False, 1)):
         body = ASK | {"tools": [TOOL], "parallel_tool_calls": is_parallel}
         (message,) = answer_of(http, CHAT, body)
         assert len(message["tool_calls"]) == count
+
+
+def test_token_ids_are_prompts_as_they_are(http, engine):
+    ids = engine.generate(PROMPT["prompt"], max_new_tokens=1).prompt_ids
+    (want,) = answer_of(http, TEXT, PROMPT)
+    assert answer_of(http, TEXT, PROMPT | {"prompt": list(ids)}) == [want]
+    assert answer_of(http, TEXT, PROMPT | {"prompt": [list(ids), list(ids)]}) == [want, want]
+    for wrong in ([], [[]], [1, "a"], [10**9], [[10**9]], [-1], [1.5]):
+        refused = http.post(TEXT, json=PROMPT | {"prompt": wrong})
+        assert refused.status_code == 400, wrong
+        assert "prompt" in refused.json()["error"]["message"] or "token" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize("prompt", ["Who keeps the lamp?", [5, 6, 7, 9]], ids=["text", "ids"])
+def test_echo_has_the_prompts_tokens_before_the_answers(http, client, engine, prompt, limit, stream):
+    body = PROMPT | {"prompt": prompt, "max_tokens": limit, "echo": True, "logprobs": 2, "n": 2, "stream": stream}
+    response = http.post(TEXT, json=body)
+    assert response.status_code == 200, response.text
+    want = engine.generate(prompt, max_new_tokens=max(1, limit), logprobs=2, prompt_logprobs=2)
+    shown = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
+    if stream:
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for event in events for choice in event["choices"] if choice["text"]]
+    else:
+        choices = response.json()["choices"]
+        assert response.json()["usage"]["completion_tokens"] == 2 * limit
+    assert len(choices) == 2
+    for choice in choices:
+        assert choice["text"] == shown + (want.text if limit else "")
+        told = choice["logprobs"]
+        values = [each.logprob for each in (*want.prompt_logprobs[1:], *want.logprobs[:limit])]
+        assert told["token_logprobs"][0] is None
+        assert told["top_logprobs"][0] is None
+        assert told["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
+        assert len(told["tokens"]) == len(want.prompt_ids) + limit == len(told["text_offset"])
+        for token, at in zip(told["tokens"], told["text_offset"], strict=True):
+            assert token.startswith(("bytes:", "<s>")) or choice["text"][at : at + len(token)] == token
+
+
+def test_echo_without_logprobs_is_the_prompts_text_and_the_answer(http):
+    (plain,) = answer_of(http, TEXT, PROMPT)
+    assert answer_of(http, TEXT, PROMPT | {"echo": True}) == [PROMPT["prompt"] + plain]
+    documents = {"documents": [{"text": "One."}]}
+    (behind,) = answer_of(http, TEXT, PROMPT | {"echo": True, "kvrag": documents})
+    assert behind.startswith("One.\n\n" + PROMPT["prompt"])
+    refused = http.post(TEXT, json=PROMPT | {"prompt": [1, 5], "kvrag": documents}).json()["error"]
+    assert refused["param"] == "kvrag.documents"
+
+
+def test_an_answer_goes_on_with_the_last_message(http):
+    begun = ASK | {"messages": [USER, {"role": "assistant", "content": "The keeper"}]}
+    onward = begun | {"continue_final_message": True, "add_generation_prompt": False}
+    counts = [http.post(CHAT, json=body).json()["usage"]["prompt_tokens"] for body in (begun, onward)]
+    assert counts[1] < counts[0]
+    refused = http.post(CHAT, json=begun | {"add_generation_prompt": False}).json()["error"]
+    assert refused["param"] == "add_generation_prompt"
