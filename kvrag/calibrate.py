@@ -178,7 +178,7 @@ def make_prompts(
     engine: KVRagEngine, chunks: Sequence[str], prompts: int, chunks_per_prompt: int, seed: int
 ) -> list[list[str | Chunk]]:
     """Draw prompts: some of the chunks, in random order, and a question about what one of them says."""
-    encoder, least, draw = engine.loaded.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
+    encoder, least, draw = engine.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
     texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if len(encoder.chunk_ids(text)) >= least]
     if len(texts) < chunks_per_prompt or chunks_per_prompt < 1 or prompts < 2:
         raise InputError(

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, TypedDict, Unpack
@@ -283,9 +282,8 @@ class KVRagEngine:
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Renders prompts and tokenises them, with the engine's variables for the chat template; loads the model."""
-        encoder: PromptEncoder = copy(self.loaded.encoder)
-        encoder.variables = self.chat_template_kwargs
-        return encoder
+        encoder: PromptEncoder = self.loaded.encoder
+        return encoder.with_variables(self.chat_template_kwargs)
 
     @cached_property
     def prefix_text(self) -> str:

@@ -45,6 +45,8 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     """``auto``, ``full`` (no reuse), ``prefix`` (exact reuse only) or ``stitch``."""
     max_context: Annotated[MaxContext, SkipValidation] = "raise"
     """``raise``: an error where prompt and answer exceed the context window; ``slide``: the oldest tokens leave it (``evicted_tokens``)."""
+    chat_template_kwargs: Annotated[dict[str, Any], SkipValidation] = Field(default_factory=dict)
+    """Variables for the model's chat template, for instance ``{"enable_thinking": False}``; also per call."""
     dtype: Any = "auto"
     """``auto``: float32 on CPU, else the checkpoint's."""
     device: Any = None
@@ -58,6 +60,8 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
         for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
             if name in data:  # not left to pydantic, which would repeat a key in its message
                 data[name] = config.as_config(kind, data[name], option=name)
+        if "chat_template_kwargs" in data:
+            data["chat_template_kwargs"] = config.check_template_kwargs(data["chat_template_kwargs"])
         super().__init__(**data)
         self.check_model_kwargs()
         config.check_prove(self.prove)
@@ -73,5 +77,8 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options of :meth:`kvrag.KVRagEngine.get`, but for the prefix."""
-        names = ("tokenizer", "kv_dir", "context", "namespace", "repair", "store_config", "dtype", "device", "prove")
+        names = (
+            *("tokenizer", "kv_dir", "context", "namespace", "repair", "store_config", "dtype", "device", "prove"),
+            "chat_template_kwargs",
+        )
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}

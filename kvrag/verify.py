@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvrag.config import RepairConfig
 from kvrag.errors import InputError
@@ -28,6 +28,7 @@ def verify_prompts(
     mode: Mode = "stitch",
     repair: RepairConfig | None = None,
     namespace: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_new_tokens: int = 16,
     max_mean_kl: float = MAX_MEAN_KL,
     min_top1: float = MIN_TOP1,
@@ -38,7 +39,7 @@ def verify_prompts(
     ----------
     engine, prompts
         At least one prompt; their chunks should be precomputed.
-    mode, repair, namespace
+    mode, repair, namespace, chat_template_kwargs
         Options of the run with reuse.
     max_new_tokens
         Length of the greedy answers compared.
@@ -52,9 +53,10 @@ def verify_prompts(
     """
     if isinstance(prompts, str) or not prompts:
         raise InputError("verify needs a list of at least one prompt")
+    options = {"repair": repair, "namespace": namespace, "chat_template_kwargs": chat_template_kwargs}
     rows, seams = [], SeamCount()
     for prompt in prompts:
-        row, seam_count, repaired = _compare(engine, prompt, mode, repair, namespace, max_new_tokens)
+        row, seam_count, repaired = _compare(engine, prompt, max_new_tokens, mode, options)
         rows.append(row)
         seams += seam_count
     is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
@@ -71,17 +73,11 @@ def verify_prompts(
 
 
 def _compare(
-    engine: KVRagEngine,
-    prompt: Prompt,
-    mode: Mode,
-    repair: RepairConfig | None,
-    namespace: str | None,
-    max_new_tokens: int,
+    engine: KVRagEngine, prompt: Prompt, max_new_tokens: int, mode: Mode, options: Mapping[str, Any]
 ) -> tuple[VerifyRow, SeamCount, str]:
-    reused, full = (engine.prefill(prompt, mode=m, repair=repair, namespace=namespace) for m in (mode, "full"))
+    reused, full = (engine.prefill(prompt, mode=m, **options) for m in (mode, "full"))
     answers = [
-        engine.generate(prompt, mode=m, repair=repair, namespace=namespace, max_new_tokens=max_new_tokens).token_ids
-        for m in (mode, "full")
+        engine.generate(prompt, mode=m, max_new_tokens=max_new_tokens, **options).token_ids for m in (mode, "full")
     ]
     row = VerifyRow(
         kl=float(kl_divergence(full.logits, reused.logits)),
@@ -90,7 +86,7 @@ def _compare(
         exactness=reused.exactness,
         kv_reuse_ratio=reused.kv_reuse_ratio,
     )
-    explained = engine.explain(prompt, mode=mode, repair=repair, namespace=namespace)
+    explained = engine.explain(prompt, mode=mode, **options)
     return row, seams_of(explained.spans, full.prompt_ids, engine.loaded.encoder), explained.repair
 
 

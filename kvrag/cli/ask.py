@@ -29,8 +29,8 @@ from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.estimate import human_bytes
 
 if TYPE_CHECKING:
-    from kvrag.prompt.template import Prompt
-    from kvrag.types import ExplainedSpan, GenerationResult, VerifyReport
+    from kvrag.prompt.template import Prompt, PromptEncoder
+    from kvrag.types import Chunk, ExplainedSpan, GenerationResult, VerifyReport
 
 _CONTEXT = typer.Option("--context", "-c", help="Files or folders whose text stands before the question.")
 _PROMPT_FILE = typer.Option("--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input.")
@@ -60,7 +60,7 @@ def ask(
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
     with closing(open_engine(engine, repair=repair)) as opened:
-        prompt = _prompt_of(question, texts, opened.tokenizer, engine) if given is None else given
+        prompt = _prompt_of(question, texts, opened.encoder, engine) if given is None else given
         stream = opened.stream(prompt, mode=mode, **sampling)
         for piece in stream:
             if not as_json:
@@ -73,12 +73,13 @@ def ask(
         console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
 
 
-def _prompt_of(question: str | None, texts: list[str], tokenizer: Any, engine: Given) -> Prompt:
+def _prompt_of(question: str | None, texts: list[str], encoder: PromptEncoder, engine: Given) -> Prompt:
     """Put the context before the question: as messages if the model has a chat template and no prefix is given as text."""
-    body = "\n\n".join([*texts, f"Question: {question}" if texts else str(question)])
+    body: list[str | Chunk] = [part for text in texts for part in (*encoder.guarded(text), "\n\n")]
+    body.append(f"Question: {question}" if texts else str(question))
     prefix, system = engine.get("prefix"), engine.get("system")
-    if prefix is not None or not getattr(tokenizer, "chat_template", None):
-        return f"{prefix or ''}{body}"
+    if prefix is not None or not encoder.has_chat_template:
+        return [prefix or "", *body]
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, {"role": "user", "content": body}]
 
@@ -113,7 +114,7 @@ def explain(
     texts = list(read_documents(context).values()) if context else []
     given = None if context else read_prompt(Path(prompt))
     with closing(open_engine(engine, repair=repair)) as opened:
-        asked = _prompt_of(prompt, texts, opened.tokenizer, engine) if given is None else given
+        asked = _prompt_of(prompt, texts, opened.encoder, engine) if given is None else given
         found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
     title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
     spans = grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable
 from types import NoneType
@@ -19,7 +20,7 @@ import typer
 
 from kvrag import spelling
 from kvrag.cli.output import progress
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, option_fields
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_template_kwargs, option_fields
 from kvrag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ _SYSTEM = _of_engine("--system", help="System message of your chat prompts; inst
 _CONTEXT = _of_engine(
     "--chunk-context",
     help="What chunks are encoded behind: none, default, default:250 (tokens of it), or a text of your own.",
+)
+_VARIABLES = _of_engine(
+    "--chat-template-kwargs", metavar="JSON", help='Variables for the chat template, as {"enable_thinking": false}.'
 )
 _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
@@ -115,6 +119,7 @@ _PROMPTS = (
     _option("prefix", Annotated[str | None, _PREFIX]),
     _option("system", Annotated[str | None, _SYSTEM]),
     _option("chunk_context", Annotated[str, _CONTEXT], "none"),
+    _option("chat_template_kwargs", Annotated[str | None, _VARIABLES]),
     _option("namespace", Namespace, "default"),
 )
 ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.empty), *_STORED, *_RUN)
@@ -163,8 +168,20 @@ def engine_options(engine: Given, *, repair: Given | None = None, limits: Given 
     kept = {"kv_dtype": options.pop("kv_dtype")} if "kv_dtype" in options else {}
     config = StoreConfig(**kept, **key_options(), **(limits or {}))
     options["context"] = None if context in (None, "none") else context
+    if "chat_template_kwargs" in options:
+        options["chat_template_kwargs"] = _variables(options["chat_template_kwargs"])
     options["prefix"] = prefix if system is None else [{"role": "system", "content": system}]
     return {**options, "repair": RepairConfig(**repair) if repair else None, "store_config": config}
+
+
+def _variables(text: str) -> Given:
+    """Read variables for the chat template."""
+    try:
+        return check_template_kwargs(json.loads(text))
+    except ValueError as error:
+        raise ConfigError(
+            f'--chat-template-kwargs is no JSON ({error}); pass an object, as {{"enable_thinking": false}}'
+        ) from None
 
 
 def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:

@@ -125,7 +125,13 @@ class Answering:
         plan = self.plan(request)
         plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
-        return explain_plan(plan, *outcome, self._known(request.namespace))
+        explained = explain_plan(plan, *outcome, self._known(request.namespace))
+        if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
+            named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
+            explained.notes.append(
+                f"the chat template writes the date, so its head is another one each day; pin it{named}"
+            )
+        return explained
 
     def _known(self, namespace: str) -> Known:
         read = partial(text_of, self.store, self.loaded.encoder, self.loaded.fingerprint, namespace)

@@ -53,12 +53,10 @@ def prove_shown(
     messages: Sequence[Message], render: Callable[[Sequence[Message]], str], rendered: str, facts: TemplateFacts | None
 ) -> None:
     """Raise :class:`InputError` if a message has left no trace in its rendering; names the message, and what to do."""
-    marks = Marks()
-    probe, owners = [], list[int]()
+    marks, probe, owners = Marks(), list[Message](), list[int]()
     for index, message in enumerate(messages):
-        marked = _marked(message, marks)
+        probe.append(_marked(message, marks))
         owners += [index] * (len(marks.texts) - len(owners))
-        probe.append(marked)
     try:
         found = [int(number) for number in marks.split(render(probe))[1::2]]
     except InputError:  # it looks into the texts: then these themselves must be there
@@ -66,6 +64,21 @@ def prove_shown(
     lost = sorted(set(range(len(owners))) - set(found))
     if lost:
         raise _left_out(messages, owners[lost[0]], facts)
+
+
+def shows_names(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> bool:
+    """Whether a chat template shows the names of those who speak."""
+    marks = Marks()
+    probe = [{**m, "name": marks.add(m["name"])} if says_name(m) else m for m in messages]
+    try:
+        return marks.are_whole(marks.split(render(probe)))
+    except InputError:
+        return False
+
+
+def says_name(message: Message) -> bool:
+    """Whether a message tells who speaks; a result of a tool tells which."""
+    return bool(message.get("name")) and message["role"] != "tool"
 
 
 def _marked(message: Message, marks: Marks) -> Message:

@@ -59,7 +59,7 @@ class PartFinder:
                     continue
                 # What follows a document may be the template's own control tokens, whatever the document says there.
                 stop = self.encoder.control_text_after(text, start)
-                part = self._first_part(text, start, stop, stored, is_live=True)
+                part = self._first_part(text, start, stop, stored)
                 if part is None:
                     looks -= 1
                     continue
@@ -71,7 +71,8 @@ class PartFinder:
     def cut_chunks(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
         """Cut the text of each chunk, none of which has KV, into the first part of a stored chunk and the rest, where it begins so."""
         stored = self._stored([piece.text[:ANCHOR_CHARS] for piece in pieces])
-        parts = [self._first_part(p.text, 0, len(p.text), stored, is_live=False) for p in pieces]
+        whole = self.encoder.chunk_ids
+        parts = [self._first_part(p.text, 0, len(p.text), stored, whole(p.text)) for p in pieces]
         return [
             [piece] if part is None else [part, Piece(piece.text[len(part.text) :], "chunk")]
             for piece, part in zip(pieces, parts, strict=True)
@@ -86,19 +87,29 @@ class PartFinder:
         return {head: [(e, run) for e in found for run in ids.get(e.digest, ())] for head, found in entries.items()}
 
     def _first_part(
-        self, text: str, start: int, stop: int, stored: Mapping[str, list[tuple[TextEntry, TokenIds]]], *, is_live: bool
+        self,
+        text: str,
+        start: int,
+        stop: int,
+        stored: Mapping[str, list[tuple[TextEntry, TokenIds]]],
+        whole_ids: TokenIds = (),
     ) -> Piece | None:
-        """Return the longest first part of a stored chunk that ``text[start:stop]`` begins with."""
+        """Return the longest first part of a stored chunk that ``text[start:stop]`` begins with.
+
+        ``whole_ids``: ids of all the text, if it is a chunk's; they stay the same where it is cut.
+        """
         chunks = stored.get(text[start : start + ANCHOR_CHARS])
         if not chunks:
             return None
-        text = text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
+        whole, text = text, text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
         chunk, count = self._longest(text, [ids for _, ids in chunks])
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
             ids, body = chunk[:end], self.encoder.decode(chunk[:end])
             # Tokenised as live text it has the same ids: so it holds no control token in a spelling that only the tokenizer knows.
-            tokenise = self.encoder.live_ids if is_live else self.encoder.document_ids
-            if text.startswith(body) and tuple(tokenise(body)) == ids:
+            tokenise = self.encoder.document_ids if whole_ids else self.encoder.live_ids
+            if not text.startswith(body) or tuple(tokenise(body)) != ids:
+                continue
+            if not whole_ids or (*ids, *self.encoder.document_ids(whole[len(body) :])) == whole_ids:
                 return Piece(body, "chunk", part_of=chunk, num_ids=end)
         return None
 

@@ -26,6 +26,7 @@ OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
 IDS_ALONE = "the prompt is token ids, in which no chunks are looked for; pass text, messages or segments"
+NEAR_SEAM = 64  # characters after a seam whose token ids may depend on what stands before it
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 
 
@@ -180,7 +181,7 @@ def plan_prompt(
         If the prompt is empty or malformed.
     """
     finder = PartFinder(scanner, encoder, lookup.stored_ids, min_chunk_tokens)
-    head, rest = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes)
+    head, rest = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes, encoder)
     hidden = set[str]()
     while True:
         spans = {i: scanner.scan(p.text, without=hidden) for i, p in enumerate(rest) if p.kind == "live"}
@@ -206,11 +207,33 @@ def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> 
     return Plan((PlannedPiece(Piece(text), tuple(ids)),), refusal=IDS_ALONE)
 
 
-def _split_head(pieces: list[Piece], prefixes: Sequence[str]) -> tuple[Piece | None, list[Piece]]:
-    """Take a known prefix off the prompt before it is searched: a chunk's text inside the prefix is part of the prefix."""
+def _split_head(
+    pieces: list[Piece], prefixes: Sequence[str], encoder: PromptEncoder
+) -> tuple[Piece | None, list[Piece]]:
+    """Take a known prefix off the prompt before it is searched: a chunk's text inside the prefix is part of the prefix.
+
+    The ids of a prompt with explicit chunks must not depend on what is known: there, only the first prefix, the engine's own, may change
+    how the text after it is tokenised.
+    """
     text = pieces[0].text if pieces and pieces[0].kind == "live" else ""
-    known = max([p for p in prefixes if text.startswith(p)], key=len, default="")
-    return (Piece(known), merge_live([Piece(text[len(known) :]), *pieces[1:]])) if known else (None, pieces)
+    known = [p for p in prefixes if p and text.startswith(p)]
+    if any([piece.is_given for piece in pieces]):
+        own = prefixes[0] if prefixes[0] in known else ""
+        known = [p for p in known if p == own or _is_seamless(text, own, p, encoder)]
+    if not known:
+        return None, pieces
+    head = max(known, key=len)
+    return Piece(head), merge_live([Piece(text[len(head) :]), *pieces[1:]])
+
+
+def _is_seamless(text: str, own: str, head: str, encoder: PromptEncoder) -> bool:
+    """Whether a text that is cut behind ``head`` has the ids that it has without that, cut behind ``own`` alone."""
+    text = text[: len(head) + NEAR_SEAM]
+
+    def ids(first: str) -> list[int]:
+        return [*encoder.head_ids(first), *encoder.live_ids(text[len(first) :])]
+
+    return ids(head) == (ids(own) if own else encoder.live_ids(text, at_start=True))
 
 
 class _Draft:

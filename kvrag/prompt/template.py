@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from kvrag.errors import InputError
 from kvrag.prompt.jinja import TemplateFacts, facts_of
-from kvrag.prompt.marks import Marks, prove_shown
+from kvrag.prompt.marks import Marks, prove_shown, says_name, shows_names
 from kvrag.prompt.messages import check_chunk_text, describe, plain_messages
 from kvrag.prompt.tokenizer import Piece, SegmentTokenizer, check_encodable
 from kvrag.prompt.tools import Tools, render_tools, what_is_shown
@@ -64,6 +65,12 @@ class PromptEncoder(SegmentTokenizer):
         self._shown = lru_cache(maxsize=8)(lambda _source, has_tools: what_is_shown(self._applied, has_tools))
         self._proven = set[object]()
         self._warned = set[str]()
+
+    def with_variables(self, variables: Mapping[str, Any] | None) -> PromptEncoder:
+        """Return an encoder that renders with these variables for the chat template, too."""
+        encoder = copy(self)
+        encoder.variables = {**self.variables, **(variables or {})}
+        return encoder
 
     def pieces(self, prompt: Prompt, chat: Chat = PLAIN) -> list[Piece]:
         """Render a prompt to pieces; chunks are known only where they were given explicitly.
@@ -152,6 +159,20 @@ class PromptEncoder(SegmentTokenizer):
         facts = facts_of(self.template_source()) if self.has_chat_template else None
         return facts.roles if facts else frozenset()
 
+    @property
+    def date_variables(self) -> list[str] | None:
+        """Variables that pin the date which the chat template writes by itself; ``None`` where it writes none."""
+        facts = facts_of(self.template_source()) if self.has_chat_template else None
+        if facts is None or "strftime_now" not in facts.variables:
+            return None
+        return sorted([name for name in facts.variables if "date" in name])
+
+    def guarded(self, text: str) -> list[str | Chunk]:
+        """Return a document's text as parts of a prompt: live, so that chunks are found in it, but for control-token text."""
+        parts: list[str | Chunk] = list(self._control_text.split(text))
+        parts[1::2] = [Chunk(str(part)) for part in parts[1::2]]
+        return [part for part in parts if part]
+
     def template_source(self, tools: Tools = ()) -> str:
         """Return the chat template: of several, that for prompts with tools, or without."""
         find = getattr(self.tokenizer, "get_chat_template", None)
@@ -180,11 +201,16 @@ class PromptEncoder(SegmentTokenizer):
             add_generation_prompt=add_generation_prompt,
         )
         rendered = render(messages, tools)
-        kinds = tuple([(m["role"], bool(m["content"].strip()), len(m.get("tool_calls", ()))) for m in messages])
+        kinds = tuple(
+            [(m["role"], bool(m["content"].strip()), len(m.get("tool_calls", ())), says_name(m)) for m in messages]
+        )
         options = repr(chat.variables), chat.continues, add_generation_prompt, bool(tools)
         key = self.template_source(tools), kinds, options
         if key not in self._proven:
-            prove_shown(messages, lambda probe: render(probe, tools), rendered, facts_of(key[0]))
+            again = partial(render, tools=tools)
+            prove_shown(messages, again, rendered, facts_of(key[0]))
+            if any(map(says_name, messages)) and not shows_names(messages, again):
+                self._warn_once("a message has the field 'name'")
             if len(self._proven) >= MAX_PROVEN:
                 self._proven.clear()
             self._proven.add(key)
@@ -213,16 +239,19 @@ class PromptEncoder(SegmentTokenizer):
         """Warn, once of each, of variables and fields of messages that the template does not read."""
         if facts is None:
             return
-        unused = {f"chat_template_kwargs has {name!r}": name for name in chat.variables if name not in facts.variables}
-        fields = {name: message["role"] for message in messages for name, value in message.items() if value}
-        for name, role in fields.items():
-            if name not in (*SILENT, *facts.names):
-                unused[f"a {role} message has the field {name!r}"] = name
-        for what, name in unused.items():
-            if what not in self._warned:
-                self._warned.add(what)
-                where = "which the model's chat template does not read, so it changes nothing"
-                warnings.warn(f"{what}, {where}: {name!r} is left out", UserWarning, stacklevel=2)
+        for name in chat.variables:
+            if name not in facts.variables:
+                self._warn_once(f"chat_template_kwargs has {name!r}")
+        for message in messages:
+            for name, value in message.items():
+                if value and name not in SILENT and name not in facts.names:
+                    self._warn_once(f"a message has the field {name!r}")
+
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            fault = "which the model's chat template does not read: it changes nothing"
+            warnings.warn(f"{what}, {fault}", UserWarning, stacklevel=2)
 
     @property
     def has_chat_template(self) -> bool:

@@ -20,7 +20,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.prompts import ChatPromptTemplate, HumanMessagePromptTemplate, StringPromptTemplate
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from kvrag import GenerationResult, InputError, TemplatePrefix
+from kvrag import Chunk, GenerationResult, InputError, TemplatePrefix
 from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
 
 PROVIDER = "kvrag"
@@ -33,11 +33,13 @@ _ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (FunctionMessage, "function"),
 )
 _THOUGHTS = ("reasoning", "thinking", "redacted_thinking")
-_CALLS = ("tool_call", "tool_use")
+_CALLS = ("tool_call", "tool_use", "tool_call_chunk", "invalid_tool_call", "function_call")
+_BESIDE = ("refusal", "function_call", "reasoning_content")
+"""Fields of OpenAI's messages that LangChain keeps in ``additional_kwargs``."""
 
 
 def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Turn messages into the dicts that chat templates read; the engine joins text blocks and refuses others.
+    """Turn messages into the dicts that the engine reads; it joins text blocks and refuses others. Plain-text documents become chunks.
 
     Raises
     ------
@@ -50,25 +52,60 @@ def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 def _chat_message(message: BaseMessage) -> dict[str, Any]:
     out: dict[str, Any] = {"role": _role(message), "content": message.content}
     if isinstance(message.content, list):
-        out["content"] = [block for block in message.content if not _is_left_out(block, message)]
+        kept = [block for block in message.content if not _is_left_out(block, message)]
+        out["content"] = [part for block in kept for part in _parts(block)]
     if message.name:
         out["name"] = message.name
     if isinstance(message, ToolMessage):
         out["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AIMessage) and message.tool_calls:
-        # Arguments stay a dict: chat templates turn them into JSON themselves.
-        out["tool_calls"] = [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in message.tool_calls
-        ]
+    if isinstance(message, AIMessage):
+        beside = message.additional_kwargs
+        out |= {name: beside[name] for name in _BESIDE if beside.get(name)}
+        if thoughts := _thoughts(message):
+            out["reasoning_content"] = thoughts
+        _add_calls(out, message)
     return out
 
 
+def _add_calls(out: dict[str, Any], message: AIMessage) -> None:
+    """Add a message's calls, those that could not be read too; one without a name is shown as the text that it was."""
+    unread = message.invalid_tool_calls
+    # Arguments stay a dict: chat templates turn them into JSON themselves.
+    calls = [
+        {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"] or ""}}
+        for call in (*message.tool_calls, *unread)
+        if call["name"]
+    ]
+    if calls:
+        out["tool_calls"] = calls
+        out.pop("function_call", None)
+    lost = [call["args"] for call in unread if not call["name"] and call["args"] and call["args"] not in message.text]
+    if lost:
+        content = out["content"] if isinstance(out["content"], list) else [out["content"]]
+        out["content"] = [*content, *lost]
+
+
+def _parts(block: Any) -> list[Any]:
+    """Return a content block as parts of the engine's: of a plain-text document, what it is called, and its text as a chunk."""
+    if not isinstance(block, Mapping) or block.get("type") != "text-plain" or not isinstance(block.get("text"), str):
+        return [block]
+    about = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
+    return [*about, Chunk(block["text"])]
+
+
+def _thoughts(message: AIMessage) -> str:
+    """Return what a message's blocks tell of thoughts; the chat template decides whether a later turn sees them."""
+    blocks = [block for block in message.content if isinstance(block, Mapping) and block.get("type") in _THOUGHTS]
+    texts = [block.get("reasoning") or block.get("thinking") for block in blocks]
+    return "\n".join([text for text in texts if isinstance(text, str)])
+
+
 def _is_left_out(block: Any, message: BaseMessage) -> bool:
-    """Whether a block is a thought of an earlier turn, which the next one is not shown, or repeats a call of ``tool_calls``."""
+    """Whether a block is a thought, which is no part of the text, or repeats one of the message's calls."""
     kind = block.get("type") if isinstance(block, Mapping) else None
-    calls = {call["id"] for call in message.tool_calls} if isinstance(message, AIMessage) else set()
-    return kind in _THOUGHTS or (kind in _CALLS and block.get("id") in calls)
+    calls = (*message.tool_calls, *message.invalid_tool_calls) if isinstance(message, AIMessage) else ()
+    repeated = {call["id"] for call in calls}
+    return kind in _THOUGHTS or (kind in _CALLS and (block.get("call_id") or block.get("id")) in repeated)
 
 
 def _role(message: BaseMessage) -> str:

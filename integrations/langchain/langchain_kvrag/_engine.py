@@ -231,6 +231,7 @@ class KVRagModel(EngineFields):
             "store_config": None if config is None else repr(replace(config, on_event=None)),  # its key is not shown
             "mode": self.mode,
             "max_context": self.max_context,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "repair": repair,
             **self._sampling(),
         }
@@ -255,7 +256,7 @@ class KVRagModel(EngineFields):
 
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Tool] | None = None) -> int:
         """Count the tokens that the model is shown for messages and tools: with its chat template, where that takes them."""
-        encoder = self.engine.loaded.encoder
+        encoder = self.engine.encoder
         if getattr(self, "custom_get_token_ids", None) is None:
             with suppress(kvrag.InputError):
                 text = encoder.render(chat_messages(messages), tools=tuple(tool_dicts(tools or ())))

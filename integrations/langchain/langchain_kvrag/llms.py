@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
@@ -13,6 +13,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import run_in_executor
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
+from kvrag.config import check_template_kwargs
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -33,7 +34,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
 
     def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
         """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
-        prompt = self._rendered(self._convert_input(input))
+        prompt = self._rendered(self._convert_input(input), options)
         return self.engine.explain(prompt.to_string(), **{"mode": self.mode, **options})
 
     @property
@@ -42,17 +43,17 @@ class KVRagLLM(KVRagModel, BaseLLM):
 
     # -- chat prompts go through the chat template; that needs the loaded tokenizer: never in the event loop -----------
 
-    def _rendered(self, prompt: PromptValue) -> PromptValue:
+    def _rendered(self, prompt: PromptValue, options: Mapping[str, Any]) -> PromptValue:
         """Render a chat prompt; a model without a template gets the plain "Human: ..." lines of any ``BaseLLM``."""
         if not isinstance(prompt, ChatPromptValue):
             return prompt
-        encoder = self.engine.loaded.encoder
+        encoder = self.engine.encoder.with_variables(check_template_kwargs(options.get("chat_template_kwargs")))
         if not getattr(encoder.tokenizer, "chat_template", None):
             return prompt
         return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
 
-    def _all_rendered(self, prompts: Sequence[PromptValue]) -> list[PromptValue]:
-        return [self._rendered(prompt) for prompt in prompts]
+    def _all_rendered(self, prompts: Sequence[PromptValue], options: Mapping[str, Any]) -> list[PromptValue]:
+        return [self._rendered(prompt, options) for prompt in prompts]
 
     def generate_prompt(
         self,
@@ -62,7 +63,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         """Answer prompts; see ``BaseLLM.generate_prompt``."""
-        return super().generate_prompt(self._all_rendered(prompts), stop=stop, callbacks=callbacks, **kwargs)
+        return super().generate_prompt(self._all_rendered(prompts, kwargs), stop=stop, callbacks=callbacks, **kwargs)
 
     async def agenerate_prompt(
         self,
@@ -72,7 +73,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         """Answer prompts; see ``BaseLLM.agenerate_prompt``."""
-        rendered = await run_in_executor(None, self._all_rendered, prompts)
+        rendered = await run_in_executor(None, self._all_rendered, prompts, kwargs)
         return await super().agenerate_prompt(rendered, stop=stop, callbacks=callbacks, **kwargs)
 
     def stream(
@@ -84,7 +85,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[str]:
         """Answer a prompt piece by piece."""
-        prompt = self._rendered(self._convert_input(input))
+        prompt = self._rendered(self._convert_input(input), kwargs)
         yield from super().stream(prompt, config, stop=stop, **kwargs)
 
     async def astream(
@@ -96,7 +97,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[str]:
         """Answer a prompt piece by piece."""
-        prompt = await run_in_executor(None, self._rendered, self._convert_input(input))
+        prompt = await run_in_executor(None, self._rendered, self._convert_input(input), kwargs)
         async for text in super().astream(prompt, config, stop=stop, **kwargs):
             yield text
 

@@ -34,7 +34,8 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import check_mode
+from kvrag.config import check_mode, check_template_kwargs
+from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tools import FORM, answer_form
 from llama_index.llms.kvrag.accounting import account_for_responses
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
@@ -47,6 +48,10 @@ _REQUEST_FIELDS = (
     *("frequency_penalty", "presence_penalty", "logit_bias"),
     *("mode", "max_context"),
 )
+
+
+_RENDERED = (*FORM, "chat_template_kwargs", "continue_final_message")
+"""Options that decide how a prompt is rendered."""
 
 
 class KVRagLLM(ToolCallingLLM):
@@ -134,12 +139,12 @@ class KVRagLLM(ToolCallingLLM):
 
     def explain(self, prompt: str | Sequence[ChatMessage], *, formatted: bool = False, **options: Any) -> Explanation:
         """Explain which spans of a prompt are known chunks, and why others are not; options as for the engine's."""
-        form = {name: options.pop(name) for name in FORM if name in options}
+        form = {name: options.pop(name) for name in _RENDERED if name in options}
         if isinstance(prompt, str):
             engine, asked, given = self._of_prompt(prompt, formatted, form)
         else:
             engine, asked, given = self._of_chat(prompt, form)
-        form = {name: given[name] for name in FORM if name in given}
+        form = {name: given[name] for name in _RENDERED if name in given}
         return engine.explain(asked, **{"mode": self.mode, **form, **options})
 
     def apply_settings(self) -> KVRagLLM:
@@ -189,8 +194,9 @@ class KVRagLLM(ToolCallingLLM):
 
     def _check_request(self, options: dict[str, Any]) -> None:
         """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
-        own = {"mode", "repair", "namespace", "max_context", *FORM}
+        own = {"mode", "repair", "namespace", "max_context", *_RENDERED}
         check_mode(options.get("mode", "auto"), options.get("max_context", "raise"))
+        check_template_kwargs(options.get("chat_template_kwargs"))
         answer_form(**{name: options[name] for name in FORM if name in options})
         SamplingConfig(**{name: value for name, value in options.items() if name not in own})
 
@@ -206,14 +212,15 @@ class KVRagLLM(ToolCallingLLM):
         self, prompt: str, formatted: bool, overrides: dict[str, Any]
     ) -> tuple[KVRagEngine, str, dict[str, Any]]:
         engine, options = self._request(overrides)
-        return engine, prompt if formatted else completion_text(self, prompt, engine.loaded.encoder), options
+        return engine, prompt if formatted else completion_text(self, prompt, _encoder(engine, options)), options
 
     def _of_chat(
         self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
     ) -> tuple[KVRagEngine, Any, dict[str, Any]]:
         engine, options = self._request(overrides)
+        continues = bool(options.get("continue_final_message"))
         shown = answer_form(options.get("tools"), options.get("tool_choice")).tools
-        return engine, chat_prompt(self, messages, engine.loaded.encoder, shown), options
+        return engine, chat_prompt(self, messages, _encoder(engine, options), shown, continues=continues), options
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -262,6 +269,11 @@ class KVRagLLM(ToolCallingLLM):
         """As :meth:`stream_chat`, for an event loop."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
         return AsyncResponseStream(engine.astream(text, **options), as_chat)
+
+
+def _encoder(engine: KVRagEngine, options: dict[str, Any]) -> PromptEncoder:
+    """Return what renders the prompts of a call."""
+    return engine.encoder.with_variables(options.get("chat_template_kwargs"))
 
 
 def _num_output(options: dict[str, Any], engine: KVRagEngine) -> int:

@@ -11,6 +11,7 @@ from llama_index.core.base.llms.types import (
     CacheControl,
     CachePoint,
     ChatMessage,
+    CitableBlock,
     TextBlock,
     ThinkingBlock,
     ToolCallBlock,
@@ -20,16 +21,18 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.tools import BaseTool
 
-from kvrag import InputError, TemplatePrefix
+from kvrag import Chunk, InputError, TemplatePrefix
 from kvrag.prompt.prefix import LEARN, LearnPrefix
-from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import Tools
 
-_ROLES = {"developer": "system", "chatbot": "assistant", "model": "assistant", "function": "tool"}
-"""Roles of other providers, as chat templates call them."""
+_SYSTEM = ("system", "developer")
 
-_HINTS = (CacheControl, CachePoint, ThinkingBlock)
+_HINTS = (CacheControl, CachePoint)
 """Blocks meant for other providers; they hold nothing that the model must read."""
+
+_BESIDE = ("name", "tool_call_id", "function_call", "refusal", "reasoning_content")
+"""Fields of OpenAI's messages that LlamaIndex keeps in ``additional_kwargs``."""
 
 Message = dict[str, Any]
 
@@ -49,14 +52,18 @@ def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
     wrap = llm.completion_to_prompt or default_completion_to_prompt
     has_own_wrapping = wrap is not default_completion_to_prompt or llm.query_wrapper_prompt is not None
     if is_chat(llm, encoder) and _has_template(encoder) and not has_own_wrapping:
-        return _accepted(llm._extend_messages([ChatMessage(role="user", content=prompt)]), encoder)[1]
+        return encoder.render(_accepted(llm._extend_messages([ChatMessage(role="user", content=prompt)]), encoder))
     return llm._extend_prompt(wrap(prompt))
 
 
 def chat_text(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder) -> str:
     """Render messages: with the user's own function, else with the model's chat template, else as plain lines."""
-    if calls_tools(llm, encoder):
-        return _accepted(messages, encoder)[1]
+    prompt = chat_prompt(llm, messages, encoder, ())
+    return prompt if isinstance(prompt, str) else encoder.render(prompt)
+
+
+def _own_text(llm: LLM, messages: Sequence[ChatMessage]) -> str:
+    """Render messages with the user's own function, else as plain lines."""
     render = llm.messages_to_prompt or generic_messages_to_prompt
     if render is generic_messages_to_prompt and any(map(_calls_in, messages)):
         raise InputError("a message calls tools, which a model without chat template can't be shown; leave it out")
@@ -68,15 +75,19 @@ def tool_dicts(tools: Sequence[Any]) -> list[Any]:
     return [t.metadata.to_openai_tool(skip_length_check=True) if isinstance(t, BaseTool) else t for t in tools]
 
 
-def chat_prompt(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools) -> str | list[Message]:
-    """Return messages in the form that the engine takes: rendered, or, with tools, those that its chat template takes."""
-    if not tools:
-        return chat_text(llm, messages, encoder)
-    if not calls_tools(llm, encoder):
+def chat_prompt(
+    llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools, *, continues: bool = False
+) -> str | list[Message]:
+    """Return messages as the engine takes them: rendered, or, where it needs them, those that the model's chat template takes."""
+    if calls_tools(llm, encoder):
+        plain = _accepted(messages, encoder, tools)
+        has_chunk = any([isinstance(part, Chunk) for message in plain for part in message["content"]])
+        return plain if tools or continues or has_chunk else encoder.render(plain)
+    if tools:
         raise InputError(
             "tools need the model's chat template; leave messages_to_prompt out, or use a model that has one"
         )
-    return _accepted(messages, encoder, tools)[0]
+    return _own_text(llm, messages)
 
 
 def calls_tools(llm: LLM, encoder: PromptEncoder) -> bool:
@@ -85,7 +96,7 @@ def calls_tools(llm: LLM, encoder: PromptEncoder) -> bool:
 
 
 def plain_message(message: ChatMessage) -> Message:
-    """Return a message as role, text, and calls of tools or the id of the call that it answers.
+    """Return a message as role, content, calls of tools, and what else OpenAI's messages have. Citable blocks become chunks.
 
     Raises
     ------
@@ -93,18 +104,32 @@ def plain_message(message: ChatMessage) -> Message:
         If it holds an image, audio, or anything else that is not text.
     """
     role, more = message.role.value, message.additional_kwargs
-    texts: list[str] = []
-    for block in message.blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif not isinstance(block, (*_HINTS, ToolCallBlock)):
-            raise InputError(
-                f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block"
-            )
-    plain: Message = {"role": _ROLES.get(role, role), "content": "\n".join(texts)}
-    if plain["role"] == "tool":
-        return plain | {name: more[name] for name in ("tool_call_id", "name") if name in more}
-    return plain | ({"tool_calls": calls} if (calls := _calls_in(message)) else {})
+    parts = [part for block in message.blocks for part in _parts(block, role)]
+    thoughts = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
+    content = "\n".join(parts) if all([isinstance(part, str) for part in parts]) else _joined(parts)
+    plain: Message = {"role": role, "content": content}
+    plain |= {name: more[name] for name in _BESIDE if more.get(name)}
+    if thoughts:
+        plain["reasoning_content"] = "\n".join(thoughts)
+    if calls := _calls_in(message):
+        plain["tool_calls"] = calls
+    return plain
+
+
+def _parts(block: Any, role: str) -> list[Any]:
+    """Return a block's texts, and chunks."""
+    if isinstance(block, TextBlock):
+        return [block.text]
+    if isinstance(block, CitableBlock) and all([isinstance(inner, TextBlock) for inner in block.content]):
+        return [block.title, *[Chunk(inner.text) for inner in block.content]]
+    if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
+        return []
+    raise InputError(f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block")
+
+
+def _joined(parts: Sequence[Any]) -> list[Any]:
+    """Put line breaks between parts."""
+    return [each for part in parts for each in ("\n", part)][1:]
 
 
 def _calls_in(message: ChatMessage) -> list[Any]:
@@ -116,30 +141,37 @@ def _calls_in(message: ChatMessage) -> list[Any]:
     return [call if isinstance(call, Mapping) else call.model_dump() for call in beside]
 
 
-def _accepted(messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools = ()) -> tuple[list[Message], str]:
-    """Return the messages as the model's chat template takes them, and rendered by it.
+def _accepted(messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools = ()) -> list[Message]:
+    """Return the messages as the model's chat template takes them.
 
     LlamaIndex's default prompts hold a system message and ``LLM.system_prompt`` adds another: many templates refuse the
     second, and some (Gemma's) refuse any; it goes into the first user message then.
     """
     plain = _with_one_system([plain_message(message) for message in messages])
+    if len(plain) < 2 or plain[0]["role"] not in _SYSTEM or plain[1]["role"] != "user":
+        return plain
     try:
-        return plain, encoder.render(plain, tools=tools)
+        encoder.chat_pieces(plain, Chat(tools))
     except InputError:
-        if len(plain) < 2 or (plain[0]["role"], plain[1]["role"]) != ("system", "user"):
-            raise
-        first = {"role": "user", "content": f"{plain[0]['content']}\n\n{plain[1]['content']}"}
-        merged = [first, *plain[2:]]
-        return merged, encoder.render(merged, tools=tools)
+        return [{"role": "user", "content": _contents(plain[:2])}, *plain[2:]]
+    return plain
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
     """Join the system messages at the head."""
-    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    count = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
     if count < 2:
         return list(messages)
-    joined = "\n\n".join(message["content"] for message in messages[:count])
-    return [{"role": "system", "content": joined}, *messages[count:]]
+    return [{"role": messages[0]["role"], "content": _contents(messages[:count])}, *messages[count:]]
+
+
+def _contents(messages: Sequence[Message]) -> list[Any]:
+    """Join the contents of messages to one."""
+    parts: list[Any] = []
+    for message in messages:
+        content = message["content"]
+        parts += ["\n\n", content] if isinstance(content, str) else ["\n\n", *content]
+    return parts[1:]
 
 
 @dataclass(frozen=True)
