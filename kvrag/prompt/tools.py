@@ -40,13 +40,42 @@ def answer_form(tools: Any = None, tool_choice: Any = None, response_format: Any
     if not isinstance(tools or [], (list, tuple)):
         raise ConfigError(f"tools is of type {type(tools).__name__}; pass a list of tools, or None")
     checked = tuple(map(_checked_tool, tools or ()))
-    named = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    choice = named.get("name", named) if isinstance(named, Mapping) else tool_choice
     names = [name_of(tool) for tool in checked]
+    choice, allowed = _choice(tool_choice)
+    if allowed is not None:
+        if unknown := [name for name in allowed if name not in names]:
+            raise ConfigError(f"tool_choice allows {unknown[0]!r}, which is none of the tools; they are {names}")
+        checked = tuple([tool for tool in checked if name_of(tool) in allowed])
+        names = [name_of(tool) for tool in checked]
     if choice not in (None, "auto", "none", *(("required", *names) if names else ())):
         raise ConfigError(f"tool_choice is {tool_choice!r}; it must be 'auto', 'none', 'required', or one of {names}")
     shown = () if choice == "none" else checked
     return Form(shown, choice if shown and choice else "auto", _checked_schema(response_format))
+
+
+def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:
+    """Return a choice of tools as a word or a tool's name, and the names of the tools that may be called, if it names them."""
+    if not isinstance(tool_choice, Mapping):
+        return tool_choice, None
+    kind = tool_choice.get("type")
+    if kind in ("auto", "none", "required"):
+        return kind, None
+    if kind == "allowed_tools":
+        held = tool_choice.get("allowed_tools", tool_choice)
+        tools = held.get("tools") if isinstance(held, Mapping) else None
+        if not isinstance(tools, (list, tuple)) or not tools:
+            raise ConfigError(
+                f"tool_choice is {str(tool_choice)[:200]}; pass {{'type': 'allowed_tools', 'allowed_tools': {{'mode': 'auto', 'tools': "
+                "[{'type': 'function', 'function': {'name': ...}}]}}"
+            )
+        return held.get("mode", "auto"), [str(_named(tool)) for tool in tools]
+    return _named(tool_choice), None
+
+
+def _named(tool: Any) -> Any:
+    """Return the name of a tool, which stands in its function, or beside its type; as it is where there is none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
+    return function.get("name", tool) if isinstance(function, Mapping) else tool
 
 
 def name_of(tool: Mapping[str, Any]) -> str:

@@ -474,3 +474,45 @@ def test_an_answer_goes_on_with_the_last_message(http):
     assert counts[1] < counts[0]
     refused = http.post(CHAT, json=begun | {"add_generation_prompt": False}).json()["error"]
     assert refused["param"] == "add_generation_prompt"
+
+
+OTHER = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "count"}}
+CHOICES = {
+    "one, as OpenAI's chats name it": (NAMED, {"count"}),
+    "one, as OpenAI's responses name it": ({"type": "function", "name": "count"}, {"count"}),
+    "allowed": ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, {"count"}),
+    "allowed, flat": (
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "count"}]},
+        {"count"},
+    ),
+    "any": ({"type": "required"}, {"count", "look_up"}),
+    "none": ({"type": "none"}, set()),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_of_tools_is_kept_in_each_of_its_forms(http, choice):
+    given, names = CHOICES[choice]
+    body = ASK | {"tools": [TOOL, OTHER], "tool_choice": given, "max_tokens": 60}
+    (message,) = answer_of(http, CHAT, body)
+    called = {call["function"]["name"] for call in message.get("tool_calls", ())}
+    assert called <= names
+    assert bool(called) == bool(names)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+        {"type": "allowed_tools", "allowed_tools": 3},
+        {"type": "allowed_tools", "mode": "sometimes", "tools": [NAMED]},
+        {"type": "function", "function": {"name": "other"}},
+        {"type": "custom"},
+        "often",
+    ],
+)
+def test_a_choice_that_is_none_is_refused_by_name(http, choice):
+    refused = http.post(CHAT, json=ASK | {"tools": [TOOL, OTHER], "tool_choice": choice})
+    assert (refused.status_code, "tool_choice" in refused.json()["error"]["message"]) == (400, True)
