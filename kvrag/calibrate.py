@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from kvrag.errors import InputError, OutOfMemoryError
 from kvrag.identity.fingerprint import context_digest, digest
 from kvrag.identity.weights import cache_dir, keep
 from kvrag.precompute.quantise_check import kl_divergence
+from kvrag.progress import Progress, check_show
 from kvrag.types import Chunk
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ def calibrate_repair(
     chunks_per_prompt: int = 6,
     seed: int = 0,
     on_trial: Callable[[Trial], None] = lambda _: None,
+    show_progress: bool | None = None,
 ) -> Profile:
     """Find the repair of least cost that reaches a target on your chunks, keep it, and use it unless ``repair`` is given.
 
@@ -118,6 +121,8 @@ def calibrate_repair(
         How many prompts, of how many chunks (as many as your application retrieves), drawn by which seed.
     on_trial
         Called with each :class:`Trial`.
+    show_progress
+        ``None``: show what takes long, as a bar on a terminal, as lines elsewhere; ``True``: a bar; ``False``: nothing.
 
     Raises
     ------
@@ -126,15 +131,23 @@ def calibrate_repair(
     UnsupportedModelError
         If this model's KV can't be reused.
     """
+    check_show(show_progress)
     asked = make_prompts(engine, chunks, prompts, chunks_per_prompt, seed)
     given = engine.store_config
     memory = StoreConfig(kv_dtype=given.read_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62)
     with closing(type(engine)(engine.source, prefix=engine.prefix, context=engine.context, store_config=memory)) as own:
-        own.precompute(sorted({part.text for prompt in asked for part in prompt if isinstance(part, Chunk)}))
-        cases = [_case(own, prompt) for prompt in asked]
+        texts = sorted({part.text for prompt in asked for part in prompt if isinstance(part, Chunk)})
+        own.precompute(texts, show_progress=show_progress)
+        with Progress("answering by full prefill", prompts, unit="prompts", show=show_progress) as progress:
+            cases = [_case(own, prompt, progress) for prompt in asked]
+        number = count(1)
 
         def measure(repair: RepairConfig) -> Trial:
-            on_trial(trial := _trial(own, cases, repair))
+            with Progress(
+                f"calibrating, trial {next(number)}", prompts, unit="prompts", show=show_progress
+            ) as progress:
+                trial = _trial(own, cases, repair, progress)
+            on_trial(trial)
             return trial
 
         kept = search(measure, lambda trial: trial.reaches(max_mean_kl, min_top1))
@@ -207,16 +220,18 @@ class _Case:
     logits: torch.Tensor
 
 
-def _case(engine: KVRagEngine, prompt: Sequence[str | Chunk]) -> _Case:
+def _case(engine: KVRagEngine, prompt: Sequence[str | Chunk], progress: Progress) -> _Case:
     spans = engine.explain(prompt, mode="stitch").spans
     if not all(span.hit for span in spans if span.kind == "chunk"):
         raise OutOfMemoryError("the KV of the chunks does not fit into memory; calibrate with fewer prompts or chunks")
     layout = place((s.stop - s.start, s.kind if s.hit else "live", s.exact, n, False) for n, s in enumerate(spans))
     answer = engine.generate(prompt, mode="full", max_new_tokens=ANSWER_TOKENS).token_ids
-    return _Case(prompt, layout, answer, engine.score(prompt, answer, mode="full").logits)
+    logits = engine.score(prompt, answer, mode="full").logits
+    progress.advance()
+    return _Case(prompt, layout, answer, logits)
 
 
-def _trial(engine: KVRagEngine, cases: Sequence[_Case], repair: RepairConfig) -> Trial:
+def _trial(engine: KVRagEngine, cases: Sequence[_Case], repair: RepairConfig, progress: Progress) -> Trial:
     """Measure a repair on all prompts."""
     num_layers, figures = engine.loaded.reusable.num_layers, []
     for case in cases:
@@ -225,6 +240,7 @@ def _trial(engine: KVRagEngine, cases: Sequence[_Case], repair: RepairConfig) ->
         costs = found.repaired_tokens / total, Price(IN_ROWS, repair, num_layers).of_forwards(case.layout) / total
         kl = kl_divergence(case.logits, found.logits).mean()
         figures.append((*costs, float(kl), float(is_same.double().mean())))
+        progress.advance()
     rows, cost, kls, tops = zip(*figures, strict=True)
     errors = [stdev(values) / len(values) ** 0.5 for values in (kls, tops)]
     return Trial(repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1])

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 import torch
 from transformers import PreTrainedModel
 
+from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import (
@@ -476,17 +477,17 @@ class KVRagEngine:
 
     def prefill(self, prompt: Prompt, **options: Unpack[Options]) -> PrefillResult:
         """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
-        start = time.perf_counter()
-        with self._answering.prefilled(self._request(prompt, **options), max_new_tokens=1) as (done, clock):
+        request, answering = self._prepared(clock := Clock(), prompt, options)
+        with answering.prefilled(request, max_new_tokens=1, clock=clock) as (done, _):
             logits = done.logits.float()
-        ttft_ms = (time.perf_counter() - start) * 1e3
+        ttft_ms = (time.perf_counter() - clock.start) * 1e3
         return self._stats.count(PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms))
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[Options]) -> ScoreResult:
         """Score a continuation, text or token ids: logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats."""
-        request = self._request(prompt, **options)
+        request, answering = self._prepared(clock := Clock(), prompt, options)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
-        with self._answering.prefilled(request, max_new_tokens=len(ids)) as (done, clock), clock.stage("score"):
+        with answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (done, _), clock.stage("score"):
             logits = [done.logits[None]]
             if len(ids) > 1:
                 logits.append(done.extend(torch.tensor(ids[:-1])).cpu())
@@ -537,6 +538,14 @@ class KVRagEngine:
                 self._resources.callback(self._query_side.close)
             return self._query_side
 
+    def _prepared(self, clock: Clock, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Request, Answering]:
+        """Make a request of a prompt; the clock tells what it took to load the model, if none was loaded, and all else."""
+        if self._loaded is None:
+            with clock.stage("load_model", least_s=NOTABLE_S):
+                self.loaded  # noqa: B018 - loads it
+        with clock.stage("prepare", least_s=NOTABLE_S):
+            return self._request(prompt, **options), self._answering
+
     def _request(
         self,
         prompt: Prompt,
@@ -561,7 +570,7 @@ class KVRagEngine:
 
     def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
-        start = time.perf_counter()
+        clock = Clock()
         own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
         own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"), own.get("max_context", "raise"))
         check_template_kwargs(own.get("chat_template_kwargs"))
@@ -574,8 +583,9 @@ class KVRagEngine:
             config = SamplingConfig(**options)
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
-            request, answering = self._request(prompt, **own), self._answering
+            clock.begin()
+            request, answering = self._prepared(clock, prompt, own)
             with answering.write_back.request() if answering.write_back else nullcontext():
-                return self._stats.count(answering.answer(request, config, start, emit, cancel))
+                return self._stats.count(answering.answer(request, config, clock, emit, cancel))
 
         return produce

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.config import RepairConfig
 from kvrag.errors import InputError
 from kvrag.precompute.quantise_check import MAX_MEAN_KL, MIN_TOP1, kl_divergence
+from kvrag.progress import Progress, check_show
 from kvrag.prompt.template import Prompt
 from kvrag.prompt.tokenizer import SeamCount, SegmentTokenizer, count_seams
 from kvrag.types import ExplainedSpan, Mode, VerifyReport, VerifyRow
@@ -32,6 +33,7 @@ def verify_prompts(
     max_new_tokens: int = 16,
     max_mean_kl: float = MAX_MEAN_KL,
     min_top1: float = MIN_TOP1,
+    show_progress: bool | None = None,
 ) -> VerifyReport:
     """Run each prompt with reuse and by full prefill of the same ids, and compare. Without any reuse, the report does not pass.
 
@@ -45,6 +47,8 @@ def verify_prompts(
         Length of the greedy answers compared.
     max_mean_kl, min_top1
         Thresholds on the mean KL at the first token (nats) and on the agreement of the first token.
+    show_progress
+        ``None``: show what takes long, as a bar on a terminal, as lines elsewhere; ``True``: a bar; ``False``: nothing.
 
     Raises
     ------
@@ -53,12 +57,16 @@ def verify_prompts(
     """
     if isinstance(prompts, str) or not prompts:
         raise InputError("verify needs a list of at least one prompt")
+    check_show(show_progress)
+    engine.loaded  # noqa: B018 - loading it shows progress of its own
     options = {"repair": repair, "namespace": namespace, "chat_template_kwargs": chat_template_kwargs}
     rows, seams = [], SeamCount()
-    for prompt in prompts:
-        row, seam_count, repaired = _compare(engine, prompt, max_new_tokens, mode, options)
-        rows.append(row)
-        seams += seam_count
+    with Progress("verifying", len(prompts), unit="prompts", show=show_progress) as progress:
+        for prompt in prompts:
+            row, seam_count, repaired = _compare(engine, prompt, max_new_tokens, mode, options)
+            rows.append(row)
+            seams += seam_count
+            progress.advance()
     is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
     if not is_reused:
         logger.warning("no prompt reused any KV, so there was nothing to verify; see explain() for the reason")

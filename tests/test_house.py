@@ -81,11 +81,11 @@ LONGER_FILES = {"kvrag/engine.py": 750, "kvrag/config.py": 500, "kvrag/types.py"
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 62,
     "kvrag/engine.py::KVRagEngine.precompute": 48,
-    "kvrag/blend/prefill.py::prefill": 60,
+    "kvrag/blend/prefill.py::prefill": 62,
     "kvrag/hooks.py::precompute_kv": 48,
     "kvrag/model/lm.py::CausalLM.forward": 60,
-    "kvrag/verify.py::verify_prompts": 49,
-    "kvrag/calibrate.py::calibrate_repair": 52,
+    "kvrag/verify.py::verify_prompts": 56,
+    "kvrag/calibrate.py::calibrate_repair": 64,
 }
 """Functions that may be longer than :data:`FUNCTION_LINES`: most of these lines are the signature and docstring of what users call, or
 every stage."""

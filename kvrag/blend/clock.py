@@ -17,22 +17,30 @@ NOTABLE_S = 0.001  # a shorter wait for a turn is none
 class Clock:
     """Milliseconds per stage, and when each began and ended, in seconds on ``time.perf_counter``'s clock.
 
-    What a request waits for others, or works for them, is a stage of its own, ``wait``.
+    What a request waits for others, or works for them, is a stage of its own, ``wait``. ``start`` is when the caller asked.
     """
 
+    start: float = field(default_factory=lambda: time.perf_counter())
     timings_ms: dict[str, float] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
 
+    def begin(self) -> None:
+        """Count what has passed since the caller asked: a thread had to start, or the caller was in no hurry."""
+        if (waited := time.perf_counter() - self.start) > NOTABLE_S:
+            self._add("wait", waited)
+            self.stages.append(("wait", self.start, self.start + waited))
+
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a stage."""
+    def stage(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
+        """Add the time spent inside to a stage, if it is more than ``least_s``."""
         start, lost = time.perf_counter(), lost_s()
         try:
             yield
         finally:
             end, lost = time.perf_counter(), lost_s() - lost
-            self._add(name, end - start - lost)
-            self.stages.append((name, start, end))
+            if end - start > least_s:
+                self._add(name, end - start - lost)
+                self.stages.append((name, start, end))
             if lost > 0:
                 self._add("wait", lost)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvrag.blend.clock import Clock
+from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.likeness import Likeness
@@ -133,7 +133,8 @@ def prefill(
         return _without_reuse(model, plan, max_new_tokens, clock)
     if slides and len(plan.token_ids) > model.context_window:
         return _in_window(model, plan, clock, cancel)
-    price = _price(plan, mode, config, store, costs)
+    with clock.stage("price", least_s=NOTABLE_S):
+        price = _price(plan, mode, config, store, costs)
     past = None if mode == "full" else find_past()
     history = (past.num_rows, past.num_exact) if past else None
     layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, history)
@@ -146,7 +147,8 @@ def prefill(
                 past.fill(buffer.layers, layout.history.num_rows)
         selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock, cancel)
     if price is not None:
-        costs.learn(price, layout, holes, clock.timings_ms)
+        with clock.stage("price", least_s=NOTABLE_S):
+            costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
     num_exact = layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast
 
-from kvrag.blend.clock import Clock
+from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
@@ -19,7 +19,7 @@ from kvrag.blend.stitch import Past
 from kvrag.config import SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
-from kvrag.generate.grammar import constraint_of
+from kvrag.generate.grammar import Constraint, constraint_of
 from kvrag.generate.histories import Histories
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.request import Request
@@ -149,13 +149,18 @@ class Answering:
 
     @contextmanager
     def prefilled(
-        self, request: Request, *, max_new_tokens: int, cancel: threading.Event | None = None
+        self,
+        request: Request,
+        *,
+        max_new_tokens: int,
+        clock: Clock | None = None,
+        cancel: threading.Event | None = None,
     ) -> Iterator[tuple[Prefilled, Clock]]:
         """Plan a prompt, wait for its turn, and prefill, with room for the answer; when memory runs out, once more without reuse.
 
         Raises what :meth:`kvrag.engine.KVRagEngine.generate` does, and ``CancelledError`` if ``cancel`` is set before the turn comes.
         """
-        clock, deadline = Clock(), Deadline(self.store_config.load_timeout_s)
+        clock, deadline = clock or Clock(), Deadline(self.store_config.load_timeout_s)
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
@@ -186,20 +191,20 @@ class Answering:
 
     @contextmanager
     def scored(
-        self, request: Request, config: SamplingConfig, limit: int, cancel: threading.Event
-    ) -> Iterator[tuple[Prefilled, Clock, tuple[TokenLogprob, ...] | None]]:
+        self, request: Request, config: SamplingConfig, limit: int, clock: Clock, cancel: threading.Event
+    ) -> Iterator[tuple[Prefilled, tuple[TokenLogprob, ...] | None]]:
         """As :meth:`prefilled`, with log-probabilities of the prompt's tokens if they are wanted: without reuse then."""
         if config.prompt_logprobs is None:
-            with self.prefilled(request, max_new_tokens=limit, cancel=cancel) as (done, clock):
-                yield done, clock, None
+            with self.prefilled(request, max_new_tokens=limit, clock=clock, cancel=cancel) as (done, _):
+                yield done, None
             return
         ids = self.plan(request).token_ids
         first = replace(request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False)
         room = len(ids) - 1 + limit
-        with self.prefilled(first, max_new_tokens=room, cancel=cancel) as (done, clock):
+        with self.prefilled(first, max_new_tokens=room, clock=clock, cancel=cancel) as (done, _):
             with clock.stage("score"):
                 done, told = read_on(done, ids[1:], config.prompt_logprobs, cancel)
-            yield done, clock, told
+            yield done, told
 
     @property
     def _stores_missed(self) -> bool:
@@ -267,16 +272,22 @@ class Answering:
             )
         return total
 
+    def _prepared(self, request: Request, eos_ids: frozenset[int], clock: Clock) -> tuple[Constraint | None, Hashable]:
+        """Return what holds an answer to its form, and the space of its history: an erasure from here on counts."""
+        with clock.stage("prepare", least_s=NOTABLE_S):
+            tokenizer = self.loaded.encoder.tokenizer
+            constraint = None if request.form is TEXT else constraint_of(request.form, tokenizer, eos_ids)
+            return constraint, self._space(request)
+
     def answer(
-        self, request: Request, config: SamplingConfig, start: float, emit: Emit, cancel: threading.Event
+        self, request: Request, config: SamplingConfig, clock: Clock, emit: Emit, cancel: threading.Event
     ) -> GenerationResult:
-        """Prefill and decode from ``start``, when the caller asked; ``emit`` takes text, and ``cancel`` ends it before its next forward."""
+        """Prefill and decode by a ``clock`` that runs since the caller asked; ``emit`` takes text, ``cancel`` ends it before a forward."""
         encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
         penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
         form, eos_ids = request.form, eos_token_ids(defaults, encoder.tokenizer)
-        constraint = None if form is TEXT else constraint_of(form, encoder.tokenizer, eos_ids)
-        space = self._space(request)  # an erasure from here on counts
-        with self.scored(request, config, limit, cancel) as (done, clock, told), clock.stage("decode"):
+        constraint, space = self._prepared(request, eos_ids, clock)
+        with self.scored(request, config, limit, clock, cancel) as (done, told), clock.stage("decode"):
             read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
             sampler = Sampler(config, done.token_ids, repetition_penalty=penalty, constraint=constraint)
             answer = decode(
@@ -298,8 +309,8 @@ class Answering:
             text=answer.text,
             token_ids=answer.ids,
             finish_reason=answer.finish_reason,
-            ttft_ms=(first - start) * 1e3,
-            total_ms=(end - start) * 1e3,
+            ttft_ms=(first - clock.start) * 1e3,
+            total_ms=(end - clock.start) * 1e3,
             tokens_per_s=(len(answer.ids) - 1) / max(end - first, 1e-9),
             tool_calls=answer.calls,
             logprobs=None if config.logprobs is None else tuple(sampler.logprobs),

@@ -45,6 +45,7 @@ from kvrag.model.source import (
     resolve_device,
     trying,
 )
+from kvrag.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +79,17 @@ def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) 
 def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> LoadedModel:
     check_source(source)
     given = source.model if isinstance(source.model, PreTrainedModel) else None
-    model = _load_weights(source) if given is None else given
+    model = given
+    if model is None:
+        with Progress(f"loading {_label(source)}"):
+            model = _load_weights(source)
     tokenizer = load_tokenizer(source)
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
     # Identified after a first forward: quantised layers may repack their weights in it, and adapters unmerge.
-    weights = (_origin(source, model) if given is None else None) or weights_digest(model)
+    with Progress(f"identifying the weights of {_label(source)}"):
+        weights = (_origin(source, model) if given is None else None) or weights_digest(model)
     regime = ""
     if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:  # longrope
         regime = f"up to {lm.reuse_window} tokens"
@@ -92,6 +97,11 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
     return LoadedModel(lm, tokenizer if make_encoder is None else make_encoder(tokenizer), identity)
+
+
+def _label(source: ModelSource) -> str:
+    """Return a name for a line of progress: of a local model, without the folders that it is in."""
+    return os.path.basename(os.path.normpath(source.name)) if os.path.exists(source.name) else source.name
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
@@ -186,7 +196,8 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
     if kept_proof(file) is not None:
         return lm
     try:
-        proof = prove(lm)
+        with Progress("proving that reuse is exact on this model, once"):
+            proof = prove(lm)
     except Exception as error:  # out of memory, or code that fails where the structure looked right
         logger.debug("the proof failed to run", exc_info=True)
         return refuse(lm.model, f"its proof could not run ({type(error).__name__}: {str(error)[:200]})")
