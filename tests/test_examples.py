@@ -15,9 +15,9 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "local")
-QUICK = {"langchain_rag", "llama_index_ingestion", "multi_tenant", "plain_engine"}
+QUICK = {"plain_engine"}
 """Those that `make test` runs, too."""
-CI = {"few_shot_and_code", "langchain_agent"}
+CI = {"few_shot_and_code", "langchain_agent", "langchain_rag", "llama_index_ingestion", "multi_tenant"}
 """Those that CI runs besides: the others take their steps."""
 SIDE = r"  {} +first token after [\d,]+ ms +(\w+) +(\d+) of (\d+) tokens reused +(.+)"
 MAX_LINES = 80
