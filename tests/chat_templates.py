@@ -2,6 +2,7 @@
 
 from test_tool_calls import TEMPLATES as WITH_TOOLS
 
+from kvrag import InputError
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -56,3 +57,11 @@ def encoder_of(template):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES.get(template, template)
     return PromptEncoder(tokenizer)
+
+
+def outcome(action):
+    """What an action returns, or why it is refused."""
+    try:
+        return action()
+    except InputError as error:
+        return error
