@@ -65,7 +65,7 @@ LIMITS = {
     "nodes of kvrag": 130_000,
     "files of kvrag": 150,
     "nodes of kvrag/store": 22_000,
-    "lines of tests, per 100 lines of code": 145,
+    "lines of tests, per 100 lines of code": 155,
     "median lines of a function": 10,
 }
 """Goals for the whole. Size is counted in syntax nodes, so that packing statements into a line saves nothing. Of ``tests/``,
