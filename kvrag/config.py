@@ -321,9 +321,8 @@ class StoreConfig:
     low_watermark: Fraction = 0.85
     """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes``, when the difference of the
     two, as a fraction of what is stored, is free as well."""
-    shared: str | None = Field(default=None, repr=False)
-    """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``; ``kv_dir`` holds copies then. It may
-    hold a password, so it is not shown with the other options."""
+    shared: str | None = None
+    """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``; ``kv_dir`` holds copies then."""
     durability: Literal["durable", "cache"] = "durable"
     """``durable``: stored chunks survive a power cut; ``cache``: the latest may be lost, which saves waiting for the disk."""
     read_only: Switch = False

@@ -35,12 +35,7 @@ class InputError(KVRagError, ValueError):
 
 
 class ContextLengthError(InputError):
-    """The prompt and the requested answer exceed the model's context window.
-
-    ``room``: the most tokens that an answer to this prompt could have; 0: none.
-    """
-
-    room: int = 0
+    """The prompt and the requested answer exceed the model's context window."""
 
 
 class ModelError(KVRagError, RuntimeError):

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+import os
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from kvrag import config
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig
+from kvrag.config import RepairConfig, StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.types import MaxContext, Mode, Prove
 
-_SAMPLED = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-_PENALTIES = ("frequency_penalty", "presence_penalty")
-_Sampled: type[BaseModel] = create_model("_Sampled", **config.option_fields(SamplingConfig, *_SAMPLED, *_PENALTIES))
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    ModelLike = str | os.PathLike[str] | PreTrainedModel
+    Device = str | torch.device | None
+    Dtype = str | torch.dtype
+else:  # pydantic is not to check these, nor to write a schema of them
+    ModelLike = Device = Dtype = Any
 
 
-class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the config
-    """Options that the model classes of LangChain and LlamaIndex share; a wrong one is a :class:`~kvrag.ConfigError`."""
+class EngineFields(BaseModel):
+    """Options that the model classes of LangChain and LlamaIndex share; a wrong one is a :class:`~kvrag.ConfigError`.
+
+    Fields are written down one by one, those of :class:`~kvrag.config.SamplingConfig` once more: editors and type checkers read them from
+    here. ``__init__`` is hidden from them, here and in subclasses, as they would show its ``**data`` instead.
+    """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True
     )
 
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_p: float | None = None
+    """Nucleus filter, used when sampling; ``None`` is off."""
+    top_k: int | None = None
+    """Top-k filter, used when sampling; ``None`` is off."""
+    repetition_penalty: float | None = None
+    """``None`` takes the model's own generation config."""
+    seed: int | None = None
+    """Seed for sampling; ``None`` draws one."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the answer has it; from -2 to 2, as OpenAI's."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the answer has."""
     tokenizer: Any = Field(default=None, repr=False)
     """A tokenizer, its id or directory; default: the model's."""
-    kv_dir: Any = None
+    kv_dir: Annotated[str | os.PathLike[str] | None, SkipValidation] = None
     """Directory of the KV store; default: chunks are kept in memory only."""
     prefix: Any = Field(default=None, repr=False)
     """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, a
@@ -47,25 +72,27 @@ class EngineFields(_Sampled):  # type: ignore[valid-type,misc]  # made from the 
     """``raise``: an error where prompt and answer exceed the context window; ``slide``: the oldest tokens leave it (``evicted_tokens``)."""
     chat_template_kwargs: Annotated[dict[str, Any], SkipValidation] = Field(default_factory=dict)
     """Variables for the model's chat template, for instance ``{"enable_thinking": False}``; also per call."""
-    dtype: Any = "auto"
+    dtype: Dtype = "auto"
     """``auto``: float32 on CPU, else the checkpoint's."""
-    device: Any = None
+    device: Device = None
     """``cpu``, ``cuda``, ...; default: CUDA if there is one."""
     prove: Annotated[Prove, SkipValidation] = "auto"
     """``auto``: prove once that reuse is exact for this model, else answer by full prefill; or ``off``."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)  # may hold tokens
     """For ``AutoModelForCausalLM.from_pretrained``."""
 
-    def __init__(self, **data: Any) -> None:
-        for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
-            if name in data:  # not left to pydantic, which would repeat a key in its message
-                data[name] = config.as_config(kind, data[name], option=name)
-        if "chat_template_kwargs" in data:
-            data["chat_template_kwargs"] = config.check_template_kwargs(data["chat_template_kwargs"])
-        super().__init__(**data)
-        self.check_model_kwargs()
-        config.check_prove(self.prove)
-        config.check_mode(self.mode, self.max_context)
+    if not TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None:
+            for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
+                if name in data:  # not left to pydantic, which would repeat a key in its message
+                    data[name] = config.as_config(kind, data[name], option=name)
+            if "chat_template_kwargs" in data:
+                data["chat_template_kwargs"] = config.check_template_kwargs(data["chat_template_kwargs"])
+            super().__init__(**data)
+            self.check_model_kwargs()
+            config.check_prove(self.prove)
+            config.check_mode(self.mode, self.max_context)
 
     def check_model_kwargs(self) -> None:
         """Raise :class:`ConfigError` where ``model_kwargs`` holds an option of this class or of the store."""

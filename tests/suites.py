@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-FILES = ("test_lc_standard_chat.py", "test_lc_vectorstores.py")
+FILES = ("test_lc_standard_chat.py", "test_lc_standard_qwen.py", "test_lc_vectorstores.py")
 CLASSES = {
     "TestChatKVRagUnit": "chat model, unit",
     "TestChatKVRagIntegration": "chat model, integration",
+    "TestQwenUnit": "chat model, unit, Qwen2.5-Coder-1.5B",
+    "TestQwenIntegration": "chat model, integration, Qwen2.5-Coder-1.5B",
     "TestStores": "vector store",
     "TestRetrievers": "retriever",
 }

@@ -76,7 +76,13 @@ FUNCTION_LINES = 40
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {"kvrag/engine.py": 750, "kvrag/config.py": 500, "kvrag/types.py": 500, "kvrag/testing/store.py": 410}
+LONGER_FILES = {
+    "kvrag/engine.py": 750,
+    "kvrag/config.py": 500,
+    "kvrag/types.py": 500,
+    "kvrag/testing/store.py": 410,
+    "integrations/llama_index/llama_index/llms/kvrag/base.py": 380,
+}
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 62,

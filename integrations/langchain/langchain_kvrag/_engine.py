@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from langchain_core.language_models import ModelProfile
 from langchain_core.messages import BaseMessage
@@ -17,9 +17,19 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedModel
 
 import kvrag
-from kvrag import ConfigError, GenerationResult, KVRagEngine, PrecomputeReport, RepairConfig, SamplingConfig, SyncReport
+from kvrag import (
+    ConfigError,
+    GenerationResult,
+    KVRagEngine,
+    PrecomputeReport,
+    RepairConfig,
+    Retention,
+    SamplingConfig,
+    SyncReport,
+)
 from kvrag.config import refuse_misplaced, unknown_option
-from kvrag.fields import EngineFields
+from kvrag.fields import EngineFields, ModelLike
+from kvrag.hooks import Content, OnError
 from kvrag.model.source import ModelSource
 from kvrag.precompute.documents import check_kv_dir
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
@@ -44,7 +54,7 @@ class KVRagModel(EngineFields):
     _shows_messages: ClassVar[bool] = False
     """Whether a string prompt becomes a human message."""
 
-    model: Any = Field(repr=False)
+    model: ModelLike = Field(repr=False)
     """Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (:meth:`from_pretrained_model`)."""
 
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
@@ -65,13 +75,15 @@ class KVRagModel(EngineFields):
     timeout: float | None = None
     """Seconds that an answer may take before ``TimeoutError``, waiting for its turn included; a running prefill is waited for."""
 
-    def __init__(self, **data: Any) -> None:
-        data = understood(data, of=type(self).__name__)
-        self._warn_of_unknown(data)
-        if isinstance(data.get("stop"), str):
-            data["stop"] = [data["stop"]]
-        super().__init__(**data)
-        SamplingConfig(**self._sampling())
+    if not TYPE_CHECKING:  # editors would show **data in place of the fields
+
+        def __init__(self, **data: Any) -> None:
+            data = understood(data, of=type(self).__name__)
+            self._warn_of_unknown(data)
+            if isinstance(data.get("stop"), str):
+                data["stop"] = [data["stop"]]
+            super().__init__(**data)
+            SamplingConfig(**self._sampling())
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
@@ -180,16 +192,16 @@ class KVRagModel(EngineFields):
     @classmethod
     def from_model_id(cls, model_id: Any, task: str = "text-generation", **options: Any) -> Self:
         """As langchain-huggingface's method of this name; options are the fields, or its ``pipeline_kwargs`` and so on."""
-        return cls(model=model_id, task=task, **options)
+        return cls(**{"model": model_id, "task": task, **options})
 
     @classmethod
     def from_pretrained_model(cls, model: Any, tokenizer: Any, **options: Any) -> Self:
         """Use a model and a tokenizer that are loaded already; options are the fields."""
-        return cls(model=model, tokenizer=tokenizer, **options)
+        return cls(**{"model": model, "tokenizer": tokenizer, **options})
 
     @model_validator(mode="after")
     def _set_kvrag_version(self) -> Self:
-        self._add_version("kvrag", kvrag.__version__)
+        self._add_version("kvrag", kvrag.__version__)  # type: ignore[attr-defined]  # of LangChain's base classes
         return self
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
@@ -209,7 +221,7 @@ class KVRagModel(EngineFields):
     # -- what LangChain asks of any model ------------------------------------------------------------------------------
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
-        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)  # type: ignore[misc]
         params |= {"ls_provider": PROVIDER, "ls_model_name": short_name(params.get("ls_model_name") or self.model_name)}
         return params
 
@@ -261,18 +273,71 @@ class KVRagModel(EngineFields):
             with suppress(kvrag.InputError):
                 text = encoder.render(chat_messages(messages), tools=tuple(tool_dicts(tools or ())))
                 return len(encoder.live_ids(text, at_start=True))
-        return int(super().get_num_tokens_from_messages(messages))
+        return int(super().get_num_tokens_from_messages(messages))  # type: ignore[misc]
+
+    def _explained(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of :meth:`kvrag.KVRagEngine.explain` that were given, behind the model's own."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return {"mode": self.mode, "max_context": self.max_context, **given}
 
     # -- KV ------------------------------------------------------------------------------------------------------------
 
-    def precompute_kv(self, items: Any, **options: Any) -> PrecomputeReport:
+    def precompute_kv(
+        self,
+        items: Any,
+        *,
+        ids: Sequence[str] | None = None,
+        prefix: Any = None,
+        namespace: str | None = None,
+        content: Content = "text",
+        batch_size: int = 8,
+        show_progress: bool | None = None,
+        on_error: OnError = "raise",
+        retention: Retention | None = None,
+        collection: str | None = None,
+    ) -> PrecomputeReport:
         """Compute and store the KV of documents, texts or a store; options as for :func:`kvrag.precompute_kv`."""
-        return kvrag.precompute_kv(items, llm=self, **options)
+        return kvrag.precompute_kv(
+            items,
+            llm=self,
+            ids=ids,
+            prefix=prefix,
+            namespace=namespace,
+            content=content,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            on_error=on_error,
+            retention=retention,
+            collection=collection,
+        )
 
-    def delete_kv(self, items: Any, **options: Any) -> int:
+    def delete_kv(self, items: Any, *, namespace: str | None = None, collection: str | None = None) -> int:
         """Delete the KV of documents, given themselves or by id; options as for :func:`kvrag.delete_kv`."""
-        return kvrag.delete_kv(items, llm=self, **options)
+        return kvrag.delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
-    def sync_kv(self, live_items: Any, **options: Any) -> SyncReport:
+    def sync_kv(
+        self,
+        live_items: Any,
+        *,
+        ids: Sequence[str] | None = None,
+        prefix: Any = None,
+        namespace: str | None = None,
+        content: Content | None = None,
+        batch_size: int = 8,
+        show_progress: bool | None = None,
+        retention: Retention | None = None,
+        collection: str | None = None,
+    ) -> SyncReport:
         """Keep the KV of exactly these documents; options as for :func:`kvrag.sync_kv`."""
-        return kvrag.sync_kv(live_items, llm=self, **options)
+        return kvrag.sync_kv(
+            live_items,
+            llm=self,
+            ids=ids,
+            prefix=prefix,
+            namespace=namespace,
+            content=content,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            retention=retention,
+            collection=collection,
+        )

@@ -11,7 +11,8 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 
-from kvrag import Explanation, GenerationResult, KVRagEngine
+from kvrag import Explanation, GenerationResult, KVRagEngine, RepairConfig
+from kvrag.types import MaxContext, Mode
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -45,11 +46,32 @@ class ChatKVRag(KVRagModel, BaseChatModel):
 
     _shows_messages: ClassVar[bool] = True
 
-    def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
+    def explain(
+        self,
+        input: LanguageModelInput,
+        *,
+        mode: Mode | None = None,
+        repair: RepairConfig | None = None,
+        namespace: str | None = None,
+        max_context: MaxContext | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_choice: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> Explanation:
         """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`, and any tools."""
+        options = {
+            "mode": mode,
+            "repair": repair,
+            "namespace": namespace,
+            "max_context": max_context,
+            "tools": tool_dicts(tools or ()),
+            "tool_choice": choice_of(tool_choice),
+            "chat_template_kwargs": chat_template_kwargs,
+            "continue_final_message": continue_final_message or None,
+        }
         messages = self._convert_input(input).to_messages()
-        options["tools"] = tool_dicts(options.get("tools") or ())
-        return self.engine.explain(chat_messages(messages), **{"mode": self.mode, **options})
+        return self.engine.explain(chat_messages(messages), **self._explained(options))
 
     def bind_tools(
         self,

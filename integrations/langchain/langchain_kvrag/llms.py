@@ -12,8 +12,9 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import run_in_executor
 
-from kvrag import Explanation, GenerationResult, KVRagEngine
+from kvrag import Explanation, GenerationResult, KVRagEngine, RepairConfig
 from kvrag.config import check_template_kwargs
+from kvrag.types import MaxContext, Mode
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -32,10 +33,20 @@ class KVRagLLM(KVRagModel, BaseLLM):
     >>> llm.generate(["..."]).generations[0][0].generation_info["kvrag"]["kv_reuse_ratio"]  # doctest: +SKIP
     """
 
-    def explain(self, input: LanguageModelInput, **options: Any) -> Explanation:
+    def explain(
+        self,
+        input: LanguageModelInput,
+        *,
+        mode: Mode | None = None,
+        repair: RepairConfig | None = None,
+        namespace: str | None = None,
+        max_context: MaxContext | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Explanation:
         """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
-        prompt = self._rendered(self._convert_input(input), options)
-        return self.engine.explain(prompt.to_string(), **{"mode": self.mode, **options})
+        options = {"mode": mode, "repair": repair, "namespace": namespace, "max_context": max_context}
+        prompt = self._rendered(self._convert_input(input), {"chat_template_kwargs": chat_template_kwargs})
+        return self.engine.explain(prompt.to_string(), **self._explained(options))
 
     @property
     def _llm_type(self) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
@@ -28,6 +28,8 @@ from kvrag import (
     Explanation,
     KVRagEngine,
     PrecomputeReport,
+    RepairConfig,
+    Retention,
     SamplingConfig,
     SyncReport,
     delete_kv,
@@ -35,8 +37,11 @@ from kvrag import (
     sync_kv,
 )
 from kvrag.config import check_mode, check_template_kwargs
+from kvrag.fields import ModelLike
+from kvrag.hooks import Content, OnError
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tools import FORM, answer_form
+from kvrag.types import MaxContext, Mode
 from llama_index.llms.kvrag.accounting import account_for_responses
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import calls_tools, chat_prompt, completion_text, engine_prefix, is_chat, tool_dicts
@@ -84,7 +89,7 @@ class KVRagLLM(ToolCallingLLM):
 
     model_config = ConfigDict(protected_namespaces=("pydantic_model_",), arbitrary_types_allowed=True)
 
-    model: Any = Field(description="Hub id, local directory, .gguf file or a loaded model.")
+    model: ModelLike = Field(kw_only=False, description="Hub id, local directory, .gguf file or a loaded model.")
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="For from_pretrained; also revision.", exclude=True
     )
@@ -103,15 +108,17 @@ class KVRagLLM(ToolCallingLLM):
         default_factory=dict, description="Request options in another place, as other Hugging Face LLMs take them."
     )
 
-    def __init__(self, model: Any = None, **options: Any) -> None:
-        super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
-        self._check_request(self._defaults())
-        account_for_responses()
+    if not TYPE_CHECKING:  # editors would show **options in place of the fields
+
+        def __init__(self, model: Any = None, **options: Any) -> None:
+            super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
+            self._check_request(self._defaults())
+            account_for_responses()
 
     @classmethod
     def from_pretrained_model(cls, model: PreTrainedModel, tokenizer: Any, **options: Any) -> KVRagLLM:
         """Use a model and a tokenizer that are loaded already; options as for the class."""
-        return cls(model=model, tokenizer=tokenizer, **options)
+        return cls(**{"model": model, "tokenizer": tokenizer, **options})
 
     @classmethod
     def class_name(cls) -> str:
@@ -125,27 +132,96 @@ class KVRagLLM(ToolCallingLLM):
         """The engine, one per process for the same options; its weights are loaded at first use."""
         return KVRagEngine.get(self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options())
 
-    def precompute_kv(self, items: Any, *, prefix: Any = None, **options: Any) -> PrecomputeReport:
+    def precompute_kv(
+        self,
+        items: Any,
+        *,
+        ids: Sequence[str] | None = None,
+        prefix: Any = None,
+        namespace: str | None = None,
+        content: Content = "text",
+        batch_size: int = 8,
+        show_progress: bool | None = None,
+        on_error: OnError = "raise",
+        retention: Retention | None = None,
+        collection: str | None = None,
+    ) -> PrecomputeReport:
         """Compute and store the KV of nodes, texts, or all nodes of an index; see :func:`kvrag.precompute_kv`."""
-        return precompute_kv(items, llm=self, prefix=self._own_prefix(prefix), **options)
+        return precompute_kv(
+            items,
+            llm=self,
+            ids=ids,
+            prefix=self._own_prefix(prefix),
+            namespace=namespace,
+            content=content,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            on_error=on_error,
+            retention=retention,
+            collection=collection,
+        )
 
-    def delete_kv(self, items: Any, **options: Any) -> int:
+    def delete_kv(self, items: Any, *, namespace: str | None = None, collection: str | None = None) -> int:
         """Delete the KV of nodes or node ids; see :func:`kvrag.delete_kv`."""
-        return delete_kv(items, llm=self, **options)
+        return delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
-    def sync_kv(self, live_items: Any, *, prefix: Any = None, **options: Any) -> SyncReport:
+    def sync_kv(
+        self,
+        live_items: Any,
+        *,
+        ids: Sequence[str] | None = None,
+        prefix: Any = None,
+        namespace: str | None = None,
+        content: Content | None = None,
+        batch_size: int = 8,
+        show_progress: bool | None = None,
+        retention: Retention | None = None,
+        collection: str | None = None,
+    ) -> SyncReport:
         """Make the store hold the KV of exactly these nodes, or of this index; see :func:`kvrag.sync_kv`."""
-        return sync_kv(live_items, llm=self, prefix=self._own_prefix(prefix), **options)
+        return sync_kv(
+            live_items,
+            llm=self,
+            ids=ids,
+            prefix=self._own_prefix(prefix),
+            namespace=namespace,
+            content=content,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            retention=retention,
+            collection=collection,
+        )
 
-    def explain(self, prompt: str | Sequence[ChatMessage], *, formatted: bool = False, **options: Any) -> Explanation:
+    def explain(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        *,
+        formatted: bool = False,
+        mode: Mode | None = None,
+        repair: RepairConfig | None = None,
+        namespace: str | None = None,
+        max_context: MaxContext | None = None,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> Explanation:
         """Explain which spans of a prompt are known chunks, and why others are not; options as for the engine's."""
-        form = {name: options.pop(name) for name in _RENDERED if name in options}
+        given = {
+            "mode": mode,
+            "repair": repair,
+            "namespace": namespace,
+            "max_context": max_context,
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "chat_template_kwargs": chat_template_kwargs,
+            "continue_final_message": continue_final_message or None,
+        }
         if isinstance(prompt, str):
-            engine, asked, given = self._of_prompt(prompt, formatted, form)
+            engine, asked, options = self._of_prompt(prompt, formatted, given)
         else:
-            engine, asked, given = self._of_chat(prompt, form)
-        form = {name: given[name] for name in _RENDERED if name in given}
-        return engine.explain(asked, **{"mode": self.mode, **form, **options})
+            engine, asked, options = self._of_chat(prompt, given)
+        return engine.explain(asked, **{name: options[name] for name in given if name in options})
 
     def apply_settings(self) -> KVRagLLM:
         """Make this LlamaIndex's default LLM, and its tokenizer the one that counts lengths; returns the LLM."""
