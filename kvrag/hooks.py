@@ -9,13 +9,15 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
-from kvrag.precompute.documents import in_collection
+from kvrag.precompute.documents import in_collection, replaced_ids
+from kvrag.precompute.run import tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.prompt.spans import text_entry
 from kvrag.threads import POOL
@@ -78,6 +80,18 @@ def refused(report: PrecomputeReport) -> KVRagError | None:
     return StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}") if report.failed else None
 
 
+def changed_ids(
+    named: Iterable[tuple[str, str]], *, llm: Any, namespace: str | None = None, collection: str | None = None
+) -> list[str]:
+    """Return the ids, of documents given as ``(id, text)``, that have KV of another text, which must go whatever becomes of the new one."""
+    engine = engine_of(llm)
+    # What can't be encoded is another text than what is stored.
+    texts = {name: text.strip().encode("utf-8", "replace").decode() for name, text in named}
+    items = list(zip(in_collection(texts, collection), texts.values(), strict=True))
+    changed = set(replaced_ids(engine.store, items, engine.store.names.namespace(namespace or engine.namespace)))
+    return [name for name, (stored, _) in zip(texts, items, strict=True) if stored in changed]
+
+
 def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
     """Delete documents and erase KV that no other document refers to; return the number of chunks erased.
 
@@ -85,12 +99,18 @@ def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection:
     ``KVRagEngine.delete(collection=...)`` deletes a whole collection.
     """
     engine = engine_of(llm)
+    items = list(items) if _is_many(items) and not isinstance(items, str) else items
     if isinstance(items, str):
         ids = [items]
     elif _is_many(items) and all(isinstance(item, str) for item in items):
         ids = list(items)
     else:
-        ids = [name for name, _ in _pairs(items, "text") if name is not None]
+        names = [name for name, _ in _pairs(items, "text")]
+        ids = [name for name in names if name is not None]
+        if len(ids) < len(names):
+            raise InputError(
+                f"{len(names) - len(ids)} of {len(names)} items have no id; pass ids, or items that have one"
+            )
     return engine.delete(ids, collection=collection, namespace=namespace)
 
 
@@ -118,7 +138,9 @@ def sync_kv(
     llm, ids, prefix, namespace, batch_size, show_progress, retention, collection
         As for :func:`precompute_kv`.
     """
-    engine, named = engine_of(llm), _named(live_items, ids, content or "text")
+    engine = engine_of(llm)
+    live_items = list(live_items) if _is_many(live_items) and not isinstance(live_items, str) else live_items
+    named = _named(live_items, ids, content or "text")
     if content is None and _is_stored(engine, shown := _named(live_items, ids, "llm"), namespace, collection):
         named = shown
     if any(name is None for name, _ in named):
@@ -179,7 +201,8 @@ def _is_stored(
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:
     """Return ``(id or None, text)`` of items, with the ids given or their own."""
     pairs = _pairs(items, content)
-    names = [name for name, _ in pairs] if ids is None else list(ids)
+    given = [ids] if isinstance(ids, str) else ids
+    names = [name for name, _ in pairs] if given is None else list(given)
     if len(names) != len(pairs):
         raise InputError(f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none")
     return [(name, text) for name, (_, text) in zip(names, pairs, strict=True)]
@@ -192,7 +215,7 @@ def _precompute(
     collection: str | None,
     **options: Any,
 ) -> PrecomputeReport:
-    """Precompute, and delete documents that are now empty."""
+    """Precompute, report documents without text as too short, and delete what they were before."""
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
     names, texts = [name for name, _ in kept], [text for _, text in kept]
     report = engine.precompute(texts, ids=names, namespace=namespace, collection=collection, **options)
@@ -200,7 +223,9 @@ def _precompute(
     stored = set(engine.document_ids(namespace=namespace) if emptied else ())
     if gone := stored & set(in_collection(emptied, collection)):
         engine.delete(sorted(gone), namespace=namespace)
-    return report
+    empty = [(str(name or ""), "no text") for name, text in named if isinstance(text, str) and not text.strip()]
+    tell_short(engine.store, empty)
+    return replace(report, short=[*report.short, *empty])
 
 
 def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:

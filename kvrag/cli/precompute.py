@@ -79,10 +79,11 @@ def _rows(counts: Mapping[str, int], done: Mapping[str, Any]) -> dict[str, Any]:
         "chunks": f"{counts['chunks']} of {counts['tokens']} tokens in all",
         "stored": done["stored"],
         "skipped": f"{done['skipped']} (stored before)",
-        "too short": f"{len(done['short'])} (they stay live text)",
+        "too short": f"{len(done['short'])} (computed with each prompt)",
         "failed": len(done["failed"]),
         "written": human_bytes(done["stored_bytes"]),
         "time": f"{done['seconds']:.1f} s",
+        **{f"too short: {name}": reason for name, reason in done["short"][:10]},
         **{f"failed: {name}": reason for name, reason in done["failed"][:10]},
     }
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from kvrag.blend.quantise import pack
 from kvrag.config import Retention, StoreConfig
@@ -44,6 +44,19 @@ class NewChunk:
     def label(self) -> str:
         """Its name in reports: of a document, else of its blob."""
         return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
+
+
+def tell_short(store: TieredStore, short: Sequence[tuple[str, str]]) -> None:
+    """Log how many documents have no KV because they are too short, as :class:`PrecomputeReport` lists them; once as a warning."""
+    if not short:
+        return
+    level = logging.INFO if store in _told else logging.WARNING
+    _told.add(store)
+    what = "%d document(s) are too short to have KV and are computed with each prompt (PrecomputeReport.short): %r, %s"
+    logger.log(level, what, len(short), *short[0])
+
+
+_told: WeakSet[TieredStore] = WeakSet()  # stores whose users have been told
 
 
 class Guard:
@@ -93,6 +106,7 @@ class Precompute:
         self._loaded, self._store, self._config, self._guard = loaded, store, config, guard or Guard()
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
+        self._is_asked_for = guard is None  # else chunks of prompts
         ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
         identity = ChunkIdentity(loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
         self._prefix, self._context = NewChunk((None,), None, identity), tuple(context)
@@ -132,6 +146,8 @@ class Precompute:
             finally:
                 self._finish_write()
         self._recount()
+        if self._is_asked_for:
+            tell_short(self._store, self.short)
         seconds = time.perf_counter() - start
         return PrecomputeReport(self.stored, self.skipped, self.failed, self.stored_bytes, seconds, self.short)
 
@@ -149,8 +165,12 @@ class Precompute:
         """Whether a chunk must be computed; if it is stored already, its documents are added."""
         length, before = len(chunk.identity.token_ids), len(self._prefix.identity.token_ids) + len(self._context)
         if length < self._config.min_chunk_tokens or chunk.entry is None:
-            least = f"{self._config.min_chunk_tokens} (StoreConfig.min_chunk_tokens), or {ANCHOR_CHARS} characters"
-            self.short.append((chunk.label, f"{length} tokens, fewer than {least}"))
+            reason = f"{length} tokens, fewer than {self._config.min_chunk_tokens} (StoreConfig.min_chunk_tokens)"
+            if length >= self._config.min_chunk_tokens:
+                reason = f"fewer than {ANCHOR_CHARS} characters, which can't be found in a prompt"
+            self.short += [(doc_id or chunk.label, reason) for doc_id in chunk.doc_ids]
+            if chunk.entry is not None and self._is_asked_for:
+                self._store.register(chunk.identity.namespace, chunk.entry, chunk.doc_ids)
             return False
         if length >= self._lm.reuse_window - before:
             self._fail(chunk, f"{length} tokens behind {before} of prefix and context exceed the context window")

@@ -102,7 +102,7 @@ def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, b
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= ANCHOR_CHARS]
     if any([line in each for each in texts for line in lines]):
         return "parts of known chunks stand in this prompt: precompute what is shown, not their parents", True
-    unsure = f"rewritten, or shorter than {least} tokens"
+    unsure = f"rewritten, or shorter than {least} tokens or {ANCHOR_CHARS} characters and so computed with each prompt"
     return f"no known chunk text stands in this prompt: it is {unsure}, or was precomputed in another namespace", False
 
 
@@ -144,7 +144,7 @@ class Watch:
         self.num_without_hits += 1
         if self._has_hit or self.num_without_hits > MANY:
             return
-        missed = next((piece.reason for piece in chunks if piece.reason), None)
+        missed = next((piece.reason for piece in chunks if piece.missed), None)
         is_last = self.num_without_hits == MANY
         cause, is_sure = (missed, True) if missed else likely_cause(_live_text(plan), about, reads=is_last)
         if is_sure or is_last:

@@ -299,7 +299,7 @@ class _Draft:
         if piece.kind == "live":
             return [PlannedPiece(piece, ids)]
         if len(ids) < self._min_tokens:
-            reason = f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}"
+            reason = f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}: computed with each prompt"
             return [PlannedPiece(piece, ids, reason=reason)]
         if (planned := self._stored(piece, ids, is_next_to_head)) is not None:
             return [planned]

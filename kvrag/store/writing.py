@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from kvrag.store.reading import Reader
 from kvrag.store.worth import Evictor, Usage, check_retention
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+
+logger = logging.getLogger(__name__)
 
 ATTEMPTS = 10  # times that a chunk is written that others erase meanwhile
 TOO_FAST = "the chunk is erased from the KV store as fast as it is written"
@@ -173,6 +176,15 @@ class Writer(Reader):
         if is_stored := bool(self.catalog.confirm({key: revision})):
             tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
+
+    def register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
+        """Note a text that has no KV of its own, and its documents, so that prompts with it are cut there; without it they are not."""
+        if self.read_only or self._is_closed:
+            return
+        try:
+            self.catalog.register(namespace, text, doc_ids)
+        except StoreError as error:
+            logger.warning("a text that is too short for KV could not be noted: %s", error)
 
     def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add text and document to a stored chunk; one whose blob another machine has let go is forgotten."""

@@ -277,7 +277,9 @@ def test_of_equal_ids_the_last_text_stays(store, chat, chunks):
 
 def test_deleting_everything(chat, embedding, chunks):
     store = KVRagVectorStore.from_texts(chunks[:2], embedding, llm=chat)
-    store.delete()
+    with pytest.raises(InputError, match="No ids provided to delete"):
+        store.delete()
+    store.delete([document.id for document in store.kv_documents()])
     assert (kept(chat, chunks), store.kv_documents()) == ([], [])
     other = KVRagVectorStore(InMemoryVectorStore(embedding), llm=chat)
     other.add_texts(chunks[:2])

@@ -70,8 +70,10 @@ class FaissStore(VectorStore):
         return names
 
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool:
+        if ids is None:
+            raise InputError("No ids provided to delete; to empty the store, pass those of kv_documents()")
         with self._lock:
-            self._remove(list(self._numbers) if ids is None else ids)
+            self._remove(ids)
         return True
 
     def _remove(self, ids: Iterable[str]) -> None:

@@ -5,24 +5,32 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
-from uuid import UUID
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from kvrag import ConfigError, Retention, delete_kv, precompute_kv
-from kvrag.hooks import OnError, documents_in, engine_of
+from kvrag import ConfigError, InputError, KVRagError, Retention, delete_kv, precompute_kv
+from kvrag.hooks import OnError, changed_ids, engine_of
 from kvrag.precompute.documents import in_collection
 from kvrag.progress import check_show
 from langchain_kvrag._faiss import FaissStore, Metric
+from langchain_kvrag._held import as_list, held_documents, held_ids, listed_id
 
 _CHANGES = re.compile("a?(add|clear|delete|drop|remove|reset|update|upsert)(_|$)")
 """Names of methods that change documents."""
+
+
+def _checked_texts(texts: Iterable[str], ids: Iterable[str] | None) -> tuple[list[str], list[str] | None]:
+    """Return texts and ids as lists of one length; raise :class:`InputError` for others, of which LangChain drops the rest."""
+    listed, names = as_list(texts) or [], as_list(ids)
+    if names is not None and len(names) != len(listed):
+        raise InputError(f"{len(listed)} texts came with {len(names)} ids; pass one id per text, or none")
+    return listed, names
 
 
 def _of_inner(name: str) -> Any:
@@ -113,6 +121,7 @@ class KVRagVectorStore(VectorStore):
         self._batch_size: int = batch_size
         self._on_error: OnError = on_error
         self._show_progress = show_progress
+        self._has_warned = False
 
     @classmethod
     def from_texts(
@@ -131,33 +140,76 @@ class KVRagVectorStore(VectorStore):
 
     # -- where KV is kept in step --------------------------------------------------------------------------------------
 
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add or replace texts, and precompute their KV; a string is one text, or one id."""
+        checked = _checked_texts(texts, ids)
+        return super().add_texts(checked[0], metadatas, ids=checked[1], **kwargs)
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As :meth:`add_texts`; the event loop is not blocked."""
+        checked = _checked_texts(texts, ids)
+        return await super().aadd_texts(checked[0], metadatas, ids=checked[1], **kwargs)
+
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add or replace documents, and precompute their KV; options are the inner store's."""
+        documents = list(documents)
         names = self.inner.add_documents(documents, **kwargs)
         self._precompute(documents, names)
         return names
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """As :meth:`add_documents`; the event loop is not blocked."""
+        documents = list(documents)
         names = await self.inner.aadd_documents(documents, **kwargs)
         await run_in_executor(None, self._precompute, documents, names)
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents and the KV that nothing else needs; ``None`` means what the inner store means by it."""
-        known = self._known(ids)
-        done = self.inner.delete(ids, **kwargs)
-        if done is not False:
-            self._forget(known, is_all=ids is None)
+        """Delete documents, and erase the KV of those that the inner store doesn't hold any more.
+
+        A string is one id. ``None`` and ``kwargs`` mean what the inner store means by them; the own index refuses ``None``.
+        """
+        given = as_list(ids)
+        concerned = self._concerned(given)
+        done: bool | None = False
+        try:
+            done = self.inner.delete(given, **kwargs)
+        finally:
+            self._forget(concerned, is_done=done is not False)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """As :meth:`delete`; the event loop is not blocked."""
-        known = await run_in_executor(None, self._known, ids)
-        done = await self.inner.adelete(ids, **kwargs)
-        if done is not False:
-            await run_in_executor(None, lambda: self._forget(known, is_all=ids is None))
+        given = as_list(ids)
+        concerned = await run_in_executor(None, self._concerned, given)
+        done: bool | None = False
+        try:
+            done = await self.inner.adelete(given, **kwargs)
+        finally:
+            await run_in_executor(None, lambda: self._forget(concerned, is_done=done is not False))
         return done
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Get documents by their ids; a string is one id."""
+        return self.inner.get_by_ids(as_list(ids) or [])
+
+    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """As :meth:`get_by_ids`."""
+        return await self.inner.aget_by_ids(as_list(ids) or [])
 
     def kv_documents(self) -> list[Document]:
         """List the documents, for :func:`kvrag.precompute_kv` and :func:`kvrag.sync_kv`.
@@ -167,44 +219,67 @@ class KVRagVectorStore(VectorStore):
         InputError
             If the inner store can't list them.
         """
-        return self.inner.documents() if isinstance(self.inner, FaissStore) else list(documents_in(self.inner))
+        return held_documents(self.inner)
 
     def _precompute(self, documents: Sequence[Document], names: Sequence[str]) -> None:
         if self.llm is None or not documents:
             return
-        latest = dict(
-            zip(map(self._listed, names), documents, strict=False)
-        )  # of equal ids, the last one stays in the store
+        # Of equal ids, the last one stays in the store.
+        latest = dict(zip((listed_id(self.inner, name) for name in names), documents, strict=False))
+        texts = [document.page_content for document in latest.values()]
+        where: dict[str, Any] = {"namespace": self.namespace, "collection": self.collection}
+        self._erase(changed_ids(zip(latest, texts, strict=True), llm=self.llm, **where))
         precompute_kv(
-            list(latest.values()),
+            texts,
             llm=self.llm,
             ids=list(latest),
-            namespace=self.namespace,
             batch_size=self._batch_size,
             show_progress=self._show_progress,
             on_error=self._on_error,
             retention=self.retention,
-            collection=self.collection,
+            **where,
         )
 
-    def _known(self, ids: list[str] | None) -> list[str]:
-        """Return the ids whose KV a deletion concerns."""
+    def _concerned(self, ids: list[str] | None) -> list[str] | None:
+        """Return the ids of the documents that a deletion may remove; ``None`` if the inner store can't say which."""
         if self.llm is None:
             return []
-        return [str(d.id) for d in self.kv_documents()] if ids is None else [*map(self._listed, ids)]
+        if ids:
+            return [listed_id(self.inner, name) for name in ids]
+        held = held_ids(self.inner)
+        return None if held is None else sorted(held)
 
-    def _listed(self, name: Any) -> str:
-        """Return an id as the inner store lists it: Qdrant writes UUIDs with hyphens, however they were given."""
-        with suppress(ValueError):
-            return str(UUID(name)) if hasattr(self.inner, "content_payload_key") else str(name)
-        return str(name)
+    def _forget(self, ids: list[str] | None, *, is_done: bool) -> None:
+        """Erase the KV of documents that are gone; an inner store that can't be asked is believed if its deletion ``is_done``."""
+        if ids is None:
+            self._warn_of_unknown()
+            return
+        held = held_ids(self.inner, ids) if ids else set()
+        if held is None:
+            held = set() if is_done else set(ids)
+        self._erase([name for name in ids if name not in held])
 
-    def _forget(self, ids: list[str], *, is_all: bool) -> None:
-        """Delete KV. What ``None`` deletes differs between stores, so ask which documents are left."""
-        kept = {str(document.id) for document in self.kv_documents()} if is_all and ids else set()
-        gone = [name for name in ids if name not in kept]
-        if gone:
-            delete_kv(gone, llm=self.llm, namespace=self.namespace, collection=self.collection)
+    def _erase(self, ids: list[str]) -> None:
+        """Erase the KV of documents."""
+        if not ids:
+            return
+        try:
+            delete_kv(ids, llm=self.llm, namespace=self.namespace, collection=self.collection)
+        except KVRagError as error:
+            if self._on_error == "raise":
+                raise
+            what = f"the KV of {len(ids)} deleted or replaced document(s) could not be erased: {error}; run sync_kv"
+            warnings.warn(what, UserWarning, stacklevel=4)
+
+    def _warn_of_unknown(self) -> None:
+        """Say, once, that a deletion may have left KV."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        what = f"{type(self.inner).__name__} can't list its documents, so the KV of those that were deleted stays"
+        warnings.warn(
+            f"{what}; delete by ids, or run sync_kv with the documents that are left", UserWarning, stacklevel=4
+        )
 
     # -- files of the own index ----------------------------------------------------------------------------------------
 
@@ -253,5 +328,5 @@ class KVRagVectorStore(VectorStore):
 
 
 for _name in vars(VectorStore):  # all that reads
-    if "search" in _name or _name in ("get_by_ids", "aget_by_ids", "_select_relevance_score_fn"):
+    if "search" in _name or _name == "_select_relevance_score_fn":
         setattr(KVRagVectorStore, _name, _of_inner(_name))

@@ -61,6 +61,17 @@ class Catalog(Hits):
             self._attach(key, chunk, text, doc_id)
         return chunk is not None
 
+    def register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
+        """Note a text without chunks, and the documents that refer to it."""
+        named = [doc_id for doc_id in doc_ids if doc_id is not None]
+        is_known = self.knows_text(namespace, text.digest)
+        if not is_known or not all([text.digest in self.document_texts(namespace, doc_id) for doc_id in named]):
+            self._rows.change(partial(self._register, namespace, text, doc_ids))
+
+    def _register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
+        for doc_id in doc_ids:
+            self._refer(namespace, text, doc_id)
+
     @one_step
     def begin(self, chunks: Sequence[New]) -> list[int | None]:
         """Note that chunks are about to be written, and return the revision of each note; ``None`` for a chunk that is stored already.
@@ -153,6 +164,8 @@ class Catalog(Hits):
         count = self.remove(self.revisions(self.present(namespace)))
         for doc_id in self.documents(namespace):
             self._unrefer(namespace, doc_id, self.document_texts(namespace, doc_id))
+        for text in self._texts(namespace, [entry.digest for entry in self.texts(namespace, 0)[0]]):
+            self._settle(namespace, text._replace(keys=[], refs=0))  # noted without a document
         self._mark(namespace)
         return count
 
@@ -209,17 +222,21 @@ class Catalog(Hits):
     def _attach(self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> Chunk:
         """Write a chunk's row, let its text and its document know each other, and return the row."""
         if text is not None:
-            namespace, digest = chunk.namespace, text.digest
-            known = self._text(namespace, digest) or self._announce(namespace, Entry(*astuple(text)))
-            held, refs = [digest] if doc_id is None else self.document_texts(namespace, doc_id), known.refs
-            if doc_id is not None and digest not in held:
-                self._rows.set(self._name("z", namespace, json.dumps(doc_id)), [*held, digest])
-                refs += 1
-            keys = list(dict.fromkeys([*known.keys, key]))
-            self._rows.set(self._name("t", namespace, digest), known._replace(keys=keys, refs=refs))
-            chunk = chunk._replace(digests=list(dict.fromkeys([*chunk.digests, digest])))
+            self._refer(chunk.namespace, text, doc_id, key)
+            chunk = chunk._replace(digests=list(dict.fromkeys([*chunk.digests, text.digest])))
         self._rows.set(f"c {key}", chunk)
         return chunk
+
+    def _refer(self, namespace: str, text: TextEntry, doc_id: str | None, *keys: ChunkKey) -> None:
+        """Let a text know its chunks, and a document its text."""
+        digest = text.digest
+        known = self._text(namespace, digest) or self._announce(namespace, Entry(*astuple(text)))
+        held, refs = [digest] if doc_id is None else self.document_texts(namespace, doc_id), known.refs
+        if doc_id is not None and digest not in held:
+            self._rows.set(self._name("z", namespace, json.dumps(doc_id)), [*held, digest])
+            refs += 1
+        every = list(dict.fromkeys([*known.keys, *keys]))
+        self._rows.set(self._name("t", namespace, digest), known._replace(keys=every, refs=refs))
 
     def _announce(self, namespace: str, entry: Entry) -> Text:
         """Give a new text a number, and put it on the last page."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from llama_index.core import StorageContext
@@ -19,11 +20,17 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvrag import ConfigError, KVRagEngine
-from kvrag.hooks import engine_of
-from kvrag.identity.fingerprint import text_digest
+from kvrag.hooks import changed_ids, engine_of
 from kvrag.precompute.documents import in_collection
 from llama_index.llms.kvrag.transform import PrecomputeFields, refuse_unknown, resolve_kv_llm
+from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
 from llama_index.vector_stores.kvrag.refs import RefTable
+
+
+def _as_list(node_ids: Iterable[str] | None) -> list[str] | None:
+    if node_ids is None:
+        return None
+    return [node_ids] if isinstance(node_ids, str) else list(node_ids)
 
 
 class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
@@ -59,6 +66,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     inner: SerializeAsAny[BasePydanticVectorStore] = Field(repr=False)
     prefix: Any = Field(default=None, exclude=True, repr=False)
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
+    _has_warned: bool = PrivateAttr(default=False)
 
     def __init__(self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any) -> None:
         inner = SimpleVectorStore() if inner is None else inner
@@ -111,90 +119,116 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return ids
 
     def _keep(self, nodes: Sequence[BaseNode]) -> None:
+        latest = list({node.node_id: node for node in nodes}.values())
         # First, so that KV without an entry can't arise. Nodes without a document are one of their own.
-        self._table().add(self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in nodes))
-        self._forget([node.node_id for node in self._changed(nodes)], keep_refs=True)
-        self.precompute(nodes)
+        self._table().add(self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in latest))
+        if self.inner.stores_text and latest:
+            # Its texts are those that prompts will show: Chroma keeps the first text of an id.
+            held = {node.node_id: node for node in held_nodes(self.inner, [node.node_id for node in latest]) or []}
+            latest = [held.get(node.node_id, node) for node in latest]
+        self._forget(self._changed(latest), keep_refs=True)
+        self.precompute(latest)
 
-    def _changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
-        """Return the nodes whose ids were used before, with another text."""
+    def _changed(self, nodes: Sequence[BaseNode]) -> list[str]:
+        """Return the ids of nodes that were used before, with another text."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
-        index, names = self._engine().store.catalog, self._engine().store.names
-        space = names.namespace(self._space())
-        digests = {node.node_id: text_digest(node.get_content(metadata_mode=mode).strip()) for node in nodes}
-        stored = in_collection((n.node_id for n in nodes), self.collection)
-        found = zip(nodes, stored, strict=True)
-        return [n for n, name in found if set(index.document_texts(space, name)) - {digests[n.node_id]}]
+        named = [(node.node_id, node.get_content(metadata_mode=mode)) for node in nodes]
+        return changed_ids(named, llm=self._engine(), namespace=self.namespace, collection=self.collection)
 
     # -- nodes go --------------------------------------------------------------------------------------------------
+    #
+    # KV goes with the nodes that the inner store doesn't hold any more, whatever a call says: stores differ in what they make of None,
+    # of no arguments, of filters beside ids, and of nodes without a document.
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and their KV."""
-        ids = self._ids_of(ref_doc_id)
-        self.inner.delete(ref_doc_id, **delete_kwargs)
-        self._forget(ids)
+        self._going(partial(self._of_document, ref_doc_id), partial(self.inner.delete, ref_doc_id, **delete_kwargs))
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """As :meth:`delete`."""
-        ids = await asyncio.to_thread(self._ids_of, ref_doc_id)
-        await self.inner.adelete(ref_doc_id, **delete_kwargs)
-        await asyncio.to_thread(self._forget, ids)
+        going = partial(self.inner.adelete, ref_doc_id, **delete_kwargs)
+        await self._agoing(partial(self._of_document, ref_doc_id), going)
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Delete nodes, and their KV."""
-        ids = self._matching(node_ids, filters)
-        self.inner.delete_nodes(node_ids, filters, **delete_kwargs)
-        self._forget(ids)
+        """Delete nodes, and their KV; a string is one id."""
+        ids = _as_list(node_ids)
+        self._going(
+            partial(self._matching, ids, filters), partial(self.inner.delete_nodes, ids, filters, **delete_kwargs)
+        )
 
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """As :meth:`delete_nodes`."""
-        ids = await asyncio.to_thread(self._matching, node_ids, filters)
-        await self.inner.adelete_nodes(node_ids, filters, **delete_kwargs)
-        await asyncio.to_thread(self._forget, ids)
+        ids = _as_list(node_ids)
+        going = partial(self.inner.adelete_nodes, ids, filters, **delete_kwargs)
+        await self._agoing(partial(self._matching, ids, filters), going)
 
     def clear(self) -> None:
         """Empty the store, and delete the KV of all nodes that were added through a store of this namespace and collection."""
-        self.inner.clear()
-        self._forget(self._table().nodes(self._space()))
+        self._going(self._all, self.inner.clear)
 
     async def aclear(self) -> None:
         """As :meth:`clear`."""
-        await self.inner.aclear()
-        await asyncio.to_thread(lambda: self._forget(self._table().nodes(self._space())))
+        await self._agoing(self._all, self.inner.aclear)
 
-    def _ids_of(self, ref_doc_id: str) -> list[str]:
-        """Return a document's nodes, from the table, or from an inner store that is older than its wrapping."""
-        known = self._table().nodes(self._space(), ref_doc_id)
-        if not known and isinstance(self.inner, SimpleVectorStore):
-            return [node for node, ref in self.inner.data.text_id_to_ref_doc_id.items() if ref == ref_doc_id]
-        return known
-
-    def _matching(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
-        """Return the nodes that a deletion will remove."""
-        if filters is None:
-            return list(node_ids or [])
-        if isinstance(self.inner, SimpleVectorStore):  # keeps no nodes that it could list, but a query needs none
-            rows = self.inner.data.embedding_dict
-            chosen = list(rows) if node_ids is None else [i for i in node_ids if i in rows]
-            if not chosen:
-                return []
-            query = VectorStoreQuery(
-                query_embedding=rows[chosen[0]], similarity_top_k=len(chosen), node_ids=chosen, filters=filters
-            )
-            return list(self.inner.query(query).ids or [])
+    def _going(self, which: Callable[[], list[str] | None], delete: Callable[[], None]) -> None:
+        """Delete nodes, and then the KV of those among ``which()`` that are gone."""
+        ids = which()
+        is_done = False
         try:
-            return [node.node_id for node in self.inner.get_nodes(node_ids, filters)]
-        except NotImplementedError:
-            warnings.warn(
-                f"{type(self.inner).__name__} can't list the nodes that the filters match, so their KV stays; run sync_kv",
-                UserWarning,
-                stacklevel=3,
-            )
-            return []
+            delete()
+            is_done = True
+        finally:
+            self._forget_gone(ids, is_done)
+
+    async def _agoing(self, which: Callable[[], list[str] | None], delete: Callable[[], Awaitable[None]]) -> None:
+        ids = await asyncio.to_thread(which)
+        is_done = False
+        try:
+            await delete()
+            is_done = True
+        finally:
+            await asyncio.to_thread(self._forget_gone, ids, is_done)
+
+    def _of_document(self, ref_doc_id: str | None) -> list[str] | None:
+        """Return the nodes of a document, by the inner store and by the table, which knows them when the store doesn't tell."""
+        if not ref_doc_id:
+            return held_ids(self.inner)
+        known = self._table().nodes(self._space(), ref_doc_id)
+        held = ids_of_document(self.inner, ref_doc_id)
+        if held is not None:
+            return list(dict.fromkeys([*known, *held]))
+        # A node without a document is its own in the table alone: no store deletes it by that name.
+        return [node_id for node_id in known if node_id != ref_doc_id] or None
+
+    def _matching(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str] | None:
+        """Return the nodes that a deletion may remove."""
+        return list(node_ids) if node_ids and filters is None else held_ids(self.inner, node_ids or None, filters)
+
+    def _all(self) -> list[str]:
+        return list(dict.fromkeys([*self._table().nodes(self._space()), *(held_ids(self.inner) or [])]))
+
+    def _forget_gone(self, node_ids: list[str] | None, is_done: bool) -> None:
+        """Delete the KV of nodes that are gone; an inner store that can't be asked is believed if its deletion is done."""
+        if node_ids is None:
+            self._warn_of_unknown()
+            return
+        held = held_ids(self.inner, node_ids) if node_ids else []
+        if held is None:
+            held = [] if is_done else node_ids
+        self._forget(sorted(set(node_ids) - set(held)))
+
+    def _warn_of_unknown(self) -> None:
+        """Say, once, that a deletion may have left KV."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        what = f"{type(self.inner).__name__} can't list the nodes that the filters match, or that are meant without ids"
+        remedy = "delete by node ids or documents, or run sync_kv"
+        warnings.warn(f"{what}, so their KV stays; {remedy}", UserWarning, stacklevel=4)
 
     def _forget(self, node_ids: Sequence[str], *, keep_refs: bool = False) -> None:
         """Delete KV, and then the entries: if the first fails, a later deletion finds them again."""
@@ -206,7 +240,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
             if self.on_error == "raise":
                 raise
             warnings.warn(
-                f"the KV of deleted nodes could not be deleted: {error}; run sync_kv", UserWarning, stacklevel=3
+                f"the KV of deleted nodes could not be deleted: {error}; run sync_kv", UserWarning, stacklevel=5
             )
             return
         if not keep_refs:

@@ -1,0 +1,72 @@
+"""Which nodes a vector store holds, asked of the store itself: what a call says and what a store makes of it are two things."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from llama_index.core.schema import BaseNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+)
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 1000  # ids of one question; databases bound the parameters of a statement
+_DOCUMENT = "document_id"  # LlamaIndex writes it into the metadata of every node that a store keeps
+
+
+def held_ids(
+    store: BasePydanticVectorStore, node_ids: Sequence[str] | None = None, filters: MetadataFilters | None = None
+) -> list[str] | None:
+    """Return the ids of the nodes in a store: all, or of ``node_ids``, or that filters match; ``None`` if it can't say."""
+    if isinstance(store, SimpleVectorStore):
+        return _in_simple_store(store, node_ids, filters)
+    nodes = held_nodes(store, node_ids, filters)
+    if nodes is None:
+        return None
+    found = dict.fromkeys(node.node_id for node in nodes)
+    return list(found) if node_ids is None else [each for each in node_ids if each in found]
+
+
+def held_nodes(
+    store: BasePydanticVectorStore, node_ids: Sequence[str] | None = None, filters: MetadataFilters | None = None
+) -> list[BaseNode] | None:
+    """Return nodes as a store holds them, as :func:`held_ids`."""
+    if node_ids is None:
+        parts: list[list[str] | None] = [None]
+    else:
+        parts = [list(node_ids[first : first + AT_ONCE]) for first in range(0, len(node_ids), AT_ONCE)]
+    try:
+        return [node for part in parts for node in store.get_nodes(part, filters)]
+    except Exception:  # not implemented, or not for these filters
+        logger.debug("%s was not asked for its nodes", type(store).__name__, exc_info=True)
+        return None
+
+
+def ids_of_document(store: BasePydanticVectorStore, ref_doc_id: str) -> list[str] | None:
+    """Return the ids of a document's nodes in a store, as :func:`held_ids`."""
+    if isinstance(store, SimpleVectorStore):
+        return [node for node, document in store.data.text_id_to_ref_doc_id.items() if document == ref_doc_id]
+    return held_ids(store, filters=MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=ref_doc_id)]))
+
+
+def _in_simple_store(
+    store: SimpleVectorStore, node_ids: Sequence[str] | None, filters: MetadataFilters | None
+) -> list[str] | None:
+    """Ask the default store, which can't list its nodes, but has their ids, and answers a query without them."""
+    rows = store.data.embedding_dict
+    chosen = list(rows) if node_ids is None else [each for each in node_ids if each in rows]
+    if filters is None or not chosen:
+        return chosen
+    query = VectorStoreQuery(
+        query_embedding=rows[chosen[0]], similarity_top_k=len(chosen), node_ids=chosen, filters=filters
+    )
+    try:
+        return list(store.query(query).ids or [])
+    except ValueError:  # it was persisted without metadata
+        return None
