@@ -252,6 +252,14 @@ def _stop_strings(value: object) -> object:
     return items
 
 
+def _seed(value: object) -> object:
+    """Accept what torch's generators accept, and -1, which means as in other libraries that a seed is drawn."""
+    is_seed = isinstance(value, int) and not isinstance(value, bool) and -1 <= value < 2**64
+    if value is not None and not is_seed:
+        raise ValueError("it must be a whole number from 0 to 2**64 - 1, or None or -1 for one that is drawn")
+    return None if value == -1 else value
+
+
 def _pairs(value: object) -> object:
     """Accept ``None``, and a dict for its items."""
     return tuple(value.items()) if isinstance(value, Mapping) else value or ()
@@ -420,6 +428,10 @@ class Retention:
     """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
 
 
+GREEDY_BELOW = 1e-3
+"""Temperatures below are greedy: divided by them, logits exceed what float32 can tell apart."""
+
+
 @config_class
 class SamplingConfig:
     """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``."""
@@ -427,15 +439,19 @@ class SamplingConfig:
     max_new_tokens: Positive = 64
     """Upper bound of answer tokens."""
     temperature: NonNegative = 0.0
-    """0 is greedy decoding."""
+    """0 is greedy decoding, and so is what is below 0.001."""
     top_p: Fraction | None = None
-    """Nucleus filter, used when sampling; ``None`` is off."""
-    top_k: Positive | None = None
-    """Top-k filter, used when sampling; ``None`` is off."""
+    """Nucleus filter, used when sampling: the likeliest tokens that have this probability together. 1 is off."""
+    top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
+    """Top-k filter, used when sampling: the likeliest tokens, this many. 0 and -1 are off."""
+    min_p: Fraction | None = None
+    """Filter, used when sampling: tokens of at least this share of the likeliest token's probability. 0 is off."""
     repetition_penalty: Annotated[float, Field(strict=True, ge=1e-6)] | None = None
     """``None`` takes the model's own generation config."""
-    seed: Count | None = None
-    """Seed for sampling; ``None`` draws one."""
+    min_new_tokens: Count | None = None
+    """The answer does not end by the model's own end tokens before it has this many tokens."""
+    seed: Annotated[int | None, BeforeValidator(_seed)] = None
+    """Seed for sampling, below 2**64; ``None`` or -1 draws one."""
     frequency_penalty: Penalty = 0.0
     """Taken off a token's logit for each time that the answer has it; from -2 to 2, as OpenAI's."""
     presence_penalty: Penalty = 0.0
@@ -453,8 +469,7 @@ class SamplingConfig:
     stop_token_ids: tuple[Count, ...] = ()
     """Tokens that end the answer, besides the model's own."""
 
-    def __post_init__(self) -> None:
-        if 0 < self.temperature < 1e-3:
-            raise ConfigError(
-                f"SamplingConfig.temperature is {self.temperature!r}; use 0 for greedy decoding, else at least 0.001"
-            )
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken each time."""
+        return self.temperature < GREEDY_BELOW

@@ -8,9 +8,9 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -47,7 +47,8 @@ from kvrag.progress import check_show
 from kvrag.prompt.learn import learning
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
-from kvrag.prompt.tools import FORM, TEXT, answer_form
+from kvrag.prompt.tools import answer_form
+from kvrag.signatures import checks_names, parameters_of
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.threads import fork_lock
 from kvrag.types import (
@@ -67,26 +68,19 @@ from kvrag.verify import verify_prompts
 
 MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps although nobody else holds them
 
-_SOURCE_OPTIONS = ("tokenizer", "revision", "dtype", "device", "prove", "extra_keys")
-_OWN = ("kv_dir", "prefix", "context", "repair", "namespace", "store_config", "chat_template_kwargs")
-_OPTIONS = (*_SOURCE_OPTIONS, *_OWN)
+_OPTIONS = (
+    *("tokenizer", "revision", "dtype", "device", "prove", "extra_keys"),
+    *("kv_dir", "prefix", "context", "repair", "namespace", "store_config", "chat_template_kwargs"),
+)
 
 _DEFAULT = RepairConfig()
 _sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)  # checking options anew costs more than looking them up
+_SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 
 
-class Options(TypedDict, total=False):
-    """Options of most methods; see :class:`KVRagEngine`."""
-
-    mode: Mode
-    repair: RepairConfig | None
-    namespace: str | None
-    max_context: MaxContext
-    tools: Sequence[Mapping[str, Any]] | None
-    tool_choice: str | Mapping[str, Any] | None
-    response_format: Mapping[str, Any] | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    continue_final_message: bool
+def _options_in(arguments: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the options among a method's arguments, which are its ``locals()`` as long as it has no other local names."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "prompt", *others)}
 
 
 class KVRagEngine:
@@ -171,12 +165,12 @@ class KVRagEngine:
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
         context: str | None = None,
-        repair: RepairConfig | None = None,
+        repair: RepairConfig | Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         namespace: str = "default",
         revision: str | None = None,
-        store_config: StoreConfig | None = None,
+        store_config: StoreConfig | Mapping[str, Any] | None = None,
         prove: Prove = "auto",
         extra_keys: Mapping[str, str] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -227,23 +221,41 @@ class KVRagEngine:
         return cls(source, **own, store_config=store_config, chat_template_kwargs=chat_template_kwargs)  # type: ignore[arg-type]
 
     @classmethod
-    def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
+    def get(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        kv_dir: str | os.PathLike[str] | None = None,
+        prefix: Prefix | None = None,
+        context: str | None = None,
+        repair: RepairConfig | Mapping[str, Any] | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        namespace: str = "default",
+        revision: str | None = None,
+        store_config: StoreConfig | Mapping[str, Any] | None = None,
+        prove: Prove = "auto",
+        extra_keys: Mapping[str, str] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **hf_kwargs: Any,
+    ) -> KVRagEngine:
         """Return the shared engine of this process for the arguments of :meth:`from_pretrained`.
 
         Of engines that nobody else holds, the latest :data:`MAX_KEPT` are kept.
         """
-        hf_kwargs = {name: value for name, value in options.items() if name not in _OPTIONS}
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
-        given = {name: options[name] for name in _SOURCE_OPTIONS if options.get(name) is not None}
-        source = ModelSource(model, **given, hf_kwargs=hf_kwargs)
-        repair = as_config(RepairConfig, options.get("repair"), option="repair")
-        config = as_config(StoreConfig, options.get("store_config"), option="store_config")
-        where = documents.check_kv_dir(options.get("kv_dir")), options.get("namespace", "default")
-        behind = repr(options.get("prefix")), check_context(options.get("context"))
-        variables = repr(sorted(check_template_kwargs(options.get("chat_template_kwargs")).items()))
-        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, *behind, repair, config, variables)
+        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
+        repair = as_config(RepairConfig, repair, option="repair")
+        store_config = as_config(StoreConfig, store_config, option="store_config")
+        where = documents.check_kv_dir(kv_dir), namespace
+        behind = repr(prefix), check_context(context)
+        variables = repr(sorted(check_template_kwargs(chat_template_kwargs).items()))
+        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, *behind, repair, store_config, variables)
+        own = {"kv_dir": kv_dir, "prefix": prefix, "context": context, "repair": repair, "namespace": namespace}
+        own |= {"store_config": store_config, "chat_template_kwargs": chat_template_kwargs}
         with cls._shared_lock:
-            engine = cls._shared.get(key) or cls.from_pretrained(model, **options)
+            engine = cls._shared.get(key) or cls(source, **own)  # type: ignore[arg-type]
             cls._shared[key] = engine
             cls._recent.pop(engine, None)
             cls._recent[engine] = None
@@ -427,17 +439,35 @@ class KVRagEngine:
         found = self.store.catalog.documents(self._namespace(namespace))
         return found if collection is None else documents.members(found, collection)
 
+    @checks_names
     def generate(
         self,
         prompt: Prompt,
         *,
         max_new_tokens: int = 64,
-        mode: Mode = "auto",
-        repair: RepairConfig | None = None,
         temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
+        min_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        mode: Mode = "auto",
+        repair: RepairConfig | Mapping[str, Any] | None = None,
         namespace: str | None = None,
-        **sampling: Any,
+        max_context: MaxContext = "raise",
     ) -> GenerationResult:
         """Answer a prompt.
 
@@ -445,46 +475,84 @@ class KVRagEngine:
         ----------
         prompt
             Text, chat messages, segments (``str`` and :class:`~kvrag.types.Chunk`), or token ids.
-        max_new_tokens, temperature, stop, **sampling
-            Fields of :class:`~kvrag.config.SamplingConfig`; temperature 0 is greedy. And ``tools`` and so on.
+        max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias
+            How tokens are chosen, as in :class:`~kvrag.config.SamplingConfig`; temperature 0 is greedy.
+        min_new_tokens, stop, stop_token_ids, seed, logprobs, prompt_logprobs
+            When the answer ends, and what is returned with it; see there, too.
+        tools, tool_choice, response_format, chat_template_kwargs, continue_final_message, mode, repair, namespace, max_context
+            See :class:`KVRagEngine`.
 
         Raises
         ------
         InputError
             If the prompt is empty, malformed, or too long (:class:`ContextLengthError`).
+        ConfigError
+            If an option does not exist or has an invalid value.
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
-        own: Options = {"mode": mode, "repair": repair, "namespace": namespace}
-        sampling |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "stop": stop}
-        produce = self._produce(prompt, **own, **sampling)
+        produce = self._produce(prompt, **_options_in(locals()))
         return produce(lambda _: None, threading.Event())  # in the caller's thread, where Ctrl-C ends it
 
+    @parameters_of(generate)
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Stream an answer: iterate over its text, then read ``.result``. Options as for :meth:`generate`."""
         return TokenStream(self._produce(prompt, **options))
 
+    @parameters_of(generate)
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """As :meth:`generate`, without blocking the event loop; cancelling the task stops decoding."""
-        stream = self.astream(prompt, **options)
+        stream = AsyncTokenStream(self._produce(prompt, **options))
         async for _ in stream:
             pass
         return stream.result
 
+    @parameters_of(generate)
     def astream(self, prompt: Prompt, **options: Any) -> AsyncTokenStream:
         """As :meth:`stream`, for ``async for``."""
         return AsyncTokenStream(self._produce(prompt, **options))
 
-    def prefill(self, prompt: Prompt, **options: Unpack[Options]) -> PrefillResult:
+    @checks_names
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        mode: Mode = "auto",
+        repair: RepairConfig | Mapping[str, Any] | None = None,
+        namespace: str | None = None,
+        max_context: MaxContext = "raise",
+    ) -> PrefillResult:
         """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
+        options = _options_in(locals())
         request, answering = self._prepared(clock := Clock(), prompt, options)
         with answering.prefilled(request, max_new_tokens=1, clock=clock) as (done, _):
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
         return self._stats.count(PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms))
 
-    def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[Options]) -> ScoreResult:
+    @checks_names
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        mode: Mode = "auto",
+        repair: RepairConfig | Mapping[str, Any] | None = None,
+        namespace: str | None = None,
+        max_context: MaxContext = "raise",
+    ) -> ScoreResult:
         """Score a continuation, text or token ids: logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats."""
+        options = _options_in(locals(), "continuation")
         request, answering = self._prepared(clock := Clock(), prompt, options)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (done, _), clock.stage("score"):
@@ -495,7 +563,9 @@ class KVRagEngine:
         loss = float(torch.nn.functional.cross_entropy(scores, torch.tensor(ids)))
         return self._stats.count(ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids))
 
-    def explain(self, prompt: Prompt, **options: Unpack[Options]) -> Explanation:
+    @checks_names
+    @parameters_of(prefill)
+    def explain(self, prompt: Prompt, **options: Any) -> Explanation:
         """Report which spans of a prompt are known chunks, which of them have stored KV, and why the others don't."""
         request, is_given = self._request(prompt, **options), options.get("repair", self._repair) is not None
         repair = in_words(request.repair, "given" if is_given else self.profile[1] or "default")
@@ -562,29 +632,57 @@ class KVRagEngine:
         return Request(
             *(prompt, mode, checked, space),
             prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),
-            form=answer_form(**form) if form else TEXT,
+            form=answer_form(**form),
             slides=max_context == "slide",
             variables={**self.chat_template_kwargs, **check_template_kwargs(chat_template_kwargs)},
             continues=check_flag(continue_final_message, "continue_final_message"),
         )
 
-    def _produce(self, prompt: Prompt, **options: Any) -> Produce:
+    @checks_names
+    def _produce(  # the list is that of generate: editors that follow **options by reading find it here
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
+        min_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        mode: Mode = "auto",
+        repair: RepairConfig | Mapping[str, Any] | None = None,
+        namespace: str | None = None,
+        max_context: MaxContext = "raise",
+    ) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
-        clock = Clock()
-        own = {name: options.pop(name) for name in Options.__annotations__ if name in options}
-        own["repair"] = check_options(own.get("mode", "auto"), own.get("repair"), own.get("max_context", "raise"))
-        check_template_kwargs(own.get("chat_template_kwargs"))
-        check_flag(own.get("continue_final_message", False), "continue_final_message")
-        if form := {name: own[name] for name in FORM if name in own}:
-            answer_form(**form)
+        options, clock = _options_in(locals()), Clock()
+        sampling = {name: options.pop(name) for name in _SAMPLING}
+        options["repair"] = check_options(mode, repair, max_context)
+        check_template_kwargs(chat_template_kwargs)
+        check_flag(continue_final_message, "continue_final_message")
+        answer_form(tools, tool_choice, response_format)
         try:
-            config = _sampling(**options)
+            config = _sampling(**sampling)
         except TypeError:  # an option without a hash, such as a list of stop strings
-            config = SamplingConfig(**options)
+            config = SamplingConfig(**sampling)
 
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             clock.begin()
-            request, answering = self._prepared(clock, prompt, own)
+            request, answering = self._prepared(clock, prompt, options)
             with answering.write_back.request() if answering.write_back else nullcontext():
                 return self._stats.count(answering.answer(request, config, clock, emit, cancel))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvrag.config import SamplingConfig
+from kvrag.errors import ConfigError
 from kvrag.generate.sampling import Sampler, TextStream, eos_token_ids
 from kvrag.prompt.template import PromptEncoder
 
@@ -72,6 +73,42 @@ def test_sampling_respects_top_k_and_seed():
     assert len(set(draws)) == 1
     sampler = Sampler(config, [])
     assert {sampler.next(logits) for _ in range(50)} == {1, 2}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-42, 1e-8, 0.00099])
+def test_a_temperature_near_zero_is_greedy(temperature):
+    sampler = Sampler(SamplingConfig(temperature=temperature), [])
+    assert [sampler.next(torch.tensor([0.0, 1e-4, 2e-4])) for _ in range(20)] == [2] * 20
+
+
+@pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"top_p": 1}, {"min_p": 0.0}, {}])
+def test_filters_at_their_neutral_values_are_off(off):
+    sampler = Sampler(SamplingConfig(temperature=5.0, seed=1, **off), [])
+    assert {sampler.next(torch.tensor([1.0, 2.0, 3.0, 0.0])) for _ in range(100)} == {0, 1, 2, 3}
+
+
+def test_min_p_drops_what_is_much_less_likely_than_the_best():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    sampler = Sampler(SamplingConfig(temperature=1.0, min_p=0.4, seed=1), [])
+    assert {sampler.next(logits) for _ in range(100)} == {0, 1}
+
+
+def test_a_seed_is_any_that_torch_takes_and_minus_one_draws_one():
+    logits = torch.zeros(1000)
+    for seed in (0, 2**63, 2**64 - 1):
+        config = SamplingConfig(temperature=1.0, seed=seed)
+        assert Sampler(config, []).next(logits) == Sampler(config, []).next(logits)
+    for seed in (None, -1):
+        config = SamplingConfig(temperature=1.0, seed=seed)
+        assert len({Sampler(config, []).next(logits) for _ in range(5)}) > 1
+
+
+@pytest.mark.parametrize("seed", [2**64, -2, 1.5, True, "7"])
+def test_a_seed_that_no_generator_takes_is_refused_in_a_sentence(seed):
+    with pytest.raises(
+        ConfigError, match=r"SamplingConfig.seed is .*whole number from 0 to 2\*\*64 - 1, or None or -1"
+    ):
+        SamplingConfig(seed=seed)
 
 
 def test_eos_ids_come_from_the_generation_config_or_the_tokenizer():

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 BUDGETS = {
     # Turns, the scheduler, loading, the clock, the totals and the prefix have modules of their own; a lock in Python costs two moves.
-    "generate, warm": {"modules": 41, "calls": 920, "moves": 310, "threads": 2},
+    "generate, warm": {"modules": 44, "calls": 960, "moves": 330, "threads": 2},
     "generate, from disk": {"modules": 48, "moves": 510},
     "precompute, 4 chunks": {"modules": 32, "moves": 755},
     "delete one document": {"modules": 14},

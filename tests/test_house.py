@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "spelling", "config", "fields", "threads", "progress", "layers", "buffers"},
+    {"types", "errors", "spelling", "config", "fields", "signatures", "threads", "progress", "layers", "buffers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -47,6 +47,7 @@ FACADE = {
     "spelling",
     "config",
     "fields",
+    "signatures",
     "threads",
     "progress",
     "layers",
@@ -86,7 +87,10 @@ LONGER_FILES = {
 """Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
 LONGER_FUNCTIONS: dict[str, int] = {
     "kvrag/engine.py::KVRagEngine.from_pretrained": 62,
+    "kvrag/engine.py::KVRagEngine.get": 42,
     "kvrag/engine.py::KVRagEngine.precompute": 48,
+    "kvrag/engine.py::KVRagEngine.generate": 55,
+    "kvrag/engine.py::KVRagEngine._produce": 50,
     "kvrag/blend/prefill.py::prefill": 62,
     "kvrag/hooks.py::precompute_kv": 48,
     "kvrag/model/lm.py::CausalLM.forward": 60,

@@ -61,7 +61,7 @@ def ask(
     texts = list(read_documents(context).values()) if context else []
     with closing(open_engine(engine, repair=repair)) as opened:
         prompt = _prompt_of(question, texts, opened.encoder, engine) if given is None else given
-        stream = opened.stream(prompt, mode=mode, **sampling)
+        stream = opened.stream(prompt, **{"mode": mode, **sampling})
         for piece in stream:
             if not as_json:
                 typer.echo(piece, nl=False)

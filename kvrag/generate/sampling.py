@@ -12,6 +12,8 @@ import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -60,14 +62,13 @@ class Sampler:
         prompt_ids: Sequence[int],
         *,
         repetition_penalty: float = 1.0,
+        eos_ids: frozenset[int] = frozenset(),
         constraint: Constraint | None = None,
     ) -> None:
-        self._ids, self._num_ids, self._constraint = (
-            torch.tensor([[*prompt_ids]], dtype=torch.int64),
-            len(prompt_ids),
-            constraint,
-        )
-        self._is_greedy = config.temperature == 0
+        self._ids = torch.tensor([[*prompt_ids]], dtype=torch.int64)
+        self._num_ids = len(prompt_ids)
+        self._constraint = constraint
+        self._is_greedy = config.is_greedy
         self._processors = LogitsProcessorList()
         self._num_top, self.logprobs = config.logprobs, list[TokenLogprob]()
         self._num_told = 0
@@ -76,15 +77,20 @@ class Sampler:
             self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
         if config.frequency_penalty or config.presence_penalty or config.logit_bias:
             self._processors.append(Penalties(config, self._num_ids))
+        if config.min_new_tokens and eos_ids:
+            least = MinNewTokensLengthLogitsProcessor(self._num_ids, config.min_new_tokens, sorted(eos_ids))
+            self._processors.append(least)
         self._generator = torch.Generator()
         if self._is_greedy:
             return
         if config.temperature != 1.0:
             self._processors.append(TemperatureLogitsWarper(float(config.temperature)))
-        if config.top_k is not None:
+        if config.top_k is not None and config.top_k > 0:
             self._processors.append(TopKLogitsWarper(config.top_k))
         if config.top_p is not None and config.top_p < 1.0:
             self._processors.append(TopPLogitsWarper(config.top_p))
+        if config.min_p:
+            self._processors.append(MinPLogitsWarper(config.min_p))
         if config.seed is None:
             self._generator.seed()
         else:

@@ -276,7 +276,7 @@ class Answering:
         """Return what holds an answer to its form, and the space of its history: an erasure from here on counts."""
         with clock.stage("prepare", least_s=NOTABLE_S):
             tokenizer = self.loaded.encoder.tokenizer
-            constraint = None if request.form is TEXT else constraint_of(request.form, tokenizer, eos_ids)
+            constraint = None if request.form == TEXT else constraint_of(request.form, tokenizer, eos_ids)
             return constraint, self._space(request)
 
     def answer(
@@ -289,7 +289,9 @@ class Answering:
         constraint, space = self._prepared(request, eos_ids, clock)
         with self.scored(request, config, limit, clock, cancel) as (done, told), clock.stage("decode"):
             read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
-            sampler = Sampler(config, done.token_ids, repetition_penalty=penalty, constraint=constraint)
+            sampler = Sampler(
+                config, done.token_ids, repetition_penalty=penalty, eos_ids=eos_ids, constraint=constraint
+            )
             answer = decode(
                 *(done.extend, done.logits, sampler, TextStream(read[0], config.stop)),
                 max_new_tokens=limit,

@@ -1,0 +1,41 @@
+"""Signatures that editors, type checkers and ``inspect`` read in full, of functions that share a long list of options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from kvrag.config import unknown_option
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checks_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function raise :class:`ConfigError`, with the nearest name that exists, on a keyword that it doesn't take."""
+    known = list(inspect.signature(function).parameters)
+    of = getattr(function, "__qualname__", "").partition(".")[0]  # of a method, the class
+
+    @functools.wraps(function)
+    def run(*values: P.args, **options: P.kwargs) -> T:
+        for name in options:
+            if name not in known:
+                raise unknown_option(name, known[1:], of=of)
+        return function(*values, **options)
+
+    return run
+
+
+def parameters_of(source: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Give a function that takes ``**options`` the parameters of another, for editors, type checkers and ``inspect``."""
+
+    def decorate(function: Callable[..., T]) -> Callable[P, T]:
+        own: Any = function
+        result = own.__annotations__["return"]
+        own.__signature__ = inspect.signature(source).replace(return_annotation=result)
+        own.__annotations__ = {**source.__annotations__, "return": result}
+        return cast("Callable[P, T]", own)
+
+    return decorate
