@@ -11,9 +11,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 from pydantic.dataclasses import dataclass
 
+from kvrag.address import Address, address, shown
 from kvrag.errors import ConfigError
 from kvrag.spelling import DIRECTORY_NAMES, parse_bytes
 from kvrag.spelling import unknown_option as _unknown
@@ -87,7 +97,7 @@ def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> Co
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     wanted = str(cause) if cause is not None else f"{hint}it must be {_wanted(schema)}"
-    return ConfigError(f"{cls.__name__}.{name} {'holds' if inside else 'is'} {value!r}; {wanted}")
+    return ConfigError(f"{cls.__name__}.{name} {'holds' if inside else 'is'} {shown(value)}; {wanted}")
 
 
 def _meant(schema: dict[str, Any], path: Sequence[int | str]) -> tuple[dict[str, Any], bool]:
@@ -128,7 +138,7 @@ def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
         return value
     if isinstance(value, Mapping):
         return cls(**{str(name): each for name, each in value.items()})
-    raise ConfigError(f"{option} is {value!r}; pass a kvrag.{cls.__name__}, or a dict of its options")
+    raise ConfigError(f"{option} is {shown(value)}; pass a kvrag.{cls.__name__}, or a dict of its options")
 
 
 def option_fields(cls: type, *names: str) -> dict[str, Any]:
@@ -271,6 +281,11 @@ def _callback(value: object) -> object:
     return value
 
 
+def _address(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Take an address, whose password is shown nowhere from here on."""
+    return value if isinstance(value, Address) else address(check(value))
+
+
 def _key_source(value: object) -> object:
     """Refuse what does not say where a key comes from; the value may be a key, so it is not repeated."""
     is_variable = isinstance(value, str) and value.startswith("env:") and len(value) > len("env:")
@@ -329,7 +344,7 @@ class StoreConfig:
     low_watermark: Fraction = 0.85
     """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes``, when the difference of the
     two, as a fraction of what is stored, is free as well."""
-    shared: str | None = None
+    shared: Annotated[str | None, WrapValidator(_address)] = None
     """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``; ``kv_dir`` holds copies then."""
     durability: Literal["durable", "cache"] = "durable"
     """``durable``: stored chunks survive a power cut; ``cache``: the latest may be lost, which saves waiting for the disk."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation
 
 from kvrag import config
+from kvrag.address import address
 from kvrag.config import RepairConfig, StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.types import MaxContext, Mode, Prove
@@ -50,7 +51,7 @@ class EngineFields(BaseModel):
     """Taken off the logits of tokens that the answer has."""
     tokenizer: Any = Field(default=None, repr=False)
     """A tokenizer, its id or directory; default: the model's."""
-    kv_dir: Annotated[str | os.PathLike[str] | None, SkipValidation] = None
+    kv_dir: Annotated[str | os.PathLike[str] | None, SkipValidation, AfterValidator(address)] = None
     """Directory of the KV store; default: chunks are kept in memory only."""
     prefix: Any = Field(default=None, repr=False)
     """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, a

@@ -26,7 +26,7 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "spelling", "config", "fields", "signatures", "threads", "progress", "layers", "buffers"},
+    {"types", "errors", "address", "spelling", "config", "fields", "signatures", "threads", "progress", "layers", "buffers"},
     {"identity"},
     {"store"},
     {"model"},
@@ -44,6 +44,7 @@ rank may import each other."""
 FACADE = {
     "types",
     "errors",
+    "address",
     "spelling",
     "config",
     "fields",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 import typer
 
 from kvrag import spelling
+from kvrag.address import address
 from kvrag.cli.output import progress
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_template_kwargs, option_fields
 from kvrag.errors import ConfigError
@@ -52,9 +53,14 @@ _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
 _MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)
 
-KVDir = Annotated[
-    str, _of_engine("--kv-dir", envvar="KVRAG_KV_DIR", help="Directory of the KV store, or a shared one's address.")
-]
+_KV_DIR = _of_engine(
+    "--kv-dir",
+    envvar="KVRAG_KV_DIR",
+    parser=address,
+    metavar="PATH",
+    help="Directory of the KV store, or a shared one's address.",
+)
+KVDir = Annotated[str, _KV_DIR]
 Namespace = Annotated[str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")]
 ModeName = Annotated[str, _MODE]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]

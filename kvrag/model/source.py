@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from kvrag.address import shown
 from kvrag.config import check_prove
 from kvrag.errors import ConfigError, KVRagError, ModelError, require
 from kvrag.identity.adapters import unwrap
@@ -181,16 +182,17 @@ def load_tokenizer(source: ModelSource) -> Any:
 def check_path(path: str, what: str) -> None:
     """Raise ``ModelError`` for a path of a model or tokenizer where there is none; what has the form of a hub's name is left to the hub."""
     is_there = os.path.exists(path)
+    named = shown(path)
     if path.endswith(".gguf"):
         if not os.path.isfile(path):
             fault = "is a directory; name the file in it" if is_there else "does not exist; check the path"
-            raise ModelError(f"the GGUF file {path!r} of the {what} {fault}")
+            raise ModelError(f"the GGUF file {named} of the {what} {fault}")
     elif is_there and not os.path.isdir(path):
-        raise ModelError(f"the {what} {path!r} is a file; pass the directory that holds config.json, or a .gguf file")
+        raise ModelError(f"the {what} {named} is a file; pass the directory that holds config.json, or a .gguf file")
     elif not is_there and _HUB_NAME.fullmatch(path) is None:
         remedy = "'~' is not expanded here, write the directory out" if path.startswith("~") else "check the path"
         raise ModelError(
-            f"the directory {path!r} of the {what} does not exist; {remedy}, or pass a hub id such as 'owner/name'"
+            f"the directory {named} of the {what} does not exist; {remedy}, or pass a hub id such as 'owner/name'"
         )
 
 

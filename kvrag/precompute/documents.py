@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvrag.address import Address, shown
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
@@ -25,11 +26,11 @@ def check_namespace(namespace: object) -> str:
 
 
 def check_kv_dir(kv_dir: object) -> str | None:
-    """Return the absolute path of a store's directory, a shared store's address, or ``None``; raise :class:`ConfigError` for others."""
+    """Return the absolute path of a store's directory, a shared store's :class:`Address`, or ``None``; raise :class:`ConfigError` else."""
     if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
-        raise ConfigError(f"kv_dir is {kv_dir!r}; pass the path of a directory")
+        raise ConfigError(f"kv_dir is {shown(kv_dir)}; pass the path of a directory")
     if kv_dir is None or (isinstance(kv_dir, str) and "://" in kv_dir):
-        return kv_dir
+        return kv_dir and Address(kv_dir)
     return os.path.abspath(kv_dir)
 
 

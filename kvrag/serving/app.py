@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvrag.address import address
 from kvrag.config import RepairConfig, StoreConfig, as_config, unknown_option
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, require
@@ -54,6 +55,8 @@ class ServingConfig:
     warm_s: float = 10.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_dir", address(self.kv_dir))
+        object.__setattr__(self, "store", {name: address(value) for name, value in self.store.items()})
         least, most = self.least_and_most
         if self.kv_dir is None:
             raise ConfigError(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from kvrag.address import redacted
 from kvrag.errors import StoreError, require
 from kvrag.store.base import Bytes
 from kvrag.threads import POOL
@@ -73,7 +74,7 @@ class ObjectBlobs:
             with self._faults():
                 if self._obstore.head(self._store, self._head + key)["size"] <= start:
                     return b""
-            raise _outage(error) from error
+            raise _outage(error) from None
         return data[:length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
@@ -128,7 +129,7 @@ class ObjectBlobs:
         try:
             yield
         except self._obstore.exceptions.BaseError as error:
-            raise _outage(error) from error
+            raise _outage(error) from None
 
 
 def _check_process() -> None:
@@ -140,7 +141,7 @@ def _check_process() -> None:
 
 
 def _outage(error: Exception) -> OSError:
-    return OSError(errno.EIO, f"object store: {_first_line(error)}")
+    return OSError(errno.EIO, f"object store: {redacted(_first_line(error))}")
 
 
 def _first_line(error: Exception) -> str:

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from kvrag.address import HIDDEN, address, revealed
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
@@ -72,7 +73,7 @@ def open_store(
     kvrag wrote the store, and ``StoreError`` if the directory can't be used; one that can't be written to is opened for reading.
     """
     keys, ram = Keys.of(config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
-    if config.shared is not None and (kv_dir is None or ("://" in str(kv_dir) and str(kv_dir) != config.shared)):
+    if config.shared is not None and (kv_dir is None or ("://" in str(kv_dir) and address(kv_dir) != config.shared)):
         raise ConfigError(
             "StoreConfig.shared has no effect without a directory for copies; pass one as kv_dir, or leave shared out"
         )
@@ -105,7 +106,7 @@ def open_store(
 def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier) -> TieredStore:
     """Open a store that machines share, with copies in a directory of this one unless ``kv_dir`` is the address itself."""
     root = None if "://" in str(kv_dir) else Path(os.path.abspath(kv_dir))
-    url = str(kv_dir) if root is None else str(config.shared)
+    url = address(kv_dir if root is None else config.shared)
     if root is not None and prepare(root, config):
         raise StoreError(f"{root} can't be written to; name a directory for copies of the shared KV store, or none")
     key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes, config.ram_dtype)
@@ -137,7 +138,12 @@ def _budget(root: Path, config: StoreConfig) -> Budget:
 
 def open_url(url: str, folder: str) -> Blobs:
     """Open blobs that machines share; only those of chunks may be evicted. Raises ``StoreError``."""
-    scheme, _, rest = url.partition("://")
+    whole = revealed(url)
+    if f":{HIDDEN}@" in whole:
+        raise StoreError(
+            f"the password of {url} was left out where this address was written down; pass the whole address again"
+        )
+    scheme, _, rest = whole.partition("://")
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme.lower(), scheme.lower())
     if scheme in ("redis", "rediss", "unix"):
         return RedisBlobs(f"{scheme}://{rest}", folder, is_endless=folder != OBJECTS)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvrag.address import redacted
 from kvrag.buffers import BUFFERS
 from kvrag.errors import StoreError, require
 from kvrag.store.base import Bytes
@@ -43,6 +44,9 @@ class RedisBlobs:
     def __init__(self, url: str, folder: str, *, is_endless: bool = False) -> None:
         self._redis = require("redis", extra="redis", purpose="a KV store in Redis")
         with self._faults():
+            user = url.partition("://")[2].rpartition("@")[0]
+            if not url.startswith("unix:") and set(user) & set("@/#?"):
+                raise ValueError("a password that is not escaped would be taken for a host")
             self._client: Any = self._redis.Redis.from_url(
                 url, protocol=2, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, health_check_interval=30
             )
@@ -129,7 +133,7 @@ class RedisBlobs:
             yield
         except self._redis.RedisError as error:
             is_full = isinstance(error, self._redis.exceptions.OutOfMemoryError) or str(error).startswith("OOM")
-            raise OSError(errno.ENOSPC if is_full else errno.EIO, f"Redis: {error}") from error
+            raise OSError(errno.ENOSPC if is_full else errno.EIO, f"Redis: {redacted(str(error))}") from None
         except ValueError:  # its message may quote a part of the password
             form = "redis://user:password@host:port/0, and / and # in a password as %2F and %23"
             raise StoreError(f"the address of the Redis server can't be used; write {form}") from None
