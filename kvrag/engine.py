@@ -8,9 +8,9 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ from kvrag.errors import ConfigError, ModelError
 from kvrag.generate.request import Request, check_options
 from kvrag.generate.scheduler import Load, scheduler_of
 from kvrag.generate.sequence import Answering
-from kvrag.generate.stats import EngineStats
+from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
@@ -262,6 +262,19 @@ class KVRagEngine:
             if len(cls._recent) > MAX_KEPT:
                 del cls._recent[next(iter(cls._recent))]
             return engine
+
+    def __copy__(self, _: object = None) -> KVRagEngine:
+        """Return the engine itself: it is shared by all who use it, and copies of a chain that holds it are some of them."""
+        return self
+
+    __deepcopy__ = __copy__
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be sent to another process, which has no such weights and no such store open."""
+        raise ConfigError(
+            "a KVRagEngine can't be sent to another process or pickled: it holds a loaded model and an open store. Make it there: call "
+            "KVRagEngine.get(...) with the same arguments in the function that runs in the process; what was precomputed is found in kv_dir"
+        )
 
     @property
     def loaded(self) -> LoadedModel:
@@ -575,11 +588,12 @@ class KVRagEngine:
     calibrate = calibrate_repair
 
     def stats(self) -> dict[str, Any]:
-        """Return totals over requests, counters of the audit, of the write-back, if any, and of each tier of the store, and the load."""
+        """Return totals over requests, counters of the audit, of the write-back, if any, and of each tier and the load; as JSON."""
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         if self._query_side is not None and self.store_config.history_bytes:
             extra["histories"] = self._query_side.histories.stats()
-        return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": self.store.stats()}
+        tiers = {name: Figures(asdict(tier)) for name, tier in self.store.stats().items()}
+        return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": tiers}
 
     @property
     def load(self) -> Load:

@@ -35,7 +35,12 @@ class InputError(KVRagError, ValueError):
 
 
 class ContextLengthError(InputError):
-    """The prompt and the requested answer exceed the model's context window."""
+    """The prompt and the requested answer exceed the model's context window.
+
+    ``room``: the most tokens that an answer to this prompt could have; 0: none.
+    """
+
+    room: int = 0
 
 
 class ModelError(KVRagError, RuntimeError):

@@ -6,7 +6,7 @@ Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NewType
 
 if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
@@ -268,7 +268,7 @@ class Accounting:
         Rows of prompt and answer that left the context window (``max_context="slide"``): what followed didn't see them.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: list[int] = field(repr=False)
     prompt_tokens: int
     cached_tokens: int
     repaired_tokens: int
@@ -290,8 +290,18 @@ class Accounting:
         """Cached tokens divided by prompt tokens, in [0, 1]."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
+    def __repr__(self) -> str:
+        """Say what came out, then how it was made, without token ids and what is as usual."""
+        told = [each for each in fields(self) if each.repr and getattr(self, each.name) != each.default]
+        told.sort(key=lambda each: each.name not in ("text", "loss"))
+        shown = {each.name: getattr(self, each.name) for each in told}
+        shown["timings_ms"] = {name: round(ms, 1) for name, ms in self.timings_ms.items()}
+        for name in {"ttft_ms", "total_ms", "tokens_per_s"} & shown.keys():
+            shown[name] = round(shown[name], 1)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PrefillResult(Accounting):
     """A prefilled prompt. ``logits``: float32 CPU tensor ``(vocab,)`` of the first answer token."""
 
@@ -299,7 +309,7 @@ class PrefillResult(Accounting):
     ttft_ms: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ScoreResult(Accounting):
     """A scored continuation.
 
@@ -309,7 +319,7 @@ class ScoreResult(Accounting):
 
     logits: torch.Tensor = field(repr=False)
     loss: float
-    continuation_ids: list[int]
+    continuation_ids: list[int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +340,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GenerationResult(Accounting):
     """A generated answer.
 
@@ -356,7 +366,7 @@ class GenerationResult(Accounting):
     """
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int] = field(repr=False)
     finish_reason: FinishReason
     ttft_ms: float
     total_ms: float

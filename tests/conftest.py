@@ -44,6 +44,7 @@ SPREAD = {
     "llama_index_adapter/test_llama_index_parts.py::test_a_full_context_is_packed_and_still_fits": 0,
     "serving/test_cluster.py::test_chunks_are_stored_once_and_to_the_bit_although_a_worker_is_killed": 0,
     "serving/test_cluster.py::test_a_replica_is_killed_under_load_and_no_request_is_lost": 0,
+    "server/test_serve.py::test_the_log_is_lines_of_json": 0,
     "store/test_shared_faults.py::test_a_bad_network_costs_no_more_than_the_deadline": 3,
     "test_equivalence.py::test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair": 4,
     "test_equivalence.py::test_more_repair_is_closer_to_full_prefill": 4,

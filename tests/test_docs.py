@@ -14,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvrag import KVRagEngine
 from kvrag.generate.stats import EngineStats
@@ -200,6 +201,18 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
         api, names = (tmp_path / "api" / f"{page}.html").read_text(), importlib.import_module(module).__all__
         assert {name for name in names if f'id="{module}.{name}"' not in api} <= {"__version__"}
         assert not re.search(r":(?:class|meth|func):", api)
+
+
+def test_a_release_gives_the_readme_links_that_lead_somewhere_from_an_index(tmp_path):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    step = next(step["run"] for step in workflow["jobs"]["build"]["steps"] if "README.md" in step.get("run", ""))
+    readme = Path(shutil.copy(ROOT / "README.md", tmp_path))
+    place = {"GITHUB_REPOSITORY": "someone/kvrag", "GITHUB_REF_NAME": "v1.0"}
+    subprocess.run(["bash", "-c", step], cwd=tmp_path, env=os.environ | place, check=True)
+    links = re.findall(r"\]\(([^)]+)\)", readme.read_text())
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    assert "](https://raw.githubusercontent.com/someone/kvrag/v1.0/docs/pictures/overview.svg)" in readme.read_text()
 
 
 def test_fragments_go_into_the_section_of_the_present_version(tmp_path, capsys):

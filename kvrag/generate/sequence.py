@@ -266,10 +266,12 @@ class Answering:
         fault = cannot_slide(self.loaded.lm) if slides else ""
         if total > window and fault is not None:
             why = f" and can't slide ({fault})" if fault else ""
-            raise ContextLengthError(
+            error = ContextLengthError(
                 f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's context window of "
                 f"{window}{why}; retrieve fewer chunks or lower max_new_tokens"
             )
+            error.room = max(0, window - num_tokens)
+            raise error
         return total
 
     def _prepared(self, request: Request, eos_ids: frozenset[int], clock: Clock) -> tuple[Constraint | None, Hashable]:

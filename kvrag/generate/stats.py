@@ -15,6 +15,16 @@ Counted = TypeVar("Counted", bound=Accounting)
 SUMMED = ("prompt_tokens", "cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens", "loaded_bytes")
 
 
+class Figures(dict[str, Any]):
+    """Figures by name, as JSON has them; also as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class EngineStats:
     """How answers were made since an engine was opened: totals over requests, thread-safe."""
 

@@ -24,7 +24,7 @@ from kvrag.server.errors import APIError, as_api_error
 from kvrag.server.metrics import Timer
 from kvrag.server.record import Record
 from kvrag.server.schema import ChatRequest, Message, Reuse, TextRequest
-from kvrag.server.service import Service, service_of
+from kvrag.server.service import Fitting, Service, service_of
 from kvrag.server.shapes import CHAT, TEXT, Shape, Told, calls_of, usage_of
 from kvrag.types import Chunk, GenerationResult
 
@@ -168,7 +168,7 @@ async def _pieces(
     deadline, timer = loop.time() + service.config.timeout_s, service.metrics.timer(record)
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
     streams = [
-        service.engine.astream(prompt, **service.options(body, index, tenant=request.state.tenant))
+        service.stream(prompt, body, index, tenant=request.state.tenant)
         for prompt in prompts
         for index in range(body.n)
     ]
@@ -241,13 +241,13 @@ def _in_one(result: GenerationResult) -> Delta:
 async def _work(
     service: Service,
     request: Request,
-    streams: Sequence[AsyncTokenStream],
+    streams: Sequence[AsyncTokenStream | Fitting],
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]],
     timer: Timer,
 ) -> None:
     """Read streams as soon as there is a turn, and keep it no longer than they last, however slow the client is."""
 
-    async def read(index: int, stream: AsyncTokenStream) -> None:
+    async def read(index: int, stream: AsyncTokenStream | Fitting) -> None:
         try:
             async for text in stream:
                 timer.took(index)

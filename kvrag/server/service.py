@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +14,15 @@ from anyio import CapacityLimiter
 from fastapi import Request
 
 from kvrag.engine import KVRagEngine
+from kvrag.errors import ContextLengthError
+from kvrag.generate.streams import AsyncTokenStream
+from kvrag.prompt.template import Prompt
 from kvrag.server.admission import Admission
 from kvrag.server.config import ServerConfig
 from kvrag.server.errors import APIError
 from kvrag.server.metrics import Metrics
 from kvrag.server.schema import ChatRequest, Reuse, TextRequest
+from kvrag.types import GenerationResult
 
 _SAMPLING = (
     *("top_p", "top_k", "repetition_penalty", "stop", "frequency_penalty", "presence_penalty", "logit_bias"),
@@ -59,8 +65,18 @@ class Service:
         own = {"mode": reuse.mode, "repair": reuse.config, "max_context": reuse.max_context}
         return own | {"namespace": self.namespace(tenant)}
 
+    def stream(
+        self, prompt: Prompt, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
+    ) -> AsyncTokenStream | Fitting:
+        """Return the stream of the choice ``index`` of a request: as long as that asks for, else as long as there is room."""
+        options = self.options(body, index, tenant=tenant)
+        if body.limit is not None:
+            return self.engine.astream(prompt, max_new_tokens=max(1, body.limit), **options)
+        start = partial(self.engine.astream, prompt, **options)
+        return Fitting(lambda most: start(max_new_tokens=most), self.config.max_tokens)
+
     def options(self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None) -> dict[str, Any]:
-        """Return the engine's options for the choice ``index`` of a request."""
+        """Return the engine's options for the choice ``index`` of a request, but for the length of its answer."""
         limit = body.limit
         most = self.config.max_tokens
         if limit is not None and limit > most:
@@ -86,7 +102,40 @@ class Service:
             given["temperature"] = float(body.temperature)
         if body.seed is not None:
             given["seed"] = (body.seed + index) % 2**64
-        return {"max_new_tokens": limit or min(most, 256), **given, **self.reuse(body.kvrag, tenant)}
+        return given | self.reuse(body.kvrag, tenant)
+
+
+class Fitting:
+    """A stream of an answer that names no limit: of ``most`` tokens, or of those that the context window leaves, if they are fewer.
+
+    ``start`` makes a stream for a number of tokens. How many the prompt leaves is known when it is tokenised, so the first stream says it.
+    """
+
+    def __init__(self, start: Callable[[int], AsyncTokenStream], most: int) -> None:
+        self._start = start
+        self._stream = start(most)
+        self._is_cancelled = False
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        try:
+            async for text in self._stream:
+                yield text
+        except ContextLengthError as error:
+            if self._is_cancelled or not error.room:
+                raise
+            self._stream = self._start(error.room)
+            async for text in self._stream:
+                yield text
+
+    @property
+    def result(self) -> GenerationResult:
+        """How the answer was made, when it has ended."""
+        return self._stream.result
+
+    def cancel(self) -> None:
+        """Stop early."""
+        self._is_cancelled = True
+        self._stream.cancel()
 
 
 def service_of(request: Request) -> Service:

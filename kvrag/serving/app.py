@@ -42,11 +42,11 @@ class ServingConfig:
     """
 
     model: str
-    kv_dir: str | None = None
+    kv_dir: str | None = field(default=None, repr=False)  # these may hold an address with a password
     engine: Mapping[str, Any] = field(default_factory=dict)
-    store: Mapping[str, Any] = field(default_factory=dict)
+    store: Mapping[str, Any] = field(default_factory=dict, repr=False)
     repair: Mapping[str, Any] | None = None
-    server: Mapping[str, Any] = field(default_factory=dict)
+    server: Mapping[str, Any] = field(default_factory=dict, repr=False)  # it may hold keys
     replicas: int | tuple[int, int] = 1
     num_cpus: float = 1.0
     num_gpus: float = 0.0

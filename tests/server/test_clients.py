@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import get_origin
 from urllib.parse import urlsplit
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from server_kit import served
 
-from kvrag import ConfigError
+from kvrag import ConfigError, KVRagEngine
 from kvrag.server import ServerConfig, schema
 from kvrag.server.fields import ALIASES, HINTS, NEUTRAL, ONLY_WITH, REMEDIES, asks_for_nothing
+from kvrag.testing.models import tiny_model
 
 ASK = {"model": ID, "messages": [USER], "max_tokens": 2, "temperature": 0}
 PROMPT = {"model": ID, "prompt": "Who keeps the lamp?", "max_tokens": 2, "temperature": 0}
@@ -516,3 +518,21 @@ def test_a_choice_of_tools_is_kept_in_each_of_its_forms(http, choice):
 def test_a_choice_that_is_none_is_refused_by_name(http, choice):
     refused = http.post(CHAT, json=ASK | {"tools": [TOOL, OTHER], "tool_choice": choice})
     assert (refused.status_code, "tool_choice" in refused.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_a_limit_an_answer_has_what_the_window_leaves_up_to_the_servers(tokenizer, stream):
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 128
+    endless = {"model": ID, "temperature": 0, "logit_bias": {"9": 100}, "stream": stream}
+    counts = {}
+    with closing(KVRagEngine.from_pretrained(model, tokenizer=tokenizer, context=None)) as engine:
+        for most in (20, 4096):
+            config = ServerConfig(model_name=ID, max_tokens=most)
+            with served(engine, config) as (_, url), httpx.Client(base_url=url, timeout=60) as http:
+                for num in (10, 120, 128):
+                    body = endless | {"prompt": [5] * num, "logprobs": 0}
+                    response = http.post(TEXT, json=body)
+                    found = re.findall(r'"tokens": ?\[([^\]]*)\]', response.text)
+                    counts[most, num] = sum(each.count('"') // 2 for each in found) or response.status_code
+    assert counts == {(20, 10): 20, (20, 120): 8, (20, 128): 400, (4096, 10): 118, (4096, 120): 8, (4096, 128): 400}

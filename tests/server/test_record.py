@@ -6,13 +6,14 @@ import logging
 import re
 import sys
 import time
+import warnings
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 from server_kit import served
 
-from kvrag import KVRagEngine
+from kvrag import KVRagEngine, StoreConfig, StoreError
 from kvrag.server import ServerConfig
 from kvrag.server.record import JsonLines, Record, Tracer
 
@@ -128,7 +129,7 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
             patch.setattr(app.state.service.engine, "astream", fail)
             answers.append(post(url, ask(SECRET), key=KEY))
         with monkeypatch.context() as patch:
-            patch.setattr(app.state.service.engine._answering.loaded.encoder, "render", fail)
+            patch.setattr(app.state.service.engine._answering.loaded.encoder, "chat_pieces", fail)
             answers += [post(url, ask(SECRET, stream=stream), key=KEY) for stream in (False, True)]
         with monkeypatch.context() as patch:
             patch.setattr(app.state.service.engine, "explain", fail)
@@ -229,3 +230,29 @@ def test_lines_are_readable_without_json(url, caplog):
     with caplog.at_level(logging.INFO, "kvrag.server"):
         post(url, ask("Who?"), headers={"x-request-id": "r1"}.items())
     assert re.search(r'request request_id="r1" .*status=200', caplog.text)
+
+
+def test_the_password_of_a_shared_store_is_never_written(lines, tiny_dir, tmp_path, capfd):
+    """Nobody listens at its address, so every request meets the store's failure."""
+    address = f"redis://reader:{SECRET}@127.0.0.1:1/0"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            engine = KVRagEngine.from_pretrained(
+                tiny_dir, kv_dir=tmp_path / "kv", store_config=StoreConfig(shared=address, load_timeout_s=0.5)
+            )
+            said = repr(engine) + repr(engine.store_config)
+            with served(engine, ServerConfig(model_name="tiny")) as (_, url):
+                answers = [
+                    post(url, {"documents": [{"text": "One. " * 60}]}, path="/v1/kv/precompute"),
+                    post(url, ask("Who?")),
+                    post(url, ask("Who?", stream=True)),
+                ]
+                with urlopen(f"{url}/metrics") as read, urlopen(f"{url}/v1/kv/stats") as counted:
+                    said += read.read().decode() + counted.read().decode()
+            engine.close()
+            said += json.dumps([text for *_, text in answers])
+        except StoreError as error:
+            said = repr(error)
+    written = [said, json.dumps(lines()), capfd.readouterr().err, *[str(each.message) for each in warned]]
+    assert not [text for text in written if SECRET.lower() in text.lower()]
