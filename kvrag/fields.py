@@ -36,15 +36,19 @@ class EngineFields(BaseModel):
     )
 
     temperature: float = 0.0
-    """0 is greedy decoding."""
+    """0 is greedy decoding, and so is what is below 0.001."""
     top_p: float | None = None
-    """Nucleus filter, used when sampling; ``None`` is off."""
+    """Nucleus filter, used when sampling: the likeliest tokens that have this probability together. 1 is off."""
     top_k: int | None = None
-    """Top-k filter, used when sampling; ``None`` is off."""
+    """Top-k filter, used when sampling: the likeliest tokens, this many. 0 and -1 are off."""
+    min_p: float | None = None
+    """Filter, used when sampling: tokens of at least this share of the likeliest token's probability. 0 is off."""
     repetition_penalty: float | None = None
     """``None`` takes the model's own generation config."""
+    min_new_tokens: int | None = None
+    """The answer does not end by the model's own end tokens before it has this many tokens."""
     seed: int | None = None
-    """Seed for sampling; ``None`` draws one."""
+    """Seed for sampling, below 2**64; ``None`` or -1 draws one."""
     frequency_penalty: float = 0.0
     """Taken off a token's logit for each time that the answer has it; from -2 to 2, as OpenAI's."""
     presence_penalty: float = 0.0

@@ -26,7 +26,19 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
 pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
 
 RANKS = (
-    {"types", "errors", "address", "spelling", "config", "fields", "signatures", "threads", "progress", "layers", "buffers"},
+    {
+        "types",
+        "errors",
+        "address",
+        "spelling",
+        "config",
+        "fields",
+        "signatures",
+        "threads",
+        "progress",
+        "layers",
+        "buffers",
+    },
     {"identity"},
     {"store"},
     {"model"},

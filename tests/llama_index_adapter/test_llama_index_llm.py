@@ -68,9 +68,22 @@ def test_the_model_has_the_names_that_other_llms_use(tiny_dir, name):
     assert KVRagLLM(**{name: tiny_dir}).model == tiny_dir
 
 
+def test_options_of_services_that_ask_for_nothing_in_process_are_taken(make):
+    llm = make(max_retries=3, api_key="secret", reuse_client=True, default_headers={}, timeout=None, api_base=None)
+    assert llm.to_dict() == make().to_dict()
+    assert "secret" not in f"{llm!r} {llm.to_dict()}"
+    assert make(additional_kwargs={"top_k": 3}, generate_kwargs={"top_p": 0.5}).generate_kwargs == {
+        "top_p": 0.5,
+        "top_k": 3,
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"model": "x", "api_base": "http://a"}, "takes no api_base: the model runs in this process"),
+        ({"model": "x", "timeout": 60.0}, r"takes no timeout: use asyncio.wait_for\(llm.acomplete"),
+        ({"model": "x", "additional_kwargs": {"max_token": 3}}, "max_token"),
         ({}, "no model"),
         ({"model": "x", "model_name": "y"}, "given twice"),
         ({"model": "x", "kvdir": "y"}, "did you mean 'kv_dir'"),

@@ -39,7 +39,7 @@ from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import Tool, tool_dicts
 
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "repetition_penalty", "seed"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "seed"),
     *("frequency_penalty", "presence_penalty", "logit_bias"),
 )
 

@@ -13,6 +13,7 @@ _NAMES = {
     **dict.fromkeys(("stop_sequence", "stop_sequences", "stop_strings"), "stop"),
     **dict.fromkeys(("max_new_tokens", "max_completion_tokens"), "max_tokens"),
     "request_timeout": "timeout",
+    "min_tokens": "min_new_tokens",
     "torch_dtype": "dtype",
 }
 _SAMPLED = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "do_sample", "dtype")

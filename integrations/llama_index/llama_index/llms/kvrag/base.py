@@ -49,7 +49,18 @@ from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream
 from llama_index.llms.kvrag.tools import ToolCallingLLM
 
 _REQUEST_FIELDS = (
-    *("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "stop_token_ids"),
+    *(
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_new_tokens",
+        "seed",
+        "stop",
+        "stop_token_ids",
+    ),
     *("frequency_penalty", "presence_penalty", "logit_bias"),
     *("mode", "max_context"),
 )

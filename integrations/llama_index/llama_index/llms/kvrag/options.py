@@ -16,12 +16,23 @@ ALIASES = {
     "model_id": "model",
     "tokenizer_name": "tokenizer",
     "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
     "stopping_ids": "stop_token_ids",
 }
 """Other names of options."""
 
 _SPLITTING = ("balanced", "balanced_low_0", "sequential")
 """Values of ``device_map`` that are no device."""
+
+_UNUSED = ("max_retries", "api_key", "reuse_client", "default_headers")
+"""Options of LLMs behind a service that ask a model in this process for nothing: a request is not sent, so it can't get lost."""
+
+_LOCAL = "the model runs in this process, and no service is asked; leave it out"
+_REFUSED = {
+    "api_base": _LOCAL,
+    "base_url": _LOCAL,
+    "timeout": "use asyncio.wait_for(llm.acomplete(...), seconds), which stops the decoding",
+}
 
 OWNER = "KVRagLLM"
 
@@ -42,8 +53,13 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     ConfigError
         If an option does not exist or was given twice, or if no model was named.
     """
-    out = _renamed(options)
+    out = _renamed({name: value for name, value in options.items() if name not in _UNUSED})
+    for name, remedy in _REFUSED.items():
+        if out.pop(name, None) is not None:
+            raise ConfigError(f"{OWNER} takes no {name}: {remedy}")
     _take_device(out)
+    if more := out.pop("additional_kwargs", None):
+        out["generate_kwargs"] = {**(out.get("generate_kwargs") or {}), **more}
     out.pop("tokenizer_outputs_to_remove", None)  # the model is given token ids alone
     if out.pop("tokenizer_kwargs", None):
         raise ConfigError(
