@@ -1,16 +1,23 @@
 """Text that grows: whole characters only, stop strings never shown, sampling by transformers' own processors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from kit import lm_of
 
 from kvrag.config import SamplingConfig
 from kvrag.errors import ConfigError
-from kvrag.generate.sampling import Sampler, TextStream, eos_token_ids
+from kvrag.generate.processors import processors_of
+from kvrag.generate.sampling import Sampler, TextStream
 from kvrag.prompt.template import PromptEncoder
 
 TEXT = "The keeper – Émile – wrote: 日本語, 🗝️🇪🇺 and “quotes”. STOP here and go on"
+
+
+def sampler_of(config: SamplingConfig, ids: Sequence[int] = ()) -> Sampler:
+    return Sampler(config, ids, processors_of(lm_of().model, config, ids, max_new_tokens=64))
 
 
 def push_all(text: str, tokenizer: Any, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
@@ -59,37 +66,37 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such(tokenizer):
 
 def test_greedy_takes_the_best_and_a_penalty_moves_on():
     logits = torch.tensor([0.0, 3.0, 2.9])
-    greedy = Sampler(SamplingConfig(), [])
+    greedy = sampler_of(SamplingConfig())
     assert [greedy.next(logits) for _ in range(3)] == [1, 1, 1]
-    penalised = Sampler(SamplingConfig(repetition_penalty=1.5), [])
+    penalised = sampler_of(SamplingConfig(repetition_penalty=1.5))
     assert [penalised.next(logits) for _ in range(2)] == [1, 2]
-    assert Sampler(SamplingConfig(), [1], repetition_penalty=1.5).next(logits) == 2
+    assert sampler_of(SamplingConfig(repetition_penalty=1.5), [1]).next(logits) == 2
 
 
 def test_sampling_respects_top_k_and_seed():
     logits = torch.tensor([1.0, 2.0, 3.0, 0.0])
     config = SamplingConfig(temperature=5.0, top_k=2, seed=7)
-    draws = [Sampler(config, []).next(logits) for _ in range(3)]
+    draws = [sampler_of(config).next(logits) for _ in range(3)]
     assert len(set(draws)) == 1
-    sampler = Sampler(config, [])
+    sampler = sampler_of(config)
     assert {sampler.next(logits) for _ in range(50)} == {1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-42, 1e-8, 0.00099])
 def test_a_temperature_near_zero_is_greedy(temperature):
-    sampler = Sampler(SamplingConfig(temperature=temperature), [])
+    sampler = sampler_of(SamplingConfig(temperature=temperature))
     assert [sampler.next(torch.tensor([0.0, 1e-4, 2e-4])) for _ in range(20)] == [2] * 20
 
 
 @pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"top_p": 1}, {"min_p": 0.0}, {}])
 def test_filters_at_their_neutral_values_are_off(off):
-    sampler = Sampler(SamplingConfig(temperature=5.0, seed=1, **off), [])
+    sampler = sampler_of(SamplingConfig(temperature=5.0, seed=1, **off))
     assert {sampler.next(torch.tensor([1.0, 2.0, 3.0, 0.0])) for _ in range(100)} == {0, 1, 2, 3}
 
 
 def test_min_p_drops_what_is_much_less_likely_than_the_best():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    sampler = Sampler(SamplingConfig(temperature=1.0, min_p=0.4, seed=1), [])
+    sampler = sampler_of(SamplingConfig(temperature=1.0, min_p=0.4, seed=1))
     assert {sampler.next(logits) for _ in range(100)} == {0, 1}
 
 
@@ -97,10 +104,10 @@ def test_a_seed_is_any_that_torch_takes_and_minus_one_draws_one():
     logits = torch.zeros(1000)
     for seed in (0, 2**63, 2**64 - 1):
         config = SamplingConfig(temperature=1.0, seed=seed)
-        assert Sampler(config, []).next(logits) == Sampler(config, []).next(logits)
+        assert sampler_of(config).next(logits) == sampler_of(config).next(logits)
     for seed in (None, -1):
         config = SamplingConfig(temperature=1.0, seed=seed)
-        assert len({Sampler(config, []).next(logits) for _ in range(5)}) > 1
+        assert len({sampler_of(config).next(logits) for _ in range(5)}) > 1
 
 
 @pytest.mark.parametrize("seed", [2**64, -2, 1.5, True, "7"])
@@ -109,17 +116,3 @@ def test_a_seed_that_no_generator_takes_is_refused_in_a_sentence(seed):
         ConfigError, match=r"SamplingConfig.seed is .*whole number from 0 to 2\*\*64 - 1, or None or -1"
     ):
         SamplingConfig(seed=seed)
-
-
-def test_eos_ids_come_from_the_generation_config_or_the_tokenizer():
-    class Config:
-        eos_token_id: Any = None
-
-    class Tokenizer:
-        eos_token_id = 9
-
-    assert eos_token_ids(Config(), Tokenizer()) == {9}
-    Config.eos_token_id = 4
-    assert eos_token_ids(Config(), Tokenizer()) == {4}
-    Config.eos_token_id = [4, 5]
-    assert eos_token_ids(Config(), Tokenizer()) == {4, 5}

@@ -112,7 +112,7 @@ LONGER_FUNCTIONS: dict[str, int] = {
 }
 """Functions that may be longer than :data:`FUNCTION_LINES`: most of these lines are the signature and docstring of what users call, or
 every stage."""
-LARGER_ROOMS: dict[str, int] = {"generate": 13, "model": 14, "server": 14, "store": 14}
+LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "store": 14}
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {

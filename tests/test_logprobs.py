@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from kvrag import ConfigError
 from kvrag.config import SamplingConfig
 from kvrag.generate.logprobs import Delta, Writer
-from kvrag.generate.sampling import Penalties
+from kvrag.generate.processors import Penalties
 from kvrag.types import TokenLogprob
 
 PROMPT = "One two three"

@@ -21,7 +21,7 @@ from demo.pipeline import Answer, Pipeline, prompt_ids, whole_words
 from demo.progress import Progress
 from demo.questions import Question
 from kvrag.cli.documents import split_documents
-from kvrag.generate.sampling import eos_token_ids
+from kvrag.generate.ending import end_ids
 from kvrag.types import PrecomputeReport
 
 MIN_TOKENS = 32
@@ -182,7 +182,7 @@ def _ask_both(pipeline: Pipeline, question: Question, kv_dir: Path, *, max_new_t
     loaded = pipeline.engine.loaded
     ids = prompt_ids(pipeline.engine, answer.prompt)
     assert len(ids) == answer.prompt_tokens, "both runs must answer the same prompt"
-    eos_ids = eos_token_ids(loaded.lm.model.generation_config, loaded.encoder.tokenizer)
+    eos_ids = end_ids(loaded)
     full = full_prefill(loaded.lm.model, ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
     return Row(question, answer, full, whole_words(loaded.encoder.decode(full.token_ids), is_cut=full.is_cut))
 

@@ -6,22 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList
 
 from kvrag.config import SamplingConfig
-from kvrag.errors import ConfigError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logprobs import Delta, logprob_of
 from kvrag.model.plain import Extend
@@ -30,79 +20,38 @@ from kvrag.types import FinishReason, TokenLogprob, ToolCall
 _INCOMPLETE = "\ufffd"
 
 
-class Penalties(LogitsProcessor):  # type: ignore[misc]
-    """``logit - count * frequency_penalty - (count > 0) * presence_penalty + bias``; the prompt's ``num_prompt`` tokens don't count."""
-
-    def __init__(self, config: SamplingConfig, num_prompt: int) -> None:
-        self._frequency, self._presence = float(config.frequency_penalty), float(config.presence_penalty)
-        self._start, self._bias = num_prompt, dict(config.logit_bias)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return other scores ``(1, vocab)``."""
-        size = scores.shape[-1]
-        if over := [token for token in self._bias if token >= size]:
-            raise ConfigError(f"SamplingConfig.logit_bias names token {over[0]}; this model's ids are below {size}")
-        counts = torch.bincount(input_ids[0, self._start :], minlength=size)
-        scores = scores - self._frequency * counts - self._presence * (counts > 0)
-        if self._bias:
-            scores[0, list(self._bias)] += torch.tensor([*self._bias.values()], device=scores.device)
-        return scores
-
-
 class Sampler:
-    """Chooses the next token with transformers' own logits processors; temperature 0 is greedy.
+    """Chooses the next token by logits ``processors``, those of :func:`kvrag.generate.processors.processors_of`; greedy, or by chance.
 
-    The repetition penalty sees ``prompt_ids`` too, as in ``generate``; ``repetition_penalty`` is the model's own default.
-    ``constraint``: the form that the answer must have.
+    The processors see ``prompt_ids`` too, as in ``generate``. ``constraint``: the form that the answer must have.
     """
 
     def __init__(
         self,
         config: SamplingConfig,
         prompt_ids: Sequence[int],
+        processors: LogitsProcessorList | None = None,
         *,
-        repetition_penalty: float = 1.0,
-        eos_ids: frozenset[int] = frozenset(),
         constraint: Constraint | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._ids = torch.tensor([[*prompt_ids]], dtype=torch.int64)
+        self._ids = torch.tensor([[*prompt_ids]], dtype=torch.int64, device=device)
         self._num_ids = len(prompt_ids)
+        self._processors = processors or LogitsProcessorList()
         self._constraint = constraint
         self._is_greedy = config.is_greedy
-        self._processors = LogitsProcessorList()
-        self._num_top, self.logprobs = config.logprobs, list[TokenLogprob]()
+        self._num_top = config.logprobs
+        self.logprobs = list[TokenLogprob]()
         self._num_told = 0
-        penalty = config.repetition_penalty or repetition_penalty
-        if penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=float(penalty)))
-        if config.frequency_penalty or config.presence_penalty or config.logit_bias:
-            self._processors.append(Penalties(config, self._num_ids))
-        if config.min_new_tokens and eos_ids:
-            least = MinNewTokensLengthLogitsProcessor(self._num_ids, config.min_new_tokens, sorted(eos_ids))
-            self._processors.append(least)
         self._generator = torch.Generator()
-        if self._is_greedy:
-            return
-        if config.temperature != 1.0:
-            self._processors.append(TemperatureLogitsWarper(float(config.temperature)))
-        if config.top_k is not None and config.top_k > 0:
-            self._processors.append(TopKLogitsWarper(config.top_k))
-        if config.top_p is not None and config.top_p < 1.0:
-            self._processors.append(TopPLogitsWarper(config.top_p))
-        if config.min_p:
-            self._processors.append(MinPLogitsWarper(config.min_p))
-        if config.seed is None:
-            self._generator.seed()
-        else:
+        if config.seed is not None:
             self._generator.manual_seed(config.seed)
+        elif not self._is_greedy:
+            self._generator.seed()
 
     def next(self, logits: torch.Tensor) -> int:
         """Choose a token from logits ``(vocab,)`` and remember it."""
-        scores = logits[None].float()
-        if self._constraint:
-            scores = self._constraint.masked(scores)  # first: a filter must not leave forbidden tokens alone
-        if self._processors:
-            scores = self._processors(self._ids[:, : self._num_ids].to(scores.device), scores)
+        scores = self._processed(logits[None].float())
         if self._is_greedy:
             token = int(scores.argmax())
         else:
@@ -110,12 +59,25 @@ class Sampler:
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
         if self._num_ids == self._ids.shape[1]:  # doubled: a token must not cost a pass over all before it
             self._ids = torch.cat([self._ids, self._ids.new_zeros(1, 1 + self._num_ids)], dim=1)
-        self._ids[0, self._num_ids], self._num_ids = token, self._num_ids + 1
+        self._ids[0, self._num_ids] = token
+        self._num_ids += 1
         if self._num_top is not None:
             self.logprobs.append(logprob_of(logits, token, self._num_top))
         if self._constraint:
             self._constraint.take(token)
         return token
+
+    def _processed(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores ``(1, vocab)`` after the constraint and the processors; what these leave of the form's tokens, else all of them."""
+        if self._constraint:
+            scores = self._constraint.masked(scores)  # first: a filter must not leave forbidden tokens alone
+        if not self._processors:
+            return scores
+        scores = scores.to(self._ids.device)
+        processed = self._processors(self._ids[:, : self._num_ids], scores)
+        if self._constraint:  # again: a processor may force a token
+            processed = processed.masked_fill(scores == float("-inf"), float("-inf"))
+        return processed if bool((processed > float("-inf")).any()) else scores
 
     def told(self, text: str) -> str:
         """Return text with the log-probabilities, if they are wanted, of tokens since the last time."""
@@ -241,12 +203,3 @@ class TextStream:
         sure = len(self._pending) - max(ends, default=0)
         shown, self._pending = self._pending[:sure], self._pending[sure:]
         return shown
-
-
-def eos_token_ids(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return every id that ends an answer, from the model's generation config and the tokenizer."""
-    eos = getattr(generation_config, "eos_token_id", None)
-    ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    if not ids and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)

@@ -19,12 +19,14 @@ from kvrag.blend.stitch import Past
 from kvrag.config import SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
+from kvrag.generate.ending import end_ids, own_stops
 from kvrag.generate.grammar import Constraint, constraint_of
 from kvrag.generate.histories import Histories
 from kvrag.generate.logprobs import read_on
+from kvrag.generate.processors import processors_of
 from kvrag.generate.request import Request
 from kvrag.generate.retry import retry_without_reuse
-from kvrag.generate.sampling import Sampler, TextStream, decode, eos_token_ids
+from kvrag.generate.sampling import Sampler, TextStream, decode
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
@@ -281,21 +283,30 @@ class Answering:
             constraint = None if request.form == TEXT else constraint_of(request.form, tokenizer, eos_ids)
             return constraint, self._space(request)
 
+    def _sampler(
+        self,
+        config: SamplingConfig,
+        prompt_ids: Sequence[int],
+        limit: int,
+        eos_ids: frozenset[int],
+        constraint: Constraint | None,
+    ) -> Sampler:
+        model = self.loaded.lm.model
+        processors = processors_of(model, config, prompt_ids, max_new_tokens=limit, eos_ids=eos_ids)
+        return Sampler(config, prompt_ids, processors, constraint=constraint, device=model.device)
+
     def answer(
         self, request: Request, config: SamplingConfig, clock: Clock, emit: Emit, cancel: threading.Event
     ) -> GenerationResult:
         """Prefill and decode by a ``clock`` that runs since the caller asked; ``emit`` takes text, ``cancel`` ends it before a forward."""
-        encoder, defaults = self.loaded.encoder, self.loaded.lm.model.generation_config
-        penalty, limit = getattr(defaults, "repetition_penalty", None) or 1.0, config.max_new_tokens
-        form, eos_ids = request.form, eos_token_ids(defaults, encoder.tokenizer)
+        encoder, limit = self.loaded.encoder, config.max_new_tokens
+        form, eos_ids = request.form, end_ids(self.loaded)
         constraint, space = self._prepared(request, eos_ids, clock)
         with self.scored(request, config, limit, clock, cancel) as (done, told), clock.stage("decode"):
             read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
-            sampler = Sampler(
-                config, done.token_ids, repetition_penalty=penalty, eos_ids=eos_ids, constraint=constraint
-            )
+            sampler = self._sampler(config, done.token_ids, limit, eos_ids, constraint)
             answer = decode(
-                *(done.extend, done.logits, sampler, TextStream(read[0], config.stop)),
+                *(done.extend, done.logits, sampler, TextStream(read[0], config.stop + own_stops(self.loaded))),
                 max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,

@@ -1,0 +1,75 @@
+"""Tokens that end an answer: those of the model's generation config, of its tokenizer, and the one that closes a turn in its chat template.
+
+A fine-tuned base model often keeps the base's config, whose end token it was never trained to write: past its turn, it would go on by
+answering itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvrag.errors import KVRagError
+from kvrag.model.lm import LoadedModel
+from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.tokenizer import control_tokens
+
+logger = logging.getLogger(__name__)
+
+_ANSWER = "The probe's answer."
+_TURN = ({"role": "user", "content": "A probe."}, {"role": "assistant", "content": _ANSWER})
+
+_found: WeakKeyDictionary[Any, tuple[object, frozenset[int]]] = WeakKeyDictionary()
+
+
+def end_ids(loaded: LoadedModel) -> frozenset[int]:
+    """Return every token id that ends an answer; logs once if they are more than ``generate`` would end at."""
+    defaults, encoder = loaded.lm.model.generation_config, loaded.encoder
+    tokenizer = encoder.tokenizer
+    own = _ids_of(getattr(defaults, "eos_token_id", None))
+    facts = own, tokenizer.eos_token_id, str(getattr(tokenizer, "chat_template", None))
+    known = _found.get(tokenizer)
+    if known is not None and known[0] == facts:
+        return known[1]
+    ids = own | _ids_of(tokenizer.eos_token_id) | _ids_of(turn_end(encoder))
+    _found[tokenizer] = facts, ids
+    if own and ids > own:
+        logger.warning(
+            "answers of this model end at %s, too: its tokenizer or chat template ends a turn there, and its generation config ends at %s "
+            "alone; set model.generation_config.eos_token_id to all of them if transformers' generate is to agree",
+            _names(tokenizer, ids - own),
+            _names(tokenizer, own),
+        )
+    return ids
+
+
+def own_stops(loaded: LoadedModel) -> tuple[str, ...]:
+    """Return the strings that end an answer by the model's generation config."""
+    found = getattr(loaded.lm.model.generation_config, "stop_strings", None) or ()
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def turn_end(encoder: PromptEncoder) -> int | None:
+    """Return the control token that the chat template writes right behind an assistant's message, if it does."""
+    if not encoder.has_chat_template:
+        return None
+    try:
+        rendered = encoder.render(_TURN, add_generation_prompt=False)
+    except KVRagError:  # it takes no message of an assistant
+        return None
+    behind = rendered.partition(_ANSWER)[2].lstrip()
+    tokens = control_tokens(encoder.tokenizer)
+    found = [text for text in tokens if behind.startswith(text)]
+    return tokens[max(found, key=len)] if found else None
+
+
+def _ids_of(given: int | Iterable[int] | None) -> frozenset[int]:
+    if given is None:
+        return frozenset()
+    return frozenset([given] if isinstance(given, int) else [int(each) for each in given])
+
+
+def _names(tokenizer: Any, ids: Iterable[int]) -> str:
+    return ", ".join([repr(tokenizer.convert_ids_to_tokens(each)) for each in sorted(ids)])

@@ -1,0 +1,148 @@
+"""Logits processors of an answer, made by transformers from the model's generation config, with the request's values over it.
+
+They are those of ``generate``, in its order, so that a prompt without any reuse is answered as ``generate`` answers it, token for token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from kvrag.config import SamplingConfig
+from kvrag.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NOT_DONE: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "guidance_scale": (1, 1.0),
+    "token_healing": (False,),
+    "num_return_sequences": (1,),
+    "max_time": (),
+}
+"""Options of a generation config that would change an answer and are not followed, with their values that change nothing, besides ``None``:
+one answer is decoded, by one forward per token."""
+
+_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+
+
+class Penalties(LogitsProcessor):  # type: ignore[misc]
+    """``logit - count * frequency_penalty - (count > 0) * presence_penalty + bias``; the prompt's ``num_prompt`` tokens don't count."""
+
+    def __init__(self, config: SamplingConfig, num_prompt: int) -> None:
+        self._frequency = float(config.frequency_penalty)
+        self._presence = float(config.presence_penalty)
+        self._start = num_prompt
+        self._bias = dict(config.logit_bias)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return other scores ``(1, vocab)``."""
+        size = scores.shape[-1]
+        if over := [token for token in self._bias if token >= size]:
+            raise ConfigError(f"SamplingConfig.logit_bias names token {over[0]}; this model's ids are below {size}")
+        counts = torch.bincount(input_ids[0, self._start :], minlength=size)
+        scores = scores - self._frequency * counts - self._presence * (counts > 0)
+        if self._bias:
+            scores[0, list(self._bias)] += torch.tensor([*self._bias.values()], device=scores.device)
+        return scores
+
+
+def processors_of(
+    model: PreTrainedModel,
+    config: SamplingConfig,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos_ids: frozenset[int] = frozenset(),
+) -> LogitsProcessorList:
+    """Make the processors of one answer, which may have ``max_new_tokens`` and ends at ``eos_ids``; they work on the model's device."""
+    merged = merged_config(model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids)
+    _warn_of_what_is_not_done(model)
+    own = LogitsProcessorList()
+    if config.frequency_penalty or config.presence_penalty or config.logit_bias:
+        own.append(Penalties(config, len(prompt_ids)))
+    ids = torch.tensor([[*prompt_ids]], dtype=torch.int64, device=model.device)
+    try:
+        found = model._get_logits_processor(
+            generation_config=merged,
+            input_ids_seq_length=len(prompt_ids),
+            encoder_input_ids=ids,
+            logits_processor=own,
+            device=str(model.device),
+            model_kwargs={},
+        )
+    except (AttributeError, TypeError):  # not this version's way to make them
+        found = _made_by_generate(model, merged, ids, own)
+    return cast(LogitsProcessorList, found)
+
+
+def merged_config(
+    defaults: GenerationConfig | None,
+    config: SamplingConfig,
+    num_prompt: int,
+    max_new_tokens: int,
+    eos_ids: frozenset[int],
+) -> GenerationConfig:
+    """Return the model's generation config with the request's values over it. What the request leaves open, and it says, holds.
+
+    The temperature is the request's alone: 0 is greedy, whatever the model's config says.
+    """
+    merged = GenerationConfig() if defaults is None else deepcopy(defaults)
+    merged.update(**dict.fromkeys(NOT_DONE), allow_custom_entries=True)
+    merged.num_beams = 1
+    merged.do_sample = not config.is_greedy
+    merged.temperature = None if config.is_greedy else float(config.temperature)
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"):
+        given = getattr(config, name)
+        if given is not None:
+            setattr(merged, name, given)
+    merged.top_k = max(0, merged.top_k or 0)  # generate's own default is 50, which nobody asked for
+    merged.top_p = 1.0 if merged.top_p is None else float(merged.top_p)
+    merged.min_p = merged.min_p or None
+    merged.max_length = num_prompt + max_new_tokens
+    merged.max_new_tokens = None
+    merged.eos_token_id = sorted(eos_ids) or None
+    merged._eos_token_tensor = torch.tensor(sorted(eos_ids)) if eos_ids else None
+    return merged
+
+
+def _made_by_generate(
+    model: PreTrainedModel, merged: GenerationConfig, ids: torch.Tensor, own: LogitsProcessorList
+) -> LogitsProcessorList:
+    """Make the processors in the documented way, which takes ten times as long: ``generate`` hands them to a loop of one's own."""
+    found = list[LogitsProcessorList]()
+
+    def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        found.append(arguments["logits_processor"])
+        return input_ids
+
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, generation_config=merged, logits_processor=own, custom_generate=take)
+    return found[0]
+
+
+def _warn_of_what_is_not_done(model: PreTrainedModel) -> None:
+    """Warn, once per model and option, of what its generation config asks for in vain."""
+    told = _warned.setdefault(model, set())
+    for name, neutral in NOT_DONE.items():
+        value = getattr(model.generation_config, name, None)
+        if value is not None and value not in neutral and name not in told:
+            told.add(name)
+            logger.warning(
+                "the generation config of this model says %s=%r, which is not followed: one answer is decoded, token by token, as long "
+                "as it takes; set it to None to lose this warning",
+                name,
+                value,
+            )
