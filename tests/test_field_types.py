@@ -4,6 +4,7 @@ import collections
 import datetime
 import enum
 import ipaddress
+import os
 import pathlib
 import re
 import uuid
@@ -269,3 +270,29 @@ def test_every_adapter_gives_an_object_of_a_class_of_many_kinds(chat, llm):
     schema = Made.model_json_schema()
     result = chat.engine.generate("?", response_format=wanted(schema), max_new_tokens=400, temperature=2.0, seed=3)
     Made.model_validate_json(result.text)
+
+
+MODEL = pathlib.Path(os.environ.get("KVRAG_EVAL_MODELS", "."), "qwen2.5-coder-0.5b")
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL.exists(), reason="no qwen2.5-coder-0.5b in the directory that KVRAG_EVAL_MODELS names")
+def test_a_real_model_answers_in_classes_of_many_kinds():
+    class Visit(BaseModel):
+        """A visit of an archive."""
+
+        file: pathlib.Path
+        day: datetime.date
+        lamps: dict[Color, int]
+        tags: set[str] = Field(max_length=3)
+
+    said = "On 2024-02-29 Ida read the file notes/harbour.txt by two red lamps and one blue lamp. Tags: harbour, ledger. Answer in JSON."
+    chat, llm = ChatKVRag(model=str(MODEL), max_tokens=150), KVRagLLM(str(MODEL), max_new_tokens=150)
+    answers = [
+        chat.with_structured_output(Visit, method=method).invoke(said) for method in ("json_schema", "function_calling")
+    ]
+    answers.append(llm.structured_predict(Visit, PromptTemplate("{said}"), said=said))
+    for visit in answers:
+        assert visit.day == datetime.date(2024, 2, 29)
+        assert visit.file.name == "harbour.txt"
