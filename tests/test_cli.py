@@ -64,7 +64,7 @@ def refused(result: Result, *words: str) -> None:
 # -- precompute, ask, explain, verify, stats: one life of a store -------------------------------------------------------
 
 
-def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, notes, monkeypatch):
+def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, notes, monkeypatch, tiny_dir):
     monkeypatch.setattr("kvrag.cli.output.WIDTH", 400)  # no cell is folded
     first = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--json").stdout)
     assert (first["stored"], first["skipped"], first["failed"]) == (4, 0, [])
@@ -77,8 +77,11 @@ def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, note
     assert stats["tiers"]["disk"]["num_bytes"] == first["stored_bytes"]
     assert {(group["name"], group["documents"]) for group in stats["groups"]} == {("default", 4)}
     shown = run("stats").stdout
-    for words in ("disk", "default", "none", "tokens", "notes.md#0"):
+    for words in ("disk", "default", tiny_dir, "tokens", "notes.md#0, "):
         assert words in shown
+    (space,) = stats["namespaces"]
+    assert (space["name"], len(space["documents"])) == ("default", 4)
+    assert {group["model_name"] for group in stats["groups"]} == {tiny_dir}
 
 
 def test_documents_are_listed_with_their_sizes(run, notes):
@@ -192,7 +195,7 @@ def test_a_prefix_is_not_learnt_by_one_command(run, notes):
 def test_verify_needs_a_model(run, monkeypatch):
     monkeypatch.delenv("KVRAG_MODEL")
     refused(run("verify"), "pass a model")
-    refused(run("verify", "a.jsonl", "b.jsonl"), "--model")
+    refused(run("verify", "a.jsonl", "b.jsonl"), "'a.jsonl' is no model", "--model")
 
 
 # -- what commands do to a store ----------------------------------------------------------------------------------------
@@ -376,6 +379,9 @@ def test_estimate_measures_what_is_not_given(run, tmp_path, monkeypatch):
         (["ask", "hi", "-m", "no-such.gguf"], ["no-such.gguf"]),
         (["ask", "hi", "--strategy", "quary"], ["quary", "did you mean 'query'"]),
         (["ask", "hi", "--ratio", "1.5"], ["recompute_ratio", "1.5"]),
+        (["ask", "hi", "--recompute-ratio", "1.5"], ["recompute_ratio", "1.5"]),
+        (["ask", "model", "hi", "there"], ["'there' is one argument too many"]),
+        (["precompute"], ["no file or folder is named"]),
         (["ask", "hi", "--mode", "fast"], ["'fast'", "stitch"]),
         (["ask", "hi", "--dtype", "int3"], ["int3"]),
         (["ask", "hi", "--prefix", "a", "--system", "b"], ["--prefix", "--system"]),

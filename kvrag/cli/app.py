@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Annotated, Any
 
+from kvrag.address import redacted
 from kvrag.errors import KVRagError
 
 try:
@@ -21,6 +22,7 @@ try:
     from kvrag.cli.documents import example
     from kvrag.cli.estimate import estimate
     from kvrag.cli.kernels import app as kernels
+    from kvrag.cli.output import say, write_anything
     from kvrag.cli.precompute import precompute
     from kvrag.cli.serve import serve
     from kvrag.cli.store import documents, export, fsck, gc, import_, rm, stats
@@ -30,6 +32,25 @@ except ModuleNotFoundError as error:
     # The console script imports this module before it calls main(), so this is the place to say it.
     sys.stderr.write(f"the command line needs {error.name!r}; install kvrag[cli]: pip install 'kvrag[cli]'\n")
     raise SystemExit(2) from None
+
+
+class Command(typer.core.TyperCommand):
+    """A command that understands other names of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put options' own names in the place of others, up to a ``--``."""
+        own = {name for option in self.params for name in option.opts}
+        end = args.index("--") if "--" in args else len(args)
+        for place, arg in enumerate(args[:end]):
+            name, mark, value = arg.partition("=")
+            meant = SPELLINGS.get(name, name)
+            if name not in own and meant in own:
+                args[place] = f"{meant}{mark}{value}"
+        return super().parse_args(ctx, args)
+
+
+SPELLINGS = {"--ratio": "--recompute-ratio", "--max-tokens": "--max-new-tokens"}
+"""Other names that are taken for options."""
 
 
 class Commands(typer.core.TyperGroup):
@@ -43,11 +64,22 @@ class Commands(typer.core.TyperGroup):
         """Run a command; an error of kvrag becomes a sentence and exit status 2."""
         try:
             return super().invoke(ctx)
-        except KVRagError as error:
-            if ctx.params.get("debug") or os.environ.get("KVRAG_DEBUG", "") not in ("", "0"):
+        except (KVRagError, OSError, UnicodeError) as error:
+            if (
+                isinstance(error, BrokenPipeError)
+                or ctx.params.get("debug")
+                or os.environ.get("KVRAG_DEBUG", "") not in ("", "0")
+            ):
                 raise
-            typer.echo(f"kvrag: {error}", err=True)
+            say(f"kvrag: {_sentence(error)}", err=True)
             raise typer.Exit(2) from None
+
+
+def _sentence(error: Exception) -> str:
+    """Say an error; one of the system with the file that it is about."""
+    if isinstance(error, OSError) and not isinstance(error, KVRagError) and error.filename is not None:
+        return f"{error.filename!r}: {error.strerror or error}; check the path and its rights"
+    return redacted(str(error)) or type(error).__name__
 
 
 def demo(context: typer.Context) -> None:
@@ -66,7 +98,7 @@ app = typer.Typer(
 # All options of the demo, --help too, are read by the demo itself.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
 for command in (precompute, ask, serve, explain, verify, calibrate, estimate, stats, documents, fsck, gc, rm, export):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.command("import")(import_)
 app.add_typer(kernels)
 
@@ -75,7 +107,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from kvrag import __version__
 
-        typer.echo(f"kvrag {__version__}")
+        say(f"kvrag {__version__}")
         raise typer.Exit
 
 
@@ -92,4 +124,5 @@ def _options(
 
 def main() -> None:
     """Run the command line; the entry point of ``kvrag``."""
+    write_anything()
     app()

@@ -12,21 +12,11 @@ import typer
 from rich.table import Table
 
 from kvrag.cli.documents import STDIN, read_documents, read_prompt, read_prompts
-from kvrag.cli.options import (
-    ENGINE,
-    MAYBE_ENGINE,
-    REPAIR,
-    SAMPLING,
-    AsJson,
-    Given,
-    ModeName,
-    is_on_command_line,
-    open_engine,
-    takes,
-)
-from kvrag.cli.output import console, facts, grid, progress, show
+from kvrag.cli.options import ENGINE, REPAIR, SAMPLING, AsJson, Given, ModeName, name_model, open_engine, takes
+from kvrag.cli.output import console, facts, grid, progress, say, show
 from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.estimate import human_bytes
+from kvrag.progress import Progress
 
 if TYPE_CHECKING:
     from kvrag.prompt.template import Prompt, PromptEncoder
@@ -34,11 +24,13 @@ if TYPE_CHECKING:
 
 _CONTEXT = typer.Option("--context", "-c", help="Files or folders whose text stands before the question.")
 _PROMPT_FILE = typer.Option("--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input.")
+_QUESTION = typer.Argument(metavar="[MODEL] QUESTION", help="The model, and the question; or use --prompt-file.")
 _PROMPT = typer.Argument(
-    help="A file of the prompt, text or JSON messages; - is standard input. With --context, the question."
+    metavar="[MODEL] [PROMPT]",
+    help="The model, and a file of the prompt, text or JSON messages; - is standard input. With --context, the question.",
 )
-_WHAT = typer.Argument(
-    metavar="[MODEL | PROMPTS...]", help="A model to prove; or, with --model, text files or .jsonl files of prompts."
+_PROMPTS = typer.Argument(
+    metavar="[MODEL] [PROMPTS...]", help="The model, which is proven; or text or .jsonl files of prompts, too."
 )
 _MAX_ERROR = typer.Option(help="Of a model's proof: the largest difference of logits. Default: the proof's own.")
 
@@ -48,15 +40,18 @@ def ask(
     engine: Given,
     repair: Given,
     sampling: Given,
-    question: Annotated[str | None, typer.Argument(help="The question; or use --prompt-file.")] = None,
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _QUESTION] = None,
     context: Annotated[list[Path] | None, _CONTEXT] = None,
     prompt_file: Annotated[Path | None, _PROMPT_FILE] = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Answer a question; chunks that were precomputed are found in its context by themselves."""
-    if (question is None) == (prompt_file is None):
-        raise InputError("pass either a question or --prompt-file")
+    asked = name_model(ctx, engine, words, most=1 if prompt_file is None else 0)
+    if not asked and prompt_file is None:
+        raise InputError("pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file")
+    question = asked[0] if asked else None
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
     with closing(open_engine(engine, repair=repair)) as opened:
@@ -64,11 +59,11 @@ def ask(
         stream = opened.stream(prompt, **{"mode": mode, **sampling})
         for piece in stream:
             if not as_json:
-                typer.echo(piece, nl=False)
+                say(piece, end="")
     if as_json:
         show({name: value for name, value in asdict(stream.result).items() if name != "prompt_ids"}, as_json=True)
     else:
-        typer.echo()
+        say("")
         # The answer alone stands on standard output.
         console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
 
@@ -105,12 +100,14 @@ def _accounting(result: GenerationResult) -> dict[str, object]:
 def explain(
     engine: Given,
     repair: Given,
-    prompt: Annotated[str, _PROMPT] = str(STDIN),
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _PROMPT] = None,
     context: Annotated[list[Path] | None, _CONTEXT] = None,
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show the known chunks of a prompt, which have KV, and why the others don't; nothing is computed."""
+    prompt = (*name_model(ctx, engine, words, most=1), str(STDIN))[0]
     texts = list(read_documents(context).values()) if context else []
     given = None if context else read_prompt(Path(prompt))
     with closing(open_engine(engine, repair=repair)) as opened:
@@ -126,12 +123,12 @@ def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
     return f"{span.start}-{span.stop}", span.kind, state, " ".join(span.text.split())[:48], span.reason or ""
 
 
-@takes(engine=MAYBE_ENGINE, repair=REPAIR)
+@takes(engine=ENGINE, repair=REPAIR)
 def verify(
-    context: typer.Context,
+    ctx: typer.Context,
     engine: Given,
     repair: Given,
-    what: Annotated[list[str] | None, _WHAT] = None,
+    words: Annotated[list[str] | None, _PROMPTS] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the greedy answers compared.")] = 16,
     max_kl: Annotated[float, typer.Option(help="Largest mean KL at the first token, in nats.")] = 0.1,
     min_top1: Annotated[float, typer.Option(help="Smallest share of equal first tokens.")] = 0.8,
@@ -139,29 +136,19 @@ def verify(
     max_error: Annotated[float | None, _MAX_ERROR] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that reuse is exact on a model (kvrag verify MODEL); or answer prompts with reuse and by full prefill, and compare.
+    """Prove that reuse is exact on a model; or, given prompts, answer them with reuse and by full prefill, and compare.
 
     Exit status 1 if the proof fails, if the model is refused, or if the answers differ too much.
     """
-    to_prove, files = _split(what or [], engine.get("model"), is_named=is_on_command_line(context, "model"))
-    if to_prove is not None:
-        _prove(to_prove, engine, max_error, as_json=as_json)
+    files = name_model(ctx, engine, words, most=None)
+    if not files:
+        _prove(engine["model"], engine, max_error, as_json=as_json)
         return
-    prompts = read_prompts(files)
+    prompts = read_prompts([Path(name) for name in files])
     options: Given = {"mode": mode, "max_new_tokens": max_new_tokens, "max_mean_kl": max_kl, "min_top1": min_top1}
-    with closing(open_engine(engine, repair=repair)) as opened, progress(f"verifying {len(prompts)} prompt(s) ..."):
+    with closing(open_engine(engine, repair=repair)) as opened:
         report = opened.verify(prompts, **options)
     show(asdict(report), *_tables(report, max_kl, min_top1), as_json=as_json, ok=report.passed)
-
-
-def _split(what: list[str], model: str | None, *, is_named: bool) -> tuple[str | None, list[Path]]:
-    """Distinguish a model to prove from prompt files. ``is_named``: ``--model`` was given, so every argument is a prompt file."""
-    files = [Path(name) for name in what]
-    if len(files) == 1 and not is_named and (files[0].suffix == ".gguf" or not files[0].is_file()):
-        return what[0], []
-    if model is None:
-        raise InputError("pass a model to prove reuse on, or prompt files and --model")
-    return (None, files) if files else (model, [])
 
 
 def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table, Table]:
@@ -185,12 +172,11 @@ def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table
 
 def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool) -> None:
     """Load a model, prove reuse on it again, and print the proof."""
-    with progress(f"loading {model} ..."):
+    with progress(f"starting with {model} ..."):
         from kvrag.model.load import load
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
-
-        loaded = load(ModelSource(model, dtype=engine["dtype"], device=engine.get("device"), prove="off"))
+    loaded = load(ModelSource(model, dtype=engine["dtype"], device=engine.get("device"), prove="off"))
     about: dict[str, Any] = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,
@@ -204,7 +190,7 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
         about["result"] = f"REFUSED: {error}"
         show({**about, "passed": False}, facts("The proof", about), as_json=as_json, ok=False)
         return
-    with progress("proving that reuse is exact on this model ..."):
+    with Progress("proving that reuse is exact on this model"):
         proof = prove(reusable)
     is_passed = proof.passed and (max_error is None or proof.max_error <= max_error)
     about |= {

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvrag.cli.documents import example, read_documents, split_documents
-from kvrag.cli.options import CALIBRATE, AsJson, Contexts, Given, open_engine, takes
-from kvrag.cli.output import facts, grid, progress, show
+from kvrag.cli.options import CALIBRATE, AsJson, Contexts, Given, name_model, open_engine, takes
+from kvrag.cli.output import facts, grid, say, show
 
 if TYPE_CHECKING:
     from kvrag.calibrate import Profile, Trial
     from kvrag.engine import KVRagEngine
 
 _COLUMNS = "candidate|>repaired|>mean KL (nats)|>top-1|>computed"  # numbers of rows as shares of the prompt's
-_MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
+_MODEL = typer.Argument(metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL.")
 _CORPUS = typer.Option("--corpus", help="Text files or folders; default: the example documents of a checkout.")
 _CHUNKS = typer.Option(min=1, help="Chunks per prompt: as many as you retrieve.")
 _MIN_TOP1 = typer.Option(min=0, max=1, help="Smallest share of equal most likely tokens.")
@@ -27,7 +27,8 @@ _MIN_TOP1 = typer.Option(min=0, max=1, help="Smallest share of equal most likely
 @takes(engine=CALIBRATE)
 def calibrate(
     engine: Given,
-    model: Annotated[str, _MODEL],
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _MODEL] = None,
     corpus: Annotated[list[Path] | None, _CORPUS] = None,
     chunk_context: Contexts = None,
     target_kl: Annotated[float, typer.Option(min=0, help="Largest mean KL per answer token, in nats.")] = 0.02,
@@ -42,13 +43,14 @@ def calibrate(
 
     Takes minutes for each --chunk-context (default: none), which may be repeated. Exit status 1 if all of them miss the target.
     """
+    name_model(ctx, engine, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
     options: Given = {"max_mean_kl": target_kl, "min_top1": min_top1, "prompts": prompts, "seed": seed}
     options["chunks_per_prompt"] = chunks
     found: dict[str, Found] = {}
     with ExitStack() as opened:
         for context in chunk_context or ["none"]:
-            behind = open_engine({**engine, "model": model, "chunk_context": context})
+            behind = open_engine({**engine, "chunk_context": context})
             found[context] = _calibrated(opened.enter_context(closing(behind)), documents, chunk_tokens, options)
     tables = [
         grid(f"Chunks behind the context {name[:40]!r}", _COLUMNS, map(_cells, f.trials)) for name, f in found.items()
@@ -76,13 +78,12 @@ def _calibrated(engine: KVRagEngine, documents: dict[str, str], chunk_tokens: in
     encoder = engine.loaded.encoder
     trials: list[Trial] = []
     split = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
-    with progress("calibrating ...") as status:
 
-        def note(trial: Trial) -> None:
-            trials.append(trial)
-            status.console.print(f"{len(trials)}. {', '.join(_cells(trial))}", highlight=False, soft_wrap=True)
+    def note(trial: Trial) -> None:
+        trials.append(trial)
+        say(f"{len(trials)}. {', '.join(_cells(trial))}", err=True)
 
-        profile = engine.calibrate([chunk.text for chunk in split], **options, on_trial=note)
+    profile = engine.calibrate([chunk.text for chunk in split], **options, on_trial=note)
     return Found(profile, trials, profile_file(engine))
 
 

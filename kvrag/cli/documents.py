@@ -76,7 +76,7 @@ def example(name: str, *, otherwise: str) -> Path:
 def read_text(file: Path) -> str:
     """Read one file as UTF-8 text; raise :class:`InputError` if that is not possible."""
     try:
-        return file.read_text("utf-8")
+        return file.read_text("utf-8-sig")  # editors of Windows begin files with a mark
     except UnicodeDecodeError:
         raise InputError(f"{str(file)!r} is not UTF-8 text; convert it, or leave it out") from None
     except OSError as error:
@@ -127,12 +127,20 @@ def _parts(
 
 def read_prompt(file: Path) -> Prompt:
     """Read one prompt; ``-`` is standard input. A JSON list is messages or segments, everything else is text."""
-    text = sys.stdin.read() if file == STDIN else read_text(file)
+    text = _read_stdin() if file == STDIN else read_text(file)
     try:
         value = json.loads(text)
     except ValueError:
         return text
     return _prompt(value, str(file)) if isinstance(value, list) else text
+
+
+def _read_stdin() -> str:
+    """Read standard input as UTF-8, whatever the terminal's encoding is; raise :class:`InputError` if that is not possible."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError("standard input is not UTF-8 text; convert it") from None
 
 
 def read_prompts(files: list[Path]) -> list[Prompt]:

@@ -15,11 +15,12 @@ import typer
 
 from kvrag import estimate as arithmetic
 from kvrag.cli.documents import read_documents, split_documents
-from kvrag.cli.options import ESTIMATE, AsJson, Given, takes
-from kvrag.cli.output import facts, progress, show
+from kvrag.cli.options import ESTIMATE, AsJson, Given, name_model, takes
+from kvrag.cli.output import facts, show
 from kvrag.config import RepairConfig, StoreConfig
 from kvrag.errors import ConfigError, ModelError, StoreError, require
 from kvrag.estimate import ModelShape, human_bandwidth, human_bytes, preset, shape_from_config
+from kvrag.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,26 +30,30 @@ _CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at ha
 _BLOCK, _NUM_BLOCKS = 2**20, 128
 """Bytes, and blocks, of the file that measures a disk."""
 
+_MODEL = typer.Argument(metavar="[MODEL]", help="Preset, hub id, directory, .gguf file; may be set by KVRAG_MODEL.")
+_CONFIG_ONLY = typer.Option("--config-only", help="Load no tokenizer and no weights.")
 _CORPUS = typer.Option("--corpus", help="Count these files or folders instead of --chunks.")
+_RATIO = typer.Option(min=0, max=1, help="Share of the rows to repair.")
 _MEASURE = typer.Option("--measure", help="Measure what isn't given: loads the model, writes to --kv-dir.")
 
 
 @takes(engine=ESTIMATE)
 def estimate(
     engine: Given,
-    config_only: Annotated[bool, typer.Option("--config-only", help="Load no tokenizer and no weights.")] = False,
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _MODEL] = None,
+    config_only: Annotated[bool, _CONFIG_ONLY] = False,
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the corpus.")] = 1000,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 250,
     corpus: Annotated[list[Path] | None, _CORPUS] = None,
     disk_gbps: Annotated[float | None, typer.Option(help="Read bandwidth of the disk, GB/s (10^9 bytes).")] = None,
     prefill_tps: Annotated[float | None, typer.Option(help="Prefill speed of the model, tokens/s.")] = None,
     measure: Annotated[bool, _MEASURE] = False,
-    ratio: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the rows to repair.")
-    ] = RepairConfig().recompute_ratio,
+    recompute_ratio: Annotated[float, _RATIO] = RepairConfig().recompute_ratio,
     as_json: AsJson = False,
 ) -> None:
     """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""
+    name_model(ctx, engine, words)
     if config_only and measure:
         raise ConfigError("--config-only loads nothing and --measure loads the model; pass one of them")
     for flag, given in (("--disk-gbps", disk_gbps), ("--prefill-tps", prefill_tps)):
@@ -62,11 +67,11 @@ def estimate(
         counted = _count(model, corpus, config_only, chunk_tokens)
     tokens = counted["tokens"]
     per_token = arithmetic.kept_bytes_per_token(shape, kept, chunk_tokens=round(tokens / counted["chunks"]), dtype=name)
-    speeds = _speeds(engine, per_token, (prefill_tps, disk_gbps and disk_gbps * 1e9), ratio, measure=measure)
+    speeds = _speeds(engine, per_token, (prefill_tps, disk_gbps and disk_gbps * 1e9), recompute_ratio, measure=measure)
     about = {"model": model, **asdict(shape), "dtype": name, "kv_dtype": kept, "corpus": counted}
     about |= {"bytes_per_token": per_token, "corpus_bytes": round(per_token * tokens), **speeds}
     sizes = facts(f"KV of {model}", _size_rows(shape, name, kept, per_token, counted))
-    times = facts("When loading beats computing", _speed_rows(speeds, ratio))
+    times = facts("When loading beats computing", _speed_rows(speeds, recompute_ratio))
     show(about, sizes, times, as_json=as_json)
 
 
@@ -80,7 +85,7 @@ def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) 
     if not config_only and (preset(model) is None or Path(model).exists()):
         from kvrag.model.source import ModelSource, load_tokenizer
 
-        with progress("loading the tokenizer ..."):
+        with Progress("loading the tokenizer"):
             tokenizer = load_tokenizer(ModelSource(model))
 
     def count(text: str) -> int:
@@ -168,10 +173,10 @@ def _speeds(
     """Return tokens/s, bytes/s, and what follows; ``given`` are the first two, measured where ``None`` and asked for."""
     prefill, disk = given
     if measure and disk is None and "://" not in engine["kv_dir"]:
-        with progress(f"writing and reading a file in {engine['kv_dir']} ..."):
+        with Progress(f"writing and reading a file in {engine['kv_dir']}"):
             disk = read_bandwidth(Path(engine["kv_dir"]))
     if measure and prefill is None:
-        with progress(f"loading {engine['model']} and prefilling ..."):
+        with Progress(f"measuring {engine['model']}"):
             from kvrag.model.load import load
             from kvrag.model.source import ModelSource
 

@@ -2,7 +2,7 @@
 
 ::
 
-    @takes(engine=ENGINE, repair=REPAIR)                       --model --kv-dir … --strategy --ratio
+    @takes(engine=ENGINE, repair=REPAIR)                       --model --kv-dir … --strategy --recompute-ratio
     def ask(engine: Given, repair: Given, question: …)   ◀──   {"model": …, "kv_dir": …}, {"recompute_ratio": …}
 """
 
@@ -12,7 +12,9 @@ import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
 
@@ -20,9 +22,10 @@ import typer
 
 from kvrag import spelling
 from kvrag.address import address
+from kvrag.cli.documents import SUFFIXES
 from kvrag.cli.output import progress
 from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_template_kwargs, option_fields
-from kvrag.errors import ConfigError
+from kvrag.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
@@ -39,7 +42,9 @@ KEY_VARIABLE = "KVRAG_ENCRYPTION_KEY"
 _ENGINE, _REPAIR, _STORE = "Model and store", "Reuse and repair", "Limits of the store (those of your application)"
 
 _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
-_MODEL = _of_engine("--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
+_MODEL = _of_engine(
+    "--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file, where the first argument is none."
+)
 _PREFIX = _of_engine("--prefix", help="Text before the first chunk of your prompts, as rendered.")
 _SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
 _CONTEXT = _of_engine(
@@ -128,14 +133,12 @@ _PROMPTS = (
     _option("chat_template_kwargs", Annotated[str | None, _VARIABLES]),
     _option("namespace", Namespace, "default"),
 )
-ESTIMATE: Group = (_option("model", Annotated[str, _MODEL], inspect.Parameter.empty), *_STORED, *_RUN)
+ESTIMATE: Group = (_option("model", Annotated[str | None, _MODEL]), *_STORED, *_RUN)
 ENGINE: Group = (*ESTIMATE, *_PROMPTS)
-MAYBE_ENGINE: Group = (_option("model", Annotated[str | None, _MODEL]), *ENGINE[1:])
 DEMO: Group = (_PROMPTS[-1], *_RUN)
-CALIBRATE: Group = (_STORED[1], *_RUN, *_PROMPTS[:2])
+CALIBRATE: Group = (ESTIMATE[0], _STORED[1], *_RUN, *_PROMPTS[:2])
 Contexts = Annotated[list[str] | None, _CONTEXT]
-_RATIO = _field(RepairConfig, "recompute_ratio", _REPAIR, flag="--ratio")
-REPAIR: Group = (_field(RepairConfig, "strategy", _REPAIR), _RATIO)
+REPAIR: Group = tuple(_field(RepairConfig, name, _REPAIR) for name in ("strategy", "recompute_ratio"))
 LIMITS: Group = tuple(
     _field(StoreConfig, name, _STORE, env=True) for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
 )
@@ -148,6 +151,44 @@ _HISTORY = typer.Option(
 )
 SERVED: Group = (*LIMITS, _option("history_bytes", Annotated[int, _HISTORY], "1GiB"))
 SAMPLING: Group = tuple(_field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature"))
+
+
+def name_model(ctx: typer.Context, engine: Given, words: list[str] | None, *, most: int | None = 0) -> list[str]:
+    """Put MODEL, the first argument, into the options of an engine, and return the other arguments.
+
+    MODEL may be left out where ``--model`` or ``KVRAG_MODEL`` names it. With ``--model``, no argument is one. With ``KVRAG_MODEL``, the
+    first is if there are more than ``most`` others; where any number may follow (``None``), if it is a model's directory, a ``.gguf`` file,
+    or ``owner/name`` where no such path is. Raises :class:`InputError` where no model is named, or too much is given.
+    """
+    words = list(words or ())
+    is_named = engine.get("model") is not None
+    if not is_named and words and _is_text_file(words[0]):
+        raise InputError(f"{words[0]!r} is no model; pass MODEL before it, name it by --model, or set KVRAG_MODEL")
+    if is_on_command_line(ctx, "model"):
+        is_first = False
+    elif is_named:
+        is_first = bool(words) and (_is_model(words[0]) if most is None else len(words) > most)
+    else:
+        is_first = True
+    if is_first and not words:
+        raise InputError(f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL")
+    if is_first:
+        engine["model"] = words.pop(0)
+    if most is not None and len(words) > most:
+        raise InputError(f"{words[most]!r} is one argument too many; text of several words needs quotation marks")
+    return words
+
+
+def _is_model(word: str) -> bool:
+    path = Path(word)
+    if path.exists():
+        return path.suffix == ".gguf" or any((path / f"{name}config.json").is_file() for name in ("", "adapter_"))
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None and not word.startswith(".") and not _is_text_file(word)
+
+
+def _is_text_file(word: str) -> bool:
+    path = Path(word)
+    return path.suffix in (*SUFFIXES, ".json", ".jsonl") and not path.is_dir()
 
 
 def is_on_command_line(context: typer.Context, name: str) -> bool:
@@ -193,9 +234,8 @@ def _variables(text: str) -> Given:
 def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:
     """Open an engine from the options of these groups and load its model, with a sign of life."""
     options = engine_options(engine, repair=repair, limits=limits)
-    with progress(f"loading {options['model']} ..."):
+    with progress("starting ..."):
         from kvrag.engine import KVRagEngine
-
-        opened = KVRagEngine.from_pretrained(**options)
-        opened.loaded  # noqa: B018 - loads it here, where it is announced
+    opened = KVRagEngine.from_pretrained(**options)
+    opened.loaded  # noqa: B018 - loads it here, with progress of its own
     return opened

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
+import sys
+import unicodedata
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -15,21 +19,65 @@ from rich.text import Text
 WIDTH = 110  # columns where the output is not a terminal; rich's own guess of 80 breaks tables
 
 
+_PLAIN = {
+    "×": "x",
+    "·": "*",
+    "±": "+/-",
+    "…": "...",
+    "—": "-",
+    "–": "-",
+    "→": "->",
+    "‖": "||",
+    "“": '"',
+    "”": '"',
+    "‘": "'",
+    "’": "'",
+}
+"""What stands for signs that an encoding lacks; other letters lose their accents, and the rest is a question mark."""
+
+
+def write_anything() -> None:
+    """Let standard output and error take every text, whatever their encoding has: a terminal or pipe may have no more than ASCII."""
+    codecs.register_error("kvrag", _plainly)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="kvrag")
+
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_plain, error.object[error.start : error.end])), error.end
+
+
+def _plain(sign: str) -> str:
+    letters = unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode()
+    return _PLAIN.get(sign) or letters or "?"
+
+
 def console(*, err: bool = False) -> Console:
     """Return a console on the stream that is standard output (or error) now."""
     out = Console(stderr=err)
     return out if out.is_terminal else Console(stderr=err, width=WIDTH)
 
 
+def say(text: str, *, err: bool = False, end: str = "\n") -> None:
+    """Write a line to standard output or error; typer's own function would write UTF-8 where the encoding is ASCII."""
+    stream = sys.stderr if err else sys.stdout
+    stream.write(f"{text}{end}")
+    stream.flush()
+
+
 def progress(text: str) -> AbstractContextManager[Any]:
     """Show progress on standard error, so that results can be piped."""
-    return console(err=True).status(text)
+    return console(err=True).status(text, spinner="line")
 
 
 def show(value: Any, *tables: Table | str, as_json: bool, ok: bool = True) -> None:
     """Print a result, as JSON or as tables and lines; exit with status 1 if it is not ``ok``."""
     if as_json:
-        typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+        is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+        say(json.dumps(value, indent=2, ensure_ascii=not is_unicode, default=str))
     else:
         console().print(*tables, sep="\n", markup=False, highlight=False)
     if not ok:
@@ -38,7 +86,7 @@ def show(value: Any, *tables: Table | str, as_json: bool, ok: bool = True) -> No
 
 def fail(message: str) -> NoReturn:
     """Print a message on standard error and exit with status 1."""
-    typer.echo(f"kvrag: {message}", err=True)
+    say(f"kvrag: {message}", err=True)
     raise typer.Exit(1)
 
 

@@ -13,11 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from kvrag.cli.documents import CountTokens, DocumentChunk, read_documents, split_documents
-from kvrag.cli.options import ENGINE, LIMITS, AsJson, Given, engine_options, open_engine, takes
+from kvrag.cli.options import ENGINE, LIMITS, AsJson, Given, engine_options, name_model, open_engine, takes
 from kvrag.cli.output import facts, show
-from kvrag.errors import ConfigError, require
+from kvrag.errors import ConfigError, InputError, require
 from kvrag.estimate import human_bytes
 
+_PATHS = typer.Argument(metavar="[MODEL] PATHS...", help="The model, and text or markdown files, or folders of them.")
 _PRIORITY = typer.Option(
     min=0,
     max=100,
@@ -37,7 +38,8 @@ _REPORT = typer.Option(help="Parquet file for the report: a row for each batch."
 def precompute(
     engine: Given,
     limits: Given,
-    paths: Annotated[list[Path], typer.Argument(help="Text or markdown files, or folders of them.")],
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _PATHS] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")] = 250,
     batch_size: Annotated[int, typer.Option(min=1, help="Chunks per forward.")] = 8,
     priority: Annotated[int | None, _PRIORITY] = None,
@@ -51,7 +53,10 @@ def precompute(
 
     if not ray and (workers, report) != (None, None):
         raise ConfigError("--workers and --report have no effect without --ray; pass it, or leave them out")
-    documents = read_documents(paths)
+    paths = name_model(ctx, engine, words, most=None)
+    if not paths:
+        raise InputError("no file or folder is named; pass some, as in: kvrag precompute MODEL docs/")
+    documents = read_documents(map(Path, paths))
 
     def split(count_tokens: CountTokens) -> list[DocumentChunk]:
         return split_documents(documents, count_tokens, chunk_tokens=chunk_tokens)
@@ -66,7 +71,7 @@ def precompute(
             encoder = opened.loaded.encoder
             chunks = split(lambda text: len(encoder.chunk_ids(text)))
             texts, ids = [chunk.text for chunk in chunks], [chunk.id for chunk in chunks]
-            done = asdict(opened.precompute(texts, ids=ids, show_progress=not as_json, **run))
+            done = asdict(opened.precompute(texts, ids=ids, show_progress=None, **run))
     counts = {"documents": len(documents), "chunks": len(chunks), "tokens": sum(chunk.num_tokens for chunk in chunks)}
     table = facts(f"KV in {engine['kv_dir']}", _rows(counts, done))
     show(counts | done, table, as_json=as_json, ok=not done["failed"])

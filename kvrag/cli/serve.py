@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, engine_options, open_engine, takes
+from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, engine_options, name_model, open_engine, takes
 from kvrag.errors import ConfigError, require
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,16 @@ _TOKENS = typer.Option(
 _ORIGIN = typer.Option(
     "--cors-origin", help="Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable."
 )
-_MODEL = typer.Argument(metavar="MODEL", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file.")
+_MODEL = typer.Argument(metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL.")
 
 
-@takes(engine=ENGINE[1:], repair=REPAIR, limits=SERVED)
+@takes(engine=ENGINE, repair=REPAIR, limits=SERVED)
 def serve(
-    model: Annotated[str, _MODEL],
     engine: Given,
     repair: Given,
     limits: Given,
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _MODEL] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
     model_name: Annotated[str | None, typer.Option(help="Name that clients ask for; default: the model's own.")] = None,
@@ -57,6 +58,7 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")] = False,
 ) -> None:
     """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
+    name_model(ctx, engine, words)
     uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
     require("sse_starlette", extra="server", purpose="kvrag serve")
     keys = _keys(host, is_insecure=insecure)
@@ -66,7 +68,7 @@ def serve(
     given: Given = {"model_name": model_name, "max_waiting": max_waiting, "max_tokens": max_tokens}
     given["cors_origins"] = tuple(cors_origin or ())
     if ray:
-        options = engine_options({**engine, "model": model}, repair=repair, limits=limits)
+        options = engine_options(engine, repair=repair, limits=limits)
         _on_ray(options, given, host, port, replicas or "1", log_format)
         return
     if replicas is not None:
@@ -74,7 +76,7 @@ def serve(
     prepare_process()
     config = ServerConfig(api_keys=keys, **given)
     listening = bound(host, port)  # before the model is loaded, which takes long
-    with listening, closing(open_engine({**engine, "model": model}, repair=repair, limits=limits)) as opened:
+    with listening, closing(open_engine(engine, repair=repair, limits=limits)) as opened:
         _run(uvicorn, create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -71,36 +71,66 @@ def _counts(report: dict[str, Any]) -> dict[str, object]:
 
 
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
-    """Show the size of each tier, and what is stored for which model, namespace and prefix, by digest where no name is known."""
-    from kvrag.identity.fingerprint import ids_digest
-
-    groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"chunks": 0, "tokens": 0, "num_bytes": 0})
-    lengths = {ids_digest(()): "none"}
+    """Show the size of each tier, and what is stored for which model and namespace, by digest where no name is known."""
     with _existing_store(kv_dir) as store:
         tiers = {name: asdict(tier) for name, tier in store.stats().items()}
-        for record in map(store.catalog.get, store.catalog.keys()):
-            if record is None:  # erased meanwhile by another process
-                continue
-            group = groups[record.model, record.namespace, record.prefix]
-            group["chunks"] += 1
-            group["tokens"] += record.num_tokens
-            group["num_bytes"] += record.num_bytes
-            is_prefix = record.prefix == ids_digest(()) and not store.catalog.key_texts(record.key)
-            if is_prefix and (identity := store.identity(record.key)):
-                lengths[ids_digest(identity.token_ids)] = f"{len(identity.token_ids)} tokens"
-        names = {store.names.namespace("default"): "default"}
-        ids = {space: sorted(store.catalog.documents(space)) for _, space, _ in groups}
-    named, rows = list[dict[str, Any]](), list[tuple[object, ...]]()
-    for (of_model, space, prefix), n in sorted(groups.items()):
-        name, length = names.get(space), lengths.get(prefix)
-        known = {"model": of_model, "namespace": space, "name": name, "prefix": prefix, "documents": len(ids[space])}
-        named.append(known | n)
-        shown = of_model[7:19], name or space[-12:], length or prefix[7:19], ", ".join(ids[space][:3])
-        rows.append((*shown, n["chunks"], n["tokens"], human_bytes(n["num_bytes"])))
+        groups = _groups(store)
+        name_of = {store.names.namespace("default"): "default"}
+        spaces = {group["namespace"]: sorted(store.catalog.documents(group["namespace"])) for group in groups}
+    for group in groups:
+        group |= {"name": name_of.get(group["namespace"]), "documents": len(spaces[group["namespace"]])}
+    rows = [
+        (
+            group["model_name"] or group["model"][7:19],
+            group["name"] or group["namespace"][-12:],
+            group["prefix_tokens"] if group["prefix_tokens"] is not None else group["prefix"][7:19],
+            group["chunks"],
+            group["tokens"],
+            human_bytes(group["num_bytes"]),
+        )
+        for group in groups
+    ]
+    held = [(name_of.get(space, space[-12:]), len(ids), _some(ids)) for space, ids in spaces.items()]
     sizes = [(name, tier["chunks"], human_bytes(tier["num_bytes"])) for name, tier in tiers.items()]
     by_tier = grid(f"Tiers of {kv_dir}", "tier|>chunks|>size", sizes)
-    by_name = grid("What is stored", "model|namespace|prefix|documents|>chunks|>tokens|>size", rows)
-    show({"tiers": tiers, "groups": named}, by_tier, by_name, as_json=as_json)
+    by_model = grid("What is stored", "model|namespace|>tokens of the prefix|>chunks|>tokens|>size", rows)
+    by_name = grid("Documents", "namespace|>documents|some of them", held)
+    found = [{"namespace": space, "name": name_of.get(space), "documents": ids} for space, ids in spaces.items()]
+    show({"tiers": tiers, "groups": groups, "namespaces": found}, by_tier, by_model, by_name, as_json=as_json)
+
+
+def _groups(store: TieredStore) -> list[dict[str, Any]]:
+    """Return what is stored for each model, namespace and prefix: chunks, tokens and bytes."""
+    from kvrag.identity.fingerprint import ids_digest
+    from kvrag.identity.weights import kept_name
+
+    nothing = ids_digest(())
+    counts: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    lengths = {nothing: 0}
+    for record in map(store.catalog.get, store.catalog.keys()):
+        if record is None:  # erased meanwhile by another process
+            continue
+        counted = {"chunks": 1, "tokens": record.num_tokens, "num_bytes": record.num_bytes}
+        counts[record.model, record.namespace, record.prefix].update(counted)
+        is_prefix = record.prefix == nothing and not store.catalog.key_texts(record.key)
+        if is_prefix and (identity := store.identity(record.key)):
+            lengths[ids_digest(identity.token_ids)] = len(identity.token_ids)
+    return [
+        {
+            "model": model,
+            "model_name": kept_name(model),
+            "namespace": space,
+            "prefix": prefix,
+            "prefix_tokens": lengths.get(prefix),
+            **count,
+        }
+        for (model, space, prefix), count in sorted(counts.items())
+    ]
+
+
+def _some(ids: list[str]) -> str:
+    rest = len(ids) - 5
+    return ", ".join([*ids[:5], *([f"and {rest} more"] if rest > 0 else [])])
 
 
 def documents(kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", as_json: AsJson = False) -> None:

@@ -133,6 +133,23 @@ def keep(file: Path, text: str) -> bool:
     return True
 
 
+def keep_name(fingerprint: str, name: str) -> None:
+    """Remember the name that a model was loaded by, for those who look at a store later."""
+    if kept_name(fingerprint) != name:
+        keep(_name_file(fingerprint), name)
+
+
+def kept_name(fingerprint: str) -> str | None:
+    """Return the name that a model was loaded by last on this machine, by its fingerprint; ``None`` where nobody knows."""
+    with contextlib.suppress(OSError, ValueError):
+        return _name_file(fingerprint).read_text("utf-8")
+    return None
+
+
+def _name_file(fingerprint: str) -> Path:
+    return cache_dir() / "models" / hashlib.sha256(fingerprint.encode()).hexdigest()
+
+
 def is_packed(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of several, as quantised weights do."""
     return hasattr(tensor, "__tensor_flatten__")

@@ -31,7 +31,7 @@ from kvrag.identity.adapters import check_adapters
 from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
-from kvrag.identity.weights import cache_dir, keep, source_identity
+from kvrag.identity.weights import cache_dir, keep, keep_name, source_identity
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.plain import PlainLM, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
@@ -94,6 +94,7 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
     if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:  # longrope
         regime = f"up to {lm.reuse_window} tokens"
     identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=regime))
+    keep_name(identity.fingerprint, source.name)
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
     return LoadedModel(lm, tokenizer if make_encoder is None else make_encoder(tokenizer), identity)
