@@ -116,7 +116,7 @@ LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "stor
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, int] | set[str]] = {
-    "totals": {"nodes of kvrag": 190_000, "nodes of kvrag/store": 36_000},
+    "totals": {"nodes of kvrag": 193_000, "nodes of kvrag/store": 36_000},
     "undrawn rooms": {"testing"},
 }
 """Violations so far. The table goes when it is empty."""
