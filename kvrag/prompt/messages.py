@@ -29,6 +29,8 @@ SYNONYMS = {
 
 _CONTENT = ("text", "input_text", "output_text")
 """Types of content parts that hold text, in OpenAI's two APIs."""
+_BESIDE_TEXT = ("type", "annotations", "cache_control")
+"""Fields of such a part that hold nothing to be shown."""
 _NOT_TEXT = ("audio", "images", "videos", "files")
 """Fields of a message that hold what kvrag can't read."""
 _CALL_ID = "call{:05}"
@@ -97,7 +99,10 @@ def _plain_message(message: Message, hold: Hold) -> dict[str, Any]:
             raise InputError(f"{name!r} of a {role} message is a kvrag.Chunk; put chunks into its content")
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
-    texts = [_content_text(made.get("content"), role, hold), made.pop("refusal", "")]
+    refusal = made.pop("refusal", "")
+    if not isinstance(refusal, str):
+        raise InputError(f"the refusal of a {role} message is {describe(refusal)}; pass a string")
+    texts = [_content_text(made.get("content"), role, hold), refusal]
     return {**made, "content": "\n\n".join(filter(None, texts))}
 
 
@@ -116,10 +121,18 @@ def _part_text(part: object, hold: Hold) -> str:
         return part
     if isinstance(part, Chunk):
         return _held(part, hold)
-    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    field = "refusal" if kind == "refusal" else "text"
-    if isinstance(part, Mapping) and kind in (*_CONTENT, "refusal") and isinstance(part.get(field), str):
-        return str(part[field])
+    if part is None:
+        return ""
+    kind = (part.get("type") or "text") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, Mapping) and kind in (*_CONTENT, "refusal"):
+        field = "refusal" if kind == "refusal" else "text"
+        says_nothing = not any([value for name, value in part.items() if name not in _BESIDE_TEXT])
+        text = "" if says_nothing else part.get(field)
+        if isinstance(text, str):
+            return text
+        raise InputError(
+            f"the {field!r} of a content part of type {kind!r} is {describe(part.get(field))}; pass a string"
+        )
     raise InputError(f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part")
 
 

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from kvrag.generate.logprobs import Delta, Writer
 from kvrag.generate.streams import AsyncTokenStream
+from kvrag.prompt.messages import SYNONYMS
 from kvrag.prompt.template import Prompt
 from kvrag.server.errors import APIError, as_api_error
 from kvrag.server.metrics import Timer
@@ -31,9 +32,6 @@ from kvrag.types import Chunk, GenerationResult
 PATIENCE_S = 10.0  # after which a stream without a first token begins, so that its client sees a sign of life
 PING_S = 15
 SEND_TIMEOUT_S = 60.0  # after which a client that reads nothing is left
-
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Parts of messages that are text under other names, and the field which holds it."""
 
 Piece = tuple[int, str | GenerationResult]
 """Index of a choice, and more of its text, or, at its end, its result."""
@@ -60,26 +58,16 @@ async def completions(body: TextRequest, request: Request) -> Response:
 def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
     """Return the messages as the engine takes them, with the documents before the last user message's text."""
     dicts: list[dict[str, Any]] = [
-        message.model_dump(exclude_unset=True) | {"content": _content(message)} for message in messages
+        message.model_dump(exclude_unset=True) | {"content": message.content} for message in messages
     ]
-    users = [message for message in dicts if message["role"] == "user"]
-    if reuse.documents and users:
+    if reuse.documents:
+        users = [message for message in dicts if SYNONYMS.get(message["role"], message["role"]) == "user"]
+        if not users:
+            message = "kvrag.documents go before the last user message, and there is none; send one, or leave them out"
+            raise APIError(400, message, "invalid_value", param="kvrag.documents")
         content = users[-1]["content"] or ""
         users[-1]["content"] = [*_chunks(reuse), *([content] if isinstance(content, str) else content)]
     return dicts
-
-
-def _content(message: Message) -> str | list[Any] | None:
-    """Return a message's content, with the text of each of its parts where the engine looks for it."""
-    content = message.content
-    if not isinstance(content, list):
-        return content
-    return [_text_part(part) if isinstance(part, dict) else part for part in content]
-
-
-def _text_part(part: dict[str, Any]) -> dict[str, Any]:
-    name = _TEXT_PARTS.get(str(part.get("type")))
-    return part if name is None else {"type": "text", "text": part.get(name)}
 
 
 def text_prompt(prompt: str | list[int], reuse: Reuse) -> Prompt:
@@ -95,7 +83,8 @@ def text_prompt(prompt: str | list[int], reuse: Reuse) -> Prompt:
 
 
 def _chunks(reuse: Reuse) -> list[str | Chunk]:
-    return [part for document in reuse.documents for part in (Chunk(document.text), "\n\n")]
+    texts = [document.text for document in reuse.documents]
+    return [part for text in texts if text.strip() for part in (Chunk(text), "\n\n")]
 
 
 async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequence[Prompt]) -> Response:

@@ -67,6 +67,8 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
         else chat_prompt(body.messages or (), body.kvrag)
     )
     options = service.reuse(body.kvrag, request.state.tenant)
+    for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+        options[name] = getattr(body, name)
     return asdict(await run_in_threadpool(service.engine.explain, prompt, **options))
 
 

@@ -88,6 +88,9 @@ ALIASES: dict[str, str] = {
 }
 """Other servers' names of fields."""
 
+SWITCHES = ("think",)
+"""Other servers' names of fields at which ``false`` asks for something: to switch off what a model does by itself."""
+
 _SCHEMA = "send response_format with a JSON schema"
 REMEDIES: dict[str, str] = {
     "add_special_tokens": "send true with text prompts, false with chat messages, or leave it out",
@@ -137,7 +140,8 @@ def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
 
 def _rename(given: dict[str, Any], alias: str, name: str) -> None:
     value = given.pop(alias)
-    if asks_for_nothing(value) or given.get(name) == value:
+    is_off = value is False and alias in SWITCHES
+    if (asks_for_nothing(value) and not is_off) or given.get(name) == value:
         return
     if name in given:
         raise fault("unsupported_parameter", f"{alias} and {name} differ; send {name} alone", alias)

@@ -25,7 +25,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -112,7 +112,7 @@ _shallow = BeforeValidator(lambda value: without_nulls(value, levels=2))
 class Completion(_Foreign):
     """What ``/v1/chat/completions`` and ``/v1/completions`` have in common."""
 
-    model: str | None = None
+    model: Annotated[str | None, _or_none("")] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0), _or_none(-1)] = None
@@ -149,7 +149,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any] | str] | None = None
+    content: str | list[dict[str, Any] | str | None] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -169,7 +169,7 @@ class ChatRequest(Completion):
     response_format: Annotated[dict[str, Any] | None, _shallow, _or_none("", {})] = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Annotated[str | None, _or_none("")] = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True
 
@@ -245,10 +245,13 @@ class PrecomputeRequest(_Body):
 
 
 class ExplainRequest(_Body):
-    """Body of ``/v1/kv/explain``: a prompt of either kind."""
+    """Body of ``/v1/kv/explain``: a prompt of either kind, and what messages are rendered with."""
 
     messages: list[Message] | None = None
-    prompt: str | None = None
+    prompt: str | Tokens | None = None
+    tools: Annotated[list[dict[str, Any]] | None, _shallow] = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    continue_final_message: bool = False
     kvrag: Reuse = Field(default_factory=Reuse)
 
 

@@ -77,6 +77,13 @@ def test_a_plain_text_block_is_a_chunk(chat):
     assert [span.text for span in explained.spans if span.kind == "chunk"] == ["a <s> b"]
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_a_blank_text_block_is_nothing(chat, blank):
+    block = {"type": "text-plain", "text": blank, "mime_type": "text/plain"}
+    with_it = chat.invoke([HumanMessage([block, {"type": "text", "text": "Who?"}])])
+    assert with_it.usage_metadata == chat.invoke("Who?").usage_metadata
+
+
 def test_a_string_model_can_not_keep_control_text_apart(llm):
     block = {"type": "text-plain", "text": "a <s> b", "mime_type": "text/plain"}
     with pytest.raises(InputError, match="control-token text"):

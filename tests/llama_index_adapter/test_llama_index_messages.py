@@ -68,6 +68,13 @@ def test_a_citable_block_is_a_chunk(llm):
     )
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_blank_text_of_a_citable_block_is_nothing(llm, blank):
+    block = CitableBlock(title="Notes", source="a.txt", content=[TextBlock(text=blank)])
+    asked = llm.chat([ChatMessage(blocks=[block, TextBlock(text="Who?")])]).raw["usage"]
+    assert asked["prompt_tokens"] == llm.chat([ChatMessage("Notes\nWho?")]).raw["usage"]["prompt_tokens"]
+
+
 def test_thoughts_are_left_to_the_template(make, tiny_dir):
     llm = make(tokenizer=with_template(tiny_dir, "qwen3"))
     thinking = ChatMessage(role="assistant", blocks=[ThinkingBlock(content="deep"), TextBlock(text="Yes.")])

@@ -90,7 +90,12 @@ def _parts(block: Any) -> list[Any]:
     if not isinstance(block, Mapping) or block.get("type") != "text-plain" or not isinstance(block.get("text"), str):
         return [block]
     about = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
-    return [*about, Chunk(block["text"])]
+    return [*about, *_chunk(block["text"])]
+
+
+def _chunk(text: str) -> list[Chunk]:
+    """Return a document's text as a chunk; a blank one has nothing to be shown."""
+    return [Chunk(text)] if text.strip() else []
 
 
 def _thoughts(message: AIMessage) -> str:

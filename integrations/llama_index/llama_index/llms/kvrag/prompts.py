@@ -121,7 +121,7 @@ def _parts(block: Any, role: str) -> list[Any]:
     if isinstance(block, TextBlock):
         return [block.text]
     if isinstance(block, CitableBlock) and all([isinstance(inner, TextBlock) for inner in block.content]):
-        return [block.title, *[Chunk(inner.text) for inner in block.content]]
+        return [block.title, *[Chunk(inner.text) for inner in block.content if inner.text.strip()]]
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
         return []
     raise InputError(f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block")
