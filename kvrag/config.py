@@ -443,6 +443,9 @@ class Retention:
     """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
 
 
+DEFAULT_MAX_NEW_TOKENS = 1024
+"""Most tokens of an answer to a request that names no number. Not the whole window: the answer's KV is reserved in advance."""
+
 GREEDY_BELOW = 1e-3
 """Temperatures below are greedy: divided by them, logits exceed what float32 can tell apart."""
 
@@ -451,8 +454,9 @@ GREEDY_BELOW = 1e-3
 class SamplingConfig:
     """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``."""
 
-    max_new_tokens: Positive = 64
-    """Upper bound of answer tokens."""
+    max_new_tokens: Positive | None = None
+    """Upper bound of answer tokens. ``None``: as the model's generation config says, else 1,024, and fewer where the context window leaves
+    fewer behind the prompt. A number that does not fit is an error."""
     temperature: NonNegative = 0.0
     """0 is greedy decoding, and so is what is below 0.001."""
     top_p: Fraction | None = None

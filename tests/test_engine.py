@@ -78,7 +78,7 @@ def test_auto_prefills_short_prompts_in_full_and_says_why(engine):
     engine.precompute(CHUNKS)
     result = engine.prefill(prompt)
     assert result.exactness == "full"
-    assert "cost as much" in str(result.fallback_reason)
+    assert "would not pay" in str(result.fallback_reason)
     assert engine.prefill(prompt, mode="stitch").exactness == "repaired"
 
 

@@ -37,7 +37,7 @@ class Prefilled:
     ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV
     (``None`` where the model keeps it in a cache of its own), of which the first ``num_exact`` rows equal a full prefill's, and the first
     ``num_history`` are an earlier request's. ``missed`` may be stored after the answer; ``window`` is what ``extend`` is where rows may
-    leave the buffer; the rest is :class:`~kvrag.types.Accounting`.
+    leave the buffer; ``max_new_tokens`` is how many tokens the answer may have; the rest is :class:`~kvrag.types.Accounting`.
     """
 
     extend: Extend
@@ -57,6 +57,7 @@ class Prefilled:
     num_exact: int = 0
     sources: tuple[tuple[Source, int], ...] = ()
     window: SlidingWindow | None = None
+    max_new_tokens: int = 0
 
     def release(self) -> None:
         """Free the buffer's memory now, whoever still holds this."""

@@ -11,9 +11,12 @@ from typing import Protocol
 import torch
 from transformers import LogitsProcessorList
 
+from kvrag.blend.prefill import Prefilled
 from kvrag.config import SamplingConfig
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logprobs import Delta, logprob_of
+from kvrag.generate.processors import processors_of
+from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
 
@@ -91,6 +94,15 @@ class Sampler:
     def is_complete(self) -> bool:
         """Whether the answer has its form and can't go on."""
         return self._constraint is not None and self._constraint.is_complete
+
+
+def sampler_of(
+    loaded: LoadedModel, config: SamplingConfig, done: Prefilled, eos_ids: frozenset[int], constraint: Constraint | None
+) -> Sampler:
+    """Return the sampler of an answer to a prefilled prompt."""
+    model, ids = loaded.lm.model, done.token_ids
+    processors = processors_of(model, config, ids, max_new_tokens=done.max_new_tokens, eos_ids=eos_ids)
+    return Sampler(config, ids, processors, constraint=constraint, device=model.device)
 
 
 class Calls(Protocol):

@@ -16,17 +16,16 @@ from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import Past
-from kvrag.config import SamplingConfig, StoreConfig
+from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.ending import end_ids, own_stops
 from kvrag.generate.grammar import Constraint, constraint_of
 from kvrag.generate.histories import Histories
 from kvrag.generate.logprobs import read_on
-from kvrag.generate.processors import processors_of
 from kvrag.generate.request import Request
 from kvrag.generate.retry import retry_without_reuse
-from kvrag.generate.sampling import Sampler, TextStream, decode
+from kvrag.generate.sampling import TextStream, decode, sampler_of
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
@@ -47,6 +46,10 @@ from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Miss
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
+
+WORTH_REUSE = (
+    256  # tokens that an answer of no given length may be cut to, where a longer one would forbid any reuse (longrope)
+)
 
 
 @dataclass(slots=True)
@@ -154,7 +157,7 @@ class Answering:
         self,
         request: Request,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         clock: Clock | None = None,
         cancel: threading.Event | None = None,
     ) -> Iterator[tuple[Prefilled, Clock]]:
@@ -167,8 +170,8 @@ class Answering:
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
             again = self._learn(request, plan)
-        total = self._check_length(len(plan.token_ids), max_new_tokens, request.slides)
-        stores = self._stores_missed
+        limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
+        total, stores = self._check_length(len(plan.token_ids), limit, request.slides), self._stores_missed
         missed = _missed(request, plan, erasures, again, stores=stores) if stores or again is not None else None
         plan, slides = self._checked(plan, request, total)
         attempt = partial(
@@ -176,7 +179,7 @@ class Answering:
             *(self.loaded.lm, self.store, plan),
             config=request.repair,
             costs=self.costs,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=limit,
             load_timeout_s=deadline.left_s,
             clock=clock,
             slides=slides,
@@ -187,26 +190,28 @@ class Answering:
         with clock.waiting(scheduler_of(self.loaded).turn(num_bytes, cancel)):
             done = retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self._release)
             try:
-                yield replace(done, missed=missed) if missed else done, clock
+                yield replace(done, missed=missed, max_new_tokens=limit), clock
             finally:
                 done.release()
 
     @contextmanager
     def scored(
-        self, request: Request, config: SamplingConfig, limit: int, clock: Clock, cancel: threading.Event
+        self, request: Request, config: SamplingConfig, clock: Clock, cancel: threading.Event
     ) -> Iterator[tuple[Prefilled, tuple[TokenLogprob, ...] | None]]:
         """As :meth:`prefilled`, with log-probabilities of the prompt's tokens if they are wanted: without reuse then."""
         if config.prompt_logprobs is None:
-            with self.prefilled(request, max_new_tokens=limit, clock=clock, cancel=cancel) as (done, _):
+            length = config.max_new_tokens
+            with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as (done, _):
                 yield done, None
             return
         ids = self.plan(request).token_ids
+        limit = self._length_of(len(ids), config.max_new_tokens, slides=False)
         first = replace(request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False)
         room = len(ids) - 1 + limit
         with self.prefilled(first, max_new_tokens=room, clock=clock, cancel=cancel) as (done, _):
             with clock.stage("score"):
                 done, told = read_on(done, ids[1:], config.prompt_logprobs, cancel)
-            yield done, told
+            yield replace(done, max_new_tokens=limit), told
 
     @property
     def _stores_missed(self) -> bool:
@@ -262,6 +267,21 @@ class Answering:
     def _release(self) -> int:
         return self.store.release() + self.histories.clear()
 
+    def _length_of(self, num_tokens: int, given: int | None, slides: bool) -> int:
+        """Return how many tokens an answer may have: as given, else by default, as far as the model's context window has room."""
+        if given is not None:
+            return given
+        lm, defaults = self.loaded.lm, self.loaded.lm.model.generation_config
+        most = defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+        if (defaults.max_length or 0) > num_tokens:
+            most = min(most, defaults.max_length - num_tokens)
+        window = lm.context_window
+        if slides and cannot_slide(lm) is None:
+            return int(most)
+        if not isinstance(lm, PlainLM) and num_tokens + WORTH_REUSE <= lm.reuse_window:
+            window = lm.reuse_window
+        return max(1, min(most, window - num_tokens))
+
     def _check_length(self, num_tokens: int, max_new_tokens: int, slides: bool) -> int:
         """Return the tokens of prompt and answer together; raise if the model's context window is smaller, and doesn't slide."""
         total, window = num_tokens + max_new_tokens, self.loaded.lm.context_window
@@ -283,31 +303,18 @@ class Answering:
             constraint = None if request.form == TEXT else constraint_of(request.form, tokenizer, eos_ids)
             return constraint, self._space(request)
 
-    def _sampler(
-        self,
-        config: SamplingConfig,
-        prompt_ids: Sequence[int],
-        limit: int,
-        eos_ids: frozenset[int],
-        constraint: Constraint | None,
-    ) -> Sampler:
-        model = self.loaded.lm.model
-        processors = processors_of(model, config, prompt_ids, max_new_tokens=limit, eos_ids=eos_ids)
-        return Sampler(config, prompt_ids, processors, constraint=constraint, device=model.device)
-
     def answer(
         self, request: Request, config: SamplingConfig, clock: Clock, emit: Emit, cancel: threading.Event
     ) -> GenerationResult:
         """Prefill and decode by a ``clock`` that runs since the caller asked; ``emit`` takes text, ``cancel`` ends it before a forward."""
-        encoder, limit = self.loaded.encoder, config.max_new_tokens
-        form, eos_ids = request.form, end_ids(self.loaded)
+        encoder, form, eos_ids = self.loaded.encoder, request.form, end_ids(self.loaded)
         constraint, space = self._prepared(request, eos_ids, clock)
-        with self.scored(request, config, limit, clock, cancel) as (done, told), clock.stage("decode"):
+        with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
             read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
-            sampler = self._sampler(config, done.token_ids, limit, eos_ids, constraint)
+            sampler = sampler_of(self.loaded, config, done, eos_ids, constraint)
             answer = decode(
                 *(done.extend, done.logits, sampler, TextStream(read[0], config.stop + own_stops(self.loaded))),
-                max_new_tokens=limit,
+                max_new_tokens=done.max_new_tokens,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,
                 cancel=cancel,

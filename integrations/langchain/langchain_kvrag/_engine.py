@@ -63,8 +63,8 @@ class KVRagModel(EngineFields):
     revision: str | None = None
     """Hub revision."""
 
-    max_tokens: int = 256
-    """Upper bound of answer tokens."""
+    max_tokens: int | None = None
+    """Upper bound of answer tokens; default: what the context window leaves, up to the model's own limit or 1,024."""
 
     stop: list[str] | None = None
     """Strings that end the answer."""

@@ -105,7 +105,8 @@ class KVRagLLM(ToolCallingLLM):
         default_factory=dict, description="For from_pretrained; also revision.", exclude=True
     )
     max_new_tokens: int | None = Field(
-        default=None, description="Upper bound of answer tokens; default: the model's generation config, else 256."
+        default=None,
+        description="Upper bound of answer tokens; default: what the context window leaves, up to the model's own limit or 1,024.",
     )
     stop: str | list[str] | None = Field(default=None, description="Strings that end the answer; not part of it.")
     stop_token_ids: list[int] | None = Field(
@@ -292,8 +293,7 @@ class KVRagLLM(ToolCallingLLM):
         if isinstance(options.get("tools"), (list, tuple)):
             options["tools"] = tool_dicts(options["tools"])
         self._check_request(options)
-        engine = self.engine
-        return engine, {**options, "max_new_tokens": _num_output(options, engine)}
+        return self.engine, options
 
     def _of_prompt(
         self, prompt: str, formatted: bool, overrides: dict[str, Any]
@@ -364,6 +364,7 @@ def _encoder(engine: KVRagEngine, options: dict[str, Any]) -> PromptEncoder:
 
 
 def _num_output(options: dict[str, Any], engine: KVRagEngine) -> int:
+    """Return how many tokens LlamaIndex keeps free for an answer when it packs nodes into a prompt; a longer one may use what is left."""
     given = options.get("max_new_tokens")
     if given is None:
         given = getattr(engine.loaded.lm.model.generation_config, "max_new_tokens", None)
