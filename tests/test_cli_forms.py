@@ -236,6 +236,15 @@ def test_a_fault_of_the_input_is_a_sentence(args, place, tiny_dir):
     assert done.stderr.strip().splitlines()[-1].startswith("kvrag: ")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"), [("{", "is no JSON"), ("[1]", "is [1]; pass a dict"), ('{"tools": []}', "holds 'tools'")]
+)
+def test_a_fault_of_template_variables_is_the_one_that_is_said(given, said, place, tiny_dir):
+    done = run("ask", tiny_dir, "Who?", "--chat-template-kwargs", given)
+    assert said in done.stderr
+    assert ("no JSON" in done.stderr) is (given == "{")
+
+
 def test_a_fault_of_the_system_names_the_file(place, monkeypatch):
     def fail(*_, **__):
         raise PermissionError(13, "Permission denied", str(Path("kv") / "lock"))

@@ -224,11 +224,12 @@ def engine_options(engine: Given, *, repair: Given | None = None, limits: Given 
 def _variables(text: str) -> Given:
     """Read variables for the chat template."""
     try:
-        return check_template_kwargs(json.loads(text))
+        variables = json.loads(text)
     except ValueError as error:
         raise ConfigError(
             f'--chat-template-kwargs is no JSON ({error}); pass an object, as {{"enable_thinking": false}}'
         ) from None
+    return check_template_kwargs(variables)
 
 
 def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:

@@ -300,5 +300,5 @@ def _check_last(messages: Sequence[Mapping[str, Any]]) -> None:
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"].strip():
         raise InputError(
             "continue_final_message goes on with the last message, so that must be an assistant's, with text and without calls of tools; "
-            f"its role is {last['role']!r}, its text {last['content'][:80]!r}: leave the option out"
+            f"its role is {last['role']!r}: leave the option out"
         )

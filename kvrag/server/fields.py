@@ -33,6 +33,10 @@ HINTS: dict[str, tuple[str, ...]] = {
         *("num_thread", "low_vram", "use_mmap", "use_mlock", "truncation_length", "prediction", "speculative_ngram"),
     ),
     "how much a model thinks and says, for models of others": ("verbosity", "include_reasoning"),
+    "in which order methods of sampling follow each other: kvrag has its own": (
+        *("samplers", "sampler_order", "sampler_priority", "temperature_last"),
+    ),
+    "what else an answer tells of itself, which kvrag does in its own way": ("timings_per_token", "return_progress"),
     "how special tokens, which no answer shows, are spelt": ("spaces_between_special_tokens",),
     "options of a method that is off, and is refused where it is on": (
         *(
@@ -53,6 +57,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adaptive_target": (-0.01, -1, 0),
     "add_bos_token": (True,),
     "audio": (False, {}),
+    "cfg_scale": (1, 0),
     "detokenize": (True,),
     "encoder_repetition_penalty": (1, 0),
     "function_call": ("auto", "none"),
@@ -64,6 +69,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tfs_z": (1,),
     "top_n_sigma": (-1, 0),
     "nsigma": (-1, 0),
+    "num_beams": (1, 0),
     "truncate_prompt_tokens": (-1,),
     "typical": (1,),
     "typical_p": (1,),
@@ -141,7 +147,8 @@ def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
 def _rename(given: dict[str, Any], alias: str, name: str) -> None:
     value = given.pop(alias)
     is_off = value is False and alias in SWITCHES
-    if (asks_for_nothing(value) and not is_off) or given.get(name) == value:
+    is_unlimited = value == -1 and name == "max_tokens"
+    if (asks_for_nothing(value) and not is_off) or is_unlimited or given.get(name) == value:
         return
     if name in given:
         raise fault("unsupported_parameter", f"{alias} and {name} differ; send {name} alone", alias)

@@ -1,5 +1,7 @@
 """What stands in a request's messages and documents: all of it is shown, said to be nothing, or refused by name."""
 
+import re
+
 import pytest
 from clients import CHAT, ID, TEXT, TOOL, USER
 from starlette.testclient import TestClient
@@ -137,3 +139,16 @@ def test_what_is_explained_is_the_prompt_that_is_answered(http, more):
 
 def test_token_ids_are_explained(http):
     assert http.post("/v1/kv/explain", json={"prompt": [5, 6, 7]}).json()["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize("alias", ["n_predict", "num_predict", "max_new_tokens"])
+def test_no_limit_by_another_name_is_none(http, alias):
+    assert shown(http, CHAT, ASK | {alias: -1}) == shown(http, CHAT, ASK)
+    response = http.post(CHAT, json=ASK | {alias: -1, "max_tokens": 2})
+    assert response.json()["usage"]["completion_tokens"] == 2
+
+
+def test_a_refusal_repeats_nothing_of_kvrags_own(http):
+    """What stands for a document while messages are rendered is no text of the client's."""
+    error = refusal(http, CHAT, ASK | {"continue_final_message": True, "kvrag": {"documents": DOCUMENTS}})
+    assert re.search("[0-9]{10}", error["message"]) is None
