@@ -78,7 +78,7 @@ class TestTrace:
         text = "".join(made["tokens"])
         assert question in text
         assert all(chunk in text for chunk in chunks)
-        names = [name for name, _, _ in made["stages"]]
+        names = [name for name, _, _ in made["stages"] if name != "prepare"]  # which is told of where it takes long
         assert names == ["plan", "load", "stitch", "select", "repair", "decode"]
         assert made["stages"][0][1] == 0.0
         assert all(start <= end for _, start, end in made["stages"])
