@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-ci test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -37,16 +37,13 @@ demo: $(VENV)/.demo ## Answer real questions over real documents: ARGS="--framew
 notebooks: setup ## Run the notebooks of examples/notebooks anew, and keep their outputs
 	$(BIN)/python examples/notebooks/run.py $(ARGS)
 
-test test-ci test-all: export OMP_NUM_THREADS ?= 1
+test test-all: export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 MARK ?= not slow and not exhaustive
 COVERAGE := --cov --cov-report=term --cov-fail-under=95
-test: setup ## Run the tests, a process per core and a thread each; KVRAG_SHUFFLE=SEED: in a random order
-	$(PYTEST) -m "$(MARK)" $(ARGS)
-
-test-ci: setup ## Run the slow ones, too, and measure coverage, which takes a quarter more; as CI does
-	$(PYTEST) -m "not exhaustive" $(COVERAGE) $(ARGS)
+test: setup ## Run the tests, a process per core and a thread each; KVRAG_SHUFFLE=SEED: in a random order; MARK="not exhaustive" COVER=1: as CI does
+	$(PYTEST) -m "$(MARK)" $(if $(COVER),$(COVERAGE)) $(ARGS)
 
 test-all: setup ## Run all tests: every case of the emulator, all compilations, every architecture in everything (half an hour on two cores)
 	$(PYTEST) $(COVERAGE) $(ARGS)
@@ -61,7 +58,7 @@ types: setup ## Check types (strict)
 		-p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
 
 check: lint types ## What CI runs, but for the site and the wheel
-	$(MAKE) test-ci
+	$(MAKE) test MARK="not exhaustive" COVER=1
 
 bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
 
