@@ -15,11 +15,14 @@ from kvrag.types import ToolCall
 
 _OPEN = "<tool_call>"
 _CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*(?:</tool_call>|(?=<tool_call>)|$)\s*", re.DOTALL)
-_JSON = re.compile(r"\s*(\[\s*)?(\{.*)?", re.DOTALL)  # what may become an object, or a list of them
+_JSON = re.compile(
+    r"\s*(`{1,2}|```[a-z]*\s*)?(\[\s*)?(\{.*)?", re.DOTALL
+)  # what may become an object, or a list of them
+_FENCED = re.compile(r"\s*```[a-z]*\s*(.*?)\s*```\s*", re.DOTALL)  # as Qwen's models for code write it
 
 
 class TextCalls:
-    """Calls in Hermes' form, or an answer that is nothing but JSON; what was held back and is no call is text after all."""
+    """Calls in Hermes' form, or an answer that is nothing but JSON, fenced or not; what was held back and is no call is text after all."""
 
     def __init__(self, tools: Tools) -> None:
         self.found: tuple[ToolCall, ...] = ()
@@ -42,7 +45,8 @@ class TextCalls:
         return shown
 
     def _read(self) -> str:
-        value = _loaded(self._held) if self._is_json else None
+        fenced = _FENCED.fullmatch(self._held)
+        value = _loaded(fenced[1] if fenced else self._held) if self._is_json else None
         calls = [as_call(each) for each in (value if isinstance(value, list) else [value])]
         known = tuple([call for call in calls if call and call.name in self._names])
         if len(known) == len(calls):
