@@ -10,6 +10,7 @@ from test_tool_calls import ASK
 
 from kvrag import ConfigError
 from kvrag.generate import grammar
+from kvrag.testing.tokenizers import tiny_tokenizer
 
 NUMBER, TWO = {"type": "integer"}, {"a": {"type": "integer"}, "b": {"type": "boolean"}}
 LETTERS = {"$defs": {"letter": {"enum": ["a", "b"]}}}
@@ -35,6 +36,7 @@ ENFORCED = {
     "minProperties": {"type": "object", "minProperties": 2, "additionalProperties": NUMBER},
     "maxProperties": {"type": "object", "maxProperties": 1, "additionalProperties": NUMBER},
     "minProperties of known": {"type": "object", "properties": TWO, "required": ["a"], "minProperties": 1},
+    "one of two": {"type": "object", "properties": TWO, "additionalProperties": False, "minProperties": 1},
     "patternProperties": {"type": "object", "patternProperties": {"^a": NUMBER}, "additionalProperties": False},
     "unevaluatedProperties": {"type": "object", "properties": TWO, "unevaluatedProperties": False, "minProperties": 1},
     "pattern of a decimal": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
@@ -127,6 +129,30 @@ def test_what_is_not_enforced_is_named_once_and_the_rest_holds(name, caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert re.search(f"more than decoding can enforce .*{named}.*validate them", record.getMessage())
+
+
+def test_names_that_are_numbers_are_their_texts():
+    """The schema of ``dict[IntEnum, int]`` names numbers, and JSON's names are texts."""
+    answer = said({"type": "object", "propertyNames": {"enum": [1, 2]}, "minProperties": 1})
+    assert set(answer) in ({"1"}, {"2"}, {"1", "2"})
+
+
+COUNTS = (
+    {"minProperties": 1},
+    {"minProperties": 2, "additionalProperties": False},
+    {"minProperties": 1, "maxProperties": 3},
+    {"required": ["a"], "minProperties": 2, "additionalProperties": NUMBER},
+    {"minProperties": 1, "patternProperties": {"^x": NUMBER}, "additionalProperties": False},
+)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_count_of_properties_keeps_none_that_has_a_name_out(counts):
+    """llguidance alone counts those without a name, and then takes no answer of known properties."""
+    grammar_of_it = constraint({"type": "object", "properties": TWO, **counts})
+    tokens = tiny_tokenizer().encode('{"a": 1, "b": true}', add_special_tokens=False)
+    assert grammar_of_it._matcher.try_consume_tokens(tokens) == len(tokens)
+    assert grammar_of_it._matcher.is_accepting()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -59,6 +59,7 @@ def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
         _take_patterns(out, missed)
         if out.get("unevaluatedProperties") is False and not any(key in out for key in _JOINED):
             out.setdefault("additionalProperties", out.pop("unevaluatedProperties"))
+        _take_counts(out, missed)
         return out
 
     changed = change(schema)
@@ -88,7 +89,8 @@ def _take_names(out: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     closed = {key: value for key, value in out.items() if key != "propertyNames"} | {"additionalProperties": False}
     allowed = [names["const"]] if "const" in names else names.get("enum")
     if isinstance(allowed, list):
-        return closed | {"properties": {name: values for name in allowed if isinstance(name, str)}}
+        keys = [name if isinstance(name, str) else json.dumps(name) for name in allowed]  # JSON's are texts
+        return closed | {"properties": dict.fromkeys(keys, values)}
     rest = names.keys() - {"type", "title", "description", "minLength", "maxLength"}
     if rest == {"pattern"}:
         return closed | {"patternProperties": {names["pattern"]: values}}
@@ -107,6 +109,22 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     for name in ref[2:].split("/"):
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
+
+
+def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
+    """Leave out how many properties there must be where some are optional: llguidance counts all but these."""
+    required = out.get("required", ())
+    if not set(out.get("properties", ())) - set(required):
+        return
+    if out.get("minProperties", 0) <= len(required):
+        out.pop("minProperties", None)
+    is_closed = out.get("additionalProperties") is False and not out.get("patternProperties")
+    if is_closed and out.get("minProperties", 1) == 1 and out.get("maxProperties", 1) == 1:
+        return
+    if "minProperties" in out or "maxProperties" in out:
+        missed.append("min/maxProperties where some are optional")
+    out.pop("minProperties", None)
+    out.pop("maxProperties", None)
 
 
 def _take_formats(out: dict[str, Any]) -> None:
