@@ -135,6 +135,25 @@ def test_a_greedy_answer_is_that_of_generate_under_each_option(name, engine):
     assert (wanted == plain) == (name in UNCHANGED)
 
 
+def test_a_watermark_that_is_written_as_json_is_followed(engine):
+    engine.source.model.generation_config.watermarking_config = {"bias": 20.0, "seeding_scheme": "selfhash"}
+    answer = ours(engine)
+    engine.source.model.generation_config.watermarking_config = WatermarkingConfig(bias=20.0, seeding_scheme="selfhash")
+    assert answer == theirs(engine)
+
+
+def test_end_tokens_are_where_the_scores_are(engine, monkeypatch):
+    """Scores are on the model's device, and a mask of end tokens that is elsewhere can't be laid over them."""
+    model = engine.source.model
+    given = list[GenerationConfig]()
+    monkeypatch.setattr(type(model), "device", torch.device("meta"))
+    monkeypatch.setattr(
+        type(model), "_get_logits_processor", lambda _, generation_config, **options: given.append(generation_config)
+    )
+    processors_of(model, SamplingConfig(min_new_tokens=3), PROMPT, max_new_tokens=5, eos_ids=frozenset({2}))
+    assert given[0]._eos_token_tensor.device.type == "meta"
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_greedy_answer_is_that_of_generate_under_options_together(seed, engine):
     plain = theirs(engine)

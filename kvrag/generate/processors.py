@@ -12,7 +12,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, WatermarkingConfig
 
 from kvrag.config import SamplingConfig
 from kvrag.errors import ConfigError
@@ -69,6 +69,7 @@ def processors_of(
 ) -> LogitsProcessorList:
     """Make the processors of one answer, which may have ``max_new_tokens`` and ends at ``eos_ids``; they work on the model's device."""
     merged = merged_config(model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids)
+    merged._eos_token_tensor = torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
     _warn_of_what_is_not_done(model)
     own = LogitsProcessorList()
     if config.frequency_penalty or config.presence_penalty or config.logit_bias:
@@ -100,8 +101,11 @@ def merged_config(
     The temperature is the request's alone: 0 is greedy, whatever the model's config says.
     """
     merged = GenerationConfig() if defaults is None else deepcopy(defaults)
-    merged.update(**dict.fromkeys(NOT_DONE), allow_custom_entries=True)
+    for name in NOT_DONE:
+        setattr(merged, name, None)
     merged.num_beams = 1
+    if isinstance(merged.watermarking_config, dict):  # as JSON has it
+        merged.watermarking_config = WatermarkingConfig.from_dict(merged.watermarking_config)
     merged.do_sample = not config.is_greedy
     merged.temperature = None if config.is_greedy else float(config.temperature)
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"):
@@ -114,7 +118,6 @@ def merged_config(
     merged.max_length = num_prompt + max_new_tokens
     merged.max_new_tokens = None
     merged.eos_token_id = sorted(eos_ids) or None
-    merged._eos_token_tensor = torch.tensor(sorted(eos_ids)) if eos_ids else None
     return merged
 
 
