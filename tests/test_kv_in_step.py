@@ -434,6 +434,10 @@ def test_a_string_is_one_id_and_one_text(engine):
     check_in_step(side)
     side.store.add_texts(LONG[2], ids="12")
     assert side.held()["12"] == LONG[2]
+    side.store.add_documents([Document(LONG[0])], ids="12")
+    assert side.held()["12"] == LONG[0]
+    asyncio.run(side.store.aadd_documents([Document(LONG[2])], ids="12"))
+    assert side.held()["12"] == LONG[2]
     assert asyncio.run(side.store.aget_by_ids("12"))[0].page_content == LONG[2]
     asyncio.run(side.store.adelete("12"))
     asyncio.run(side.store.aadd_texts(LONG[3], ids="3"))

@@ -33,6 +33,12 @@ def _checked_texts(texts: Iterable[str], ids: Iterable[str] | None) -> tuple[lis
     return listed, names
 
 
+def _list_ids(options: dict[str, Any]) -> None:
+    """Make a list of the ids among options: some stores would take a string for many ids."""
+    if "ids" in options:
+        options["ids"] = as_list(options["ids"])
+
+
 def _of_inner(name: str) -> Any:
     """Make a method, or the coroutine function of one, that is the inner store's, with its signature and documentation."""
 
@@ -165,8 +171,9 @@ class KVRagVectorStore(VectorStore):
         return await super().aadd_texts(checked[0], metadatas, ids=checked[1], **kwargs)
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Add or replace documents, and precompute their KV; options are the inner store's."""
+        """Add or replace documents, and precompute their KV; options are the inner store's. A string as ``ids`` is one id."""
         documents = list(documents)
+        _list_ids(kwargs)
         names = self.inner.add_documents(documents, **kwargs)
         self._precompute(documents, names)
         return names
@@ -174,6 +181,7 @@ class KVRagVectorStore(VectorStore):
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """As :meth:`add_documents`; the event loop is not blocked."""
         documents = list(documents)
+        _list_ids(kwargs)
         names = await self.inner.aadd_documents(documents, **kwargs)
         await run_in_executor(None, self._precompute, documents, names)
         return names
