@@ -270,6 +270,10 @@ def _seed(value: object) -> object:
     return None if value == -1 else value
 
 
+def _none_as_empty(value: object) -> object:
+    return () if value is None else value
+
+
 def _pairs(value: object) -> object:
     """Accept ``None``, and a dict for its items."""
     return tuple(value.items()) if isinstance(value, Mapping) else value or ()
@@ -485,7 +489,7 @@ class SamplingConfig:
     prefilled in full then: rows that are reused have none."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
     """Strings that end the answer; they are not part of it."""
-    stop_token_ids: tuple[Count, ...] = ()
+    stop_token_ids: Annotated[tuple[Count, ...], BeforeValidator(_none_as_empty)] = ()
     """Tokens that end the answer, besides the model's own."""
 
     @property

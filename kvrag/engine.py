@@ -47,7 +47,7 @@ from kvrag.progress import check_show
 from kvrag.prompt.learn import learning
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
-from kvrag.prompt.tools import answer_form
+from kvrag.prompt.tools import Form, answer_form
 from kvrag.signatures import checks_names, parameters_of
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.threads import fork_lock
@@ -468,7 +468,7 @@ class KVRagEngine:
         logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
         min_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -640,13 +640,14 @@ class KVRagEngine:
         max_context: MaxContext = "raise",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
-        **form: Any,
+        form: Form | None = None,
+        **asked: Any,
     ) -> Request:
         checked, space = check_options(mode, repair, max_context) or self.repair, self._namespace(namespace)
         return Request(
             *(prompt, mode, checked, space),
             prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),
-            form=answer_form(**form),
+            form=answer_form(**asked) if form is None else form,
             slides=max_context == "slide",
             variables={**self.chat_template_kwargs, **check_template_kwargs(chat_template_kwargs)},
             continues=check_flag(continue_final_message, "continue_final_message"),
@@ -668,7 +669,7 @@ class KVRagEngine:
         logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
         min_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
@@ -683,12 +684,12 @@ class KVRagEngine:
         max_context: MaxContext = "raise",
     ) -> Produce:
         """Check the options now, in the caller's thread, and return the work for the request's own thread."""
-        options, clock = _options_in(locals()), Clock()
+        options, clock = _options_in(locals(), "tools", "tool_choice", "response_format"), Clock()
         sampling = {name: options.pop(name) for name in _SAMPLING}
         options["repair"] = check_options(mode, repair, max_context)
         check_template_kwargs(chat_template_kwargs)
         check_flag(continue_final_message, "continue_final_message")
-        answer_form(tools, tool_choice, response_format)
+        options["form"] = answer_form(tools, tool_choice, response_format)
         try:
             config = _sampling(**sampling)
         except TypeError:  # an option without a hash, such as a list of stop strings

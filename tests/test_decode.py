@@ -88,6 +88,10 @@ def test_a_temperature_near_zero_is_greedy(temperature):
     assert [sampler.next(torch.tensor([0.0, 1e-4, 2e-4])) for _ in range(20)] == [2] * 20
 
 
+def test_no_stop_tokens_may_be_said_as_none():
+    assert SamplingConfig(stop_token_ids=None) == SamplingConfig()
+
+
 @pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"top_p": 1}, {"min_p": 0.0}, {}])
 def test_filters_at_their_neutral_values_are_off(off):
     sampler = sampler_of(SamplingConfig(temperature=5.0, seed=1, **off))
