@@ -120,8 +120,10 @@ def _parts(block: Any, role: str) -> list[Any]:
     """Return a block's texts, and chunks."""
     if isinstance(block, TextBlock):
         return [block.text]
-    if isinstance(block, CitableBlock) and all([isinstance(inner, TextBlock) for inner in block.content]):
-        return [block.title, *[Chunk(inner.text) for inner in block.content if inner.text.strip()]]
+    if isinstance(block, CitableBlock):
+        texts = [inner.text for inner in block.content if isinstance(inner, TextBlock)]
+        if len(texts) == len(block.content):
+            return [block.title, *[Chunk(text) for text in texts if text.strip()]]
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
         return []
     raise InputError(f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block")
