@@ -1,5 +1,6 @@
 """Keywords of JSON schemas: enforced token by token, or named as not enforced; refused is what no answer could have."""
 
+import contextlib
 import json
 import re
 
@@ -160,6 +161,36 @@ def test_what_no_answer_could_have_is_refused_by_name(name):
     schema, named = REFUSED[name]
     with pytest.raises(ConfigError, match=f"(?s)JSON schema.*simplify it.*{named}"):
         constraint(schema)
+
+
+KEYWORDS = (
+    *(
+        "$id",
+        "$ref",
+        "$defs",
+        "type",
+        "enum",
+        "const",
+        "allOf",
+        "anyOf",
+        "not",
+        "if",
+        "properties",
+        "required",
+        "items",
+    ),
+    *("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "minProperties"),
+    *("maxProperties", "format", "pattern", "uniqueItems", "prefixItems", "contains", "minLength", "multipleOf"),
+)
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_value_of_the_wrong_type_is_never_more_than_a_refusal(keyword):
+    around = {"type": "object", "properties": {"a": NUMBER}, "propertyNames": {"minLength": 1}, "maxProperties": 3}
+    for value in (None, True, -1, 1.5, "a", [], [[]], [{}], {}, {"a": [1]}, [None, 2]):
+        for schema in ({keyword: value}, {**around, keyword: value}, {"allOf": [{"pattern": "(?!a)", keyword: value}]}):
+            with contextlib.suppress(ConfigError):
+                constraint(schema)
 
 
 def test_tools_take_the_same_schemas(engine, caplog):

@@ -63,6 +63,8 @@ def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constr
         matcher = library.LLMatcher(table, library.LLMatcher.grammar_from_json_schema(schema), log_level=0)
     except ValueError as error:  # it holds what JSON can't say, such as NaN
         raise _unusable(str(error) or "it is no JSON") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _unusable(f"a keyword holds a value of another type than it takes ({error})") from None
     if matcher.is_error():
         raise _unusable(matcher.get_error())
     if missed := [*missed, *matcher.get_grammar_warnings()]:

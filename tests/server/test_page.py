@@ -78,7 +78,8 @@ class TestTrace:
         text = "".join(made["tokens"])
         assert question in text
         assert all(chunk in text for chunk in chunks)
-        names = [name for name, _, _ in made["stages"] if name != "prepare"]  # which is told of where it takes long
+        # Waits are told of where they take long.
+        names = [name for name, _, _ in made["stages"] if name not in ("prepare", "wait")]
         assert names == ["plan", "load", "stitch", "select", "repair", "decode"]
         assert made["stages"][0][1] == 0.0
         assert all(start <= end for _, start, end in made["stages"])

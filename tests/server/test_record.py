@@ -185,7 +185,8 @@ def test_spans_have_the_stages_at_their_times_and_continue_the_clients_trace(spa
     assert line["trace_id"] == trace_id == format(root.context.trace_id, "032x")
     assert format(root.parent.span_id, "016x") == parent
     names = ["queue", "plan", "load", "stitch", "select", "repair", "decode"]
-    found.pop("kvrag.prepare", None)  # of a slow machine
+    for name in ("kvrag.prepare", "kvrag.wait"):  # of a slow machine
+        found.pop(name, None)
     assert sorted(found) == sorted(f"kvrag.{name}" for name in names)
     assert {span.parent.span_id for span in found.values()} == {root.context.span_id}
     slack = 1_000_000  # of the wall clock, which is read once more at the end
