@@ -152,7 +152,7 @@ class Listing(BasePydanticVectorStore):
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **_: Any) -> None:
-        for gone in [n for n in self.rows.values() if ref_doc_id in (n.ref_doc_id, n.metadata.get("colour"))]:
+        for gone in [node for node in self.rows.values() if node.ref_doc_id == ref_doc_id]:
             del self.rows[gone.node_id]
 
     def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[Any]:
