@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -94,6 +95,13 @@ def own_cache(tmp_path_factory):
         patch.delenv("KVRAG_CACHE_DIR", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(directory))
         yield directory
+
+
+@pytest.fixture(autouse=True)
+def own_profiles(own_cache):
+    """Let no profile outlive its test: engines of later tests on the same model would repair by it."""
+    yield
+    shutil.rmtree(own_cache / "kvrag" / "profiles", ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
