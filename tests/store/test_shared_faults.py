@@ -95,12 +95,12 @@ def far(request, own_redis, monkeypatch):
 @pytest.mark.parametrize("has_copies", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_network_costs_no_more_than_the_deadline(engine_of, far, tmp_path, fault, has_copies, monkeypatch):
-    monkeypatch.setattr(redis_blobs, "ANSWER_S", 0.5)
-    monkeypatch.setattr(object_blobs, "ANSWER_S", 0.5)
+    monkeypatch.setattr(redis_blobs, "ANSWER_S", 2.0)
+    monkeypatch.setattr(object_blobs, "ANSWER_S", 2.0)
     monkeypatch.setattr(shared, "AGAIN_S", 0.2)
     url, network = far
     at = {"kv_dir": tmp_path / "copies"} if has_copies else {"kv_dir": url}
-    config = StoreConfig(ram_bytes=0, load_timeout_s=1.0, shared=url if has_copies else None, min_free_bytes=0)
+    config = StoreConfig(ram_bytes=0, load_timeout_s=3.0, shared=url if has_copies else None, min_free_bytes=0)
     engine = engine_of(**at, store_config=config)
     engine.precompute(CHUNKS, ids=list("abcd"))
     full, stitched = ask(engine, "full"), ask(engine)
@@ -115,9 +115,9 @@ def test_a_bad_network_costs_no_more_than_the_deadline(engine_of, far, tmp_path,
         (stitched.token_ids, stitched.cached_tokens),
     )
     assert is_known or fault == "slow" or answer.cached_tokens == 0
-    assert took_s < 1.0 + 2.0  # the deadline, and what it takes to compute all
+    assert took_s < 3.0 + 5.0  # the deadline, and what it takes to compute all
     network.become(None)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while ask(engine).cached_tokens != stitched.cached_tokens:
         assert time.monotonic() < deadline, "it has not recovered"
         engine.precompute(CHUNKS, ids=list("abcd"))
