@@ -40,9 +40,9 @@ notebooks: setup ## Run the notebooks of examples/notebooks anew, and keep their
 test test-all: export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-MARK ?= not slow and not exhaustive
+MARK ?= not slow
 COVERAGE := --cov --cov-report=term --cov-fail-under=95
-test: setup ## Run the tests, a process per core and a thread each; KVRAG_SHUFFLE=SEED: in a random order; MARK="not exhaustive" COVER=1: as CI does
+test: setup ## Run the tests, a process per core and a thread each; KVRAG_SHUFFLE=SEED: in a random order; COVER=1: with coverage, as CI does
 	$(PYTEST) -m "$(MARK)" $(if $(COVER),$(COVERAGE)) $(ARGS)
 
 test-all: setup ## Run all tests: every case of the emulator, all compilations, every architecture in everything (half an hour on two cores)
@@ -58,7 +58,7 @@ types: setup ## Check types (strict)
 		-p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
 
 check: lint types ## What CI runs, but for the site and the wheel
-	$(MAKE) test MARK="not exhaustive" COVER=1
+	$(MAKE) test COVER=1
 
 bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
 

@@ -15,10 +15,6 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "local")
-QUICK = {"plain_engine"}
-"""Those that `make test` runs, too."""
-CI = {"few_shot_and_code", "langchain_agent", "langchain_rag", "llama_index_ingestion", "multi_tenant"}
-"""Those that CI runs besides: the others take their steps."""
 SIDE = r"  {} +first token after [\d,]+ ms +(\w+) +(\d+) of (\d+) tokens reused +(.+)"
 MAX_LINES = 80
 
@@ -50,14 +46,8 @@ def imported(name: str) -> set[str]:
     }
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    if name in QUICK:
-        return []
-    return [pytest.mark.slow] if name in CI else [pytest.mark.slow, pytest.mark.exhaustive]
-
-
 @pytest.mark.real_model
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_answers_both_ways_and_reuses(name, tmp_path):
     out = run(name, tmp_path)
     full, ours = (re.findall(SIDE.format(side), out) for side in ("full", "kvrag"))

@@ -365,7 +365,7 @@ class Changes(RuleBasedStateMachine):
         check_in_step(self.side)
 
 
-@pytest.mark.parametrize("examples", [6, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [6, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STORES)
 def test_kv_is_that_of_the_documents_after_any_changes(name, examples, engine):
     run_state_machine_as_test(

@@ -16,7 +16,7 @@ from langchain_kvrag import ChatKVRag
 MODEL = Path(os.environ.get("KVRAG_EVAL_MODELS", "."), "qwen2.5-coder-1.5b")
 pytestmark = [
     pytest.mark.real_model,
-    pytest.mark.exhaustive,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not (MODEL / "config.json").exists(),
         reason="no qwen2.5-coder-1.5b in the directory that KVRAG_EVAL_MODELS names",

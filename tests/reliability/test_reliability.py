@@ -17,12 +17,13 @@ def warm():
 
 
 QUICK = ("bit flips, rounded KV", "identities", "clocks")
-"""Those that take a second or two; the others are slow, and one of them takes nearly half of the time."""
-MARKS = dict.fromkeys(QUICK, ()) | {"system calls": (pytest.mark.slow, pytest.mark.exhaustive)}
+"""Those that take a second or two; the others are slow."""
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, (pytest.mark.slow,))) for name in SHORT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SHORT]
+)
 def test_promises_are_kept(name):
     result = run(name, SHORT[name])
     if "skipped" in result:
