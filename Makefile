@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-facts bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -76,6 +76,9 @@ bench-context: setup ## What chunks should be encoded behind (an hour on two cor
 
 bench-probe: setup ## Which layers' attention should choose the rows to repair (ten minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_probe.py $(ARGS)
+
+bench-facts: setup ## Which facts survive reuse, on models that answer (KVRAG_EVAL_MODELS); hours, goes on where it was; ARGS=--quick: minutes
+	cd tests/benchmarks && ../../$(BIN)/python facts.py $(ARGS)
 
 bench-check: setup ## Whether a check after repair, or a target of covered attention, pays (twelve minutes of a core)
 	cd tests/benchmarks && ../../$(BIN)/python bench_check.py --chunks 6 $(ARGS) && ../../$(BIN)/python bench_check.py --chunks 3 --count 12 $(ARGS)

@@ -7,9 +7,8 @@ encoded behind, and how their KV is rounded. Profiles that ship with the package
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -20,32 +19,30 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import TypeAdapter
 
 from kvrag.blend.cost import IN_ROWS, Price
 from kvrag.blend.layout import Layout, place
-from kvrag.config import RepairConfig, StoreConfig
-from kvrag.errors import InputError, OutOfMemoryError
+from kvrag.config import RepairConfig
+from kvrag.errors import OutOfMemoryError
+from kvrag.evaluate import Reference, answered, in_memory, is_lost
 from kvrag.identity.fingerprint import context_digest, digest
 from kvrag.identity.weights import cache_dir, keep
 from kvrag.precompute.quantise_check import kl_divergence
 from kvrag.progress import Progress, check_show
-from kvrag.types import Chunk
+from kvrag.questions import planted
 
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
 
-VERSION = 1  # of what is measured and of the repair; a change invalidates every kept profile
+VERSION = 2  # of what is measured and of the repair; a change invalidates every kept profile
 TARGET_KL, TARGET_TOP1 = 0.02, 0.97
-ANSWER_TOKENS = 8
-CHUNKS_PER_PROMPT = 2  # distinct ones that are precomputed: each stands in several prompts, beside others
+TARGET_LOST = 0.02
+ANSWER_TOKENS = 24
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.10, 0.20, 0.40)
 START = RepairConfig()
 VARIANTS: tuple[dict[str, Any], ...] = ({"shift": 0.5}, {"shift": 0.75}, {"first_k": 4}, {"probe_span": (1 / 3, 0.6)})
 """Changes to :data:`START`, tried one after the other."""
-
-_MARK = "\u2063KVRAG-CHUNKS\u2063"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Trial:
 
     ``mean_kl`` is KL(full ‖ reuse) in nats per token of the model's own answer, ``top1`` the share of these tokens with the same most
     likely one, each with the standard error of its mean. ``rows`` are the rows repaired, ``cost`` the rows computed in all, both divided by
-    those of the prompt.
+    those of the prompt. ``lost`` is the share of the planted facts that full prefill has right and reuse wrong.
     """
 
     repair: RepairConfig
@@ -64,10 +61,12 @@ class Trial:
     kl_error: float
     top1: float
     top1_error: float
+    lost: float = 0.0
 
-    def reaches(self, max_mean_kl: float, min_top1: float) -> bool:
-        """Whether both means are within the limits by their standard errors."""
-        return self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
+    def reaches(self, max_mean_kl: float, min_top1: float, max_lost: float = TARGET_LOST) -> bool:
+        """Whether both means are within the limits by their standard errors, and few enough facts are lost."""
+        is_close = self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
+        return is_close and self.lost <= max_lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +131,17 @@ def calibrate_repair(
         If this model's KV can't be reused.
     """
     check_show(show_progress)
-    asked = make_prompts(engine, chunks, prompts, chunks_per_prompt, seed)
-    given = engine.store_config
-    memory = StoreConfig(kv_dtype=given.read_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62)
-    with closing(type(engine)(engine.source, prefix=engine.prefix, context=engine.context, store_config=memory)) as own:
-        texts = sorted({part.text for prompt in asked for part in prompt if isinstance(part, Chunk)})
-        own.precompute(texts, show_progress=show_progress)
-        with Progress("answering by full prefill", prompts, unit="prompts", show=show_progress) as progress:
-            cases = [_case(own, prompt, progress) for prompt in asked]
+    asked = planted(engine, chunks, prompts, chunks_per_prompt, seed)
+    with in_memory(engine) as own:
+        own.precompute(list(dict.fromkeys(text for each in asked for text in each.chunks)), show_progress=show_progress)
+        references = list(answered(own, asked, ANSWER_TOKENS, show_progress))
         number = count(1)
 
         def measure(repair: RepairConfig) -> Trial:
             with Progress(
                 f"calibrating, trial {next(number)}", prompts, unit="prompts", show=show_progress
             ) as progress:
-                trial = _trial(own, cases, repair, progress)
+                trial = _trial(own, references, repair, progress)
             on_trial(trial)
             return trial
 
@@ -187,63 +182,30 @@ def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], 
     return min(trials, key=lambda trial: trial.mean_kl)
 
 
-def make_prompts(
-    engine: KVRagEngine, chunks: Sequence[str], prompts: int, chunks_per_prompt: int, seed: int
-) -> list[list[str | Chunk]]:
-    """Draw prompts: some of the chunks, in random order, and a question about what one of them says."""
-    encoder, least, draw = engine.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
-    texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if len(encoder.chunk_ids(text)) >= least]
-    if len(texts) < chunks_per_prompt or chunks_per_prompt < 1 or prompts < 2:
-        raise InputError(
-            f"{prompts} prompts of {chunks_per_prompt} chunks can't be made of {len(texts)} chunks of at least {least} tokens; pass more "
-            "text, and ask for at least 2 prompts of at least 1 chunk"
-        )
-    pool, made = draw.sample(texts, min(len(texts), CHUNKS_PER_PROMPT * max(prompts, chunks_per_prompt))), []
-    end = "\nAnswer:"
-    if encoder.has_chat_template:
-        end = encoder.render([{"role": "user", "content": _MARK}]).partition(_MARK)[2]
-    for _ in range(prompts):
-        drawn = draw.sample(pool, chunks_per_prompt)
-        about = " ".join(draw.choice(drawn).lstrip("#*- ").split()[:6])
-        body = [part for text in drawn for part in (Chunk(text), "\n\n")]
-        made.append([engine.prefix_text, *body, f"Question: What does the text say about {about!r}?{end}"])
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A prompt, its layout, the model's own answer by full prefill, and the logits of its tokens, float32 ``(T, vocab)``."""
-
-    prompt: Sequence[str | Chunk]
-    layout: Layout
-    answer: list[int]
-    logits: torch.Tensor
-
-
-def _case(engine: KVRagEngine, prompt: Sequence[str | Chunk], progress: Progress) -> _Case:
-    spans = engine.explain(prompt, mode="stitch").spans
-    if not all(span.hit for span in spans if span.kind == "chunk"):
-        raise OutOfMemoryError("the KV of the chunks does not fit into memory; calibrate with fewer prompts or chunks")
-    layout = place((s.stop - s.start, s.kind if s.hit else "live", s.exact, n, False) for n, s in enumerate(spans))
-    answer = engine.generate(prompt, mode="full", max_new_tokens=ANSWER_TOKENS).token_ids
-    logits = engine.score(prompt, answer, mode="full").logits
-    progress.advance()
-    return _Case(prompt, layout, answer, logits)
-
-
-def _trial(engine: KVRagEngine, cases: Sequence[_Case], repair: RepairConfig, progress: Progress) -> Trial:
+def _trial(engine: KVRagEngine, references: Sequence[Reference], repair: RepairConfig, progress: Progress) -> Trial:
     """Measure a repair on all prompts."""
-    num_layers, figures = engine.loaded.reusable.num_layers, []
-    for case in cases:
-        found, total = engine.score(case.prompt, case.answer, mode="stitch", repair=repair), case.layout.num_tokens
-        is_same = found.logits.argmax(-1) == case.logits.argmax(-1)
-        costs = found.repaired_tokens / total, Price(IN_ROWS, repair, num_layers).of_forwards(case.layout) / total
-        kl = kl_divergence(case.logits, found.logits).mean()
+    num_layers, figures, lost = engine.loaded.reusable.num_layers, [], []
+    for reference in references:
+        found = engine.score(reference.prompt, reference.token_ids, mode="stitch", repair=repair)
+        is_same = found.logits.argmax(-1) == reference.logits.argmax(-1)
+        layout, total = _layout(engine, reference.prompt), found.prompt_tokens
+        costs = found.repaired_tokens / total, Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total
+        kl = kl_divergence(reference.logits, found.logits).mean()
         figures.append((*costs, float(kl), float(is_same.double().mean())))
+        if reference.is_right:
+            lost.append(not bool(is_same.all()) and is_lost(engine, reference, mode="stitch", repair=repair))
         progress.advance()
     rows, cost, kls, tops = zip(*figures, strict=True)
     errors = [stdev(values) / len(values) ** 0.5 for values in (kls, tops)]
-    return Trial(repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1])
+    share = fmean(lost) if lost else 0.0
+    return Trial(repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1], share)
+
+
+def _layout(engine: KVRagEngine, prompt: Any) -> Layout:
+    spans = engine.explain(prompt, mode="stitch").spans
+    if not all(span.hit for span in spans if span.kind == "chunk"):
+        raise OutOfMemoryError("the KV of the chunks does not fit into memory; calibrate with fewer prompts or chunks")
+    return place((s.stop - s.start, s.kind if s.hit else "live", s.exact, n, False) for n, s in enumerate(spans))
 
 
 def profile_file(engine: KVRagEngine) -> Path:

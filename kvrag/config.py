@@ -31,7 +31,9 @@ from kvrag.types import KVDtype, MaxContext, Mode, Prove
 
 T = TypeVar("T")
 
-Strategy = Literal["none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain"]
+Strategy = Literal[
+    "none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain", "query_runs"
+]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
@@ -133,12 +135,16 @@ def _wanted(schema: Mapping[str, Any]) -> str:
 
 
 def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
-    """Take a config, a mapping of its options, or ``None``; raise :class:`ConfigError` on anything else."""
+    """Take a config, a mapping of its options, its name if it is one of :data:`REPAIRS`, or ``None``; else raise :class:`ConfigError`."""
     if value is None or isinstance(value, cls):
         return value
     if isinstance(value, Mapping):
         return cls(**{str(name): each for name, each in value.items()})
-    raise ConfigError(f"{option} is {shown(value)}; pass a kvrag.{cls.__name__}, or a dict of its options")
+    named: Mapping[str, Any] = REPAIRS if cls is RepairConfig else {}
+    if isinstance(value, str) and value in named:
+        return cast(T | None, named[value])
+    choices = [f"a kvrag.{cls.__name__}", "a dict of its options", *map(repr, named)]
+    raise ConfigError(f"{option} is {shown(value)}; pass {', '.join(choices[:-1])} or {choices[-1]}")
 
 
 def option_fields(cls: type, *names: str) -> dict[str, Any]:
@@ -306,9 +312,10 @@ class RepairConfig:
     """How stitched KV is repaired."""
 
     strategy: Strategy = "query_gain"
-    """Which rows are recomputed: ``query_gain`` (those that tell most of the changes in what the question attends to), ``query`` (those the
-    question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC),
-    ``boundary`` (around each seam), ``random``, ``none`` or ``all``."""
+    """Which rows are recomputed: ``query_gain`` (those that tell most of the changes in what the question attends to), ``query_runs`` (half
+    of them runs around what the question attends to, so that numbers and names stay whole), ``query`` (those the question attends to),
+    ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each
+    seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction = 0.03
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
     first_k: Count = 1
@@ -328,9 +335,24 @@ class RepairConfig:
     ``engine.stats()["audit"]`` counts how far reuse was from it."""
 
     @classmethod
+    def fast(cls) -> RepairConfig:
+        """Repair 3% of the rows: the first token comes soonest, and more facts are lost."""
+        return cls(recompute_ratio=0.03)
+
+    @classmethod
+    def careful(cls) -> RepairConfig:
+        """Repair a quarter of the rows, half of them as runs: fewer facts are lost, and the first token comes later."""
+        return cls(strategy="query_runs", recompute_ratio=0.25)
+
+    @classmethod
     def cacheblend(cls, recompute_ratio: float = 0.15) -> RepairConfig:
         """CacheBlend as published (arXiv 2405.16444): HKVD rows, no chunk heads, no shift."""
         return cls(strategy="hkvd", recompute_ratio=recompute_ratio, first_k=0, shift=0.0)
+
+
+REPAIRS: dict[str, RepairConfig | None] = {"auto": None, "fast": RepairConfig.fast(), "careful": RepairConfig.careful()}
+"""What ``repair`` may be besides a config; ``auto``: what :meth:`kvrag.KVRagEngine.calibrate` has found, else the default."""
+Repair = RepairConfig | Mapping[str, Any] | Literal["auto", "fast", "careful"] | None
 
 
 @config_class

@@ -19,6 +19,7 @@ from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import (
+    Repair,
     RepairConfig,
     Retention,
     SamplingConfig,
@@ -29,6 +30,7 @@ from kvrag.config import (
     refuse_misplaced,
 )
 from kvrag.errors import ConfigError, ModelError
+from kvrag.evaluate import evaluate_reuse
 from kvrag.generate.request import Request, check_options
 from kvrag.generate.scheduler import Load, scheduler_of
 from kvrag.generate.sequence import Answering
@@ -127,7 +129,7 @@ class KVRagEngine:
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
         context: str | None = None,
-        repair: RepairConfig | Mapping[str, Any] | None = None,
+        repair: Repair = None,
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -165,7 +167,7 @@ class KVRagEngine:
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
         context: str | None = None,
-        repair: RepairConfig | Mapping[str, Any] | None = None,
+        repair: Repair = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         namespace: str = "default",
@@ -229,7 +231,7 @@ class KVRagEngine:
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
         context: str | None = None,
-        repair: RepairConfig | Mapping[str, Any] | None = None,
+        repair: Repair = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         namespace: str = "default",
@@ -299,6 +301,11 @@ class KVRagEngine:
         if self.profile[0] != (now := self.loaded.identity.fingerprint):  # adapters may have been switched
             self.profile = now, kept_profile(self)
         return self.profile[1].kept.repair if self.profile[1] else _DEFAULT
+
+    @property
+    def given_repair(self) -> RepairConfig | None:
+        """The repair that the engine was made with; ``None``: that of the model's profile, or the default."""
+        return self._repair
 
     @property
     def tokenizer(self) -> Any:
@@ -478,7 +485,7 @@ class KVRagEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         mode: Mode = "auto",
-        repair: RepairConfig | Mapping[str, Any] | None = None,
+        repair: Repair = None,
         namespace: str | None = None,
         max_context: MaxContext = "raise",
     ) -> GenerationResult:
@@ -536,7 +543,7 @@ class KVRagEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         mode: Mode = "auto",
-        repair: RepairConfig | Mapping[str, Any] | None = None,
+        repair: Repair = None,
         namespace: str | None = None,
         max_context: MaxContext = "raise",
     ) -> PrefillResult:
@@ -560,7 +567,7 @@ class KVRagEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         mode: Mode = "auto",
-        repair: RepairConfig | Mapping[str, Any] | None = None,
+        repair: Repair = None,
         namespace: str | None = None,
         max_context: MaxContext = "raise",
     ) -> ScoreResult:
@@ -580,11 +587,13 @@ class KVRagEngine:
     @parameters_of(prefill)
     def explain(self, prompt: Prompt, **options: Any) -> Explanation:
         """Report which spans of a prompt are known chunks, which of them have stored KV, and why the others don't."""
-        request, is_given = self._request(prompt, **options), options.get("repair", self._repair) is not None
-        repair = in_words(request.repair, "given" if is_given else self.profile[1] or "default")
+        request = self._request(prompt, **options)
+        given = as_config(RepairConfig, options.get("repair"), option="repair") or self._repair
+        repair = in_words(request.repair, "given" if given else self.profile[1] or "default")
         return replace(self._answering.explain(request), repair=repair)
 
     verify = verify_prompts
+    evaluate = evaluate_reuse
     calibrate = calibrate_repair
 
     def stats(self) -> dict[str, Any]:
@@ -679,7 +688,7 @@ class KVRagEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         mode: Mode = "auto",
-        repair: RepairConfig | Mapping[str, Any] | None = None,
+        repair: Repair = None,
         namespace: str | None = None,
         max_context: MaxContext = "raise",
     ) -> Produce:

@@ -68,7 +68,8 @@ class EngineFields(BaseModel):
     namespace: str = "default"
     """Chunks of one namespace are never found from another."""
     repair: RepairConfig | None = None
-    """How stitched KV is repaired; default: as calibrated for the model, else :class:`kvrag.RepairConfig`'s."""
+    """How stitched KV is repaired: a config, ``auto`` (the default: as calibrated for the model, else as :class:`kvrag.RepairConfig` says),
+    ``fast`` or ``careful``."""
     store_config: StoreConfig | None = None
     """Budgets, limits and the key of the KV store."""
     mode: Annotated[Mode, SkipValidation] = "auto"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvrag.config import RepairConfig
+from kvrag.config import Repair
 from kvrag.errors import InputError
 from kvrag.precompute.quantise_check import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 from kvrag.progress import Progress, check_show
@@ -27,7 +27,7 @@ def verify_prompts(
     prompts: Sequence[Prompt],
     *,
     mode: Mode = "stitch",
-    repair: RepairConfig | None = None,
+    repair: Repair = None,
     namespace: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_new_tokens: int = 16,

@@ -9,11 +9,12 @@ from texts import make_chunks
 from typer.testing import CliRunner
 
 from kvrag import Chunk, InputError, KVRagEngine, RepairConfig, UnsupportedModelError, calibrate
-from kvrag.calibrate import RATIOS, START, VARIANTS, Profile, Trial, make_prompts, profile_file, search
+from kvrag.calibrate import RATIOS, START, VARIANTS, Profile, Trial, profile_file, search
 from kvrag.cli.app import app
 from kvrag.config import StoreConfig
 
 CHUNKS = make_chunks(8, words=30, seed=5)
+PROMPT = [*(part for text in CHUNKS[:4] for part in (Chunk(text), "\n\n")), "What is it?"]
 SMALL = {"prompts": 3, "chunks_per_prompt": 2}
 ANY = {"max_mean_kl": 10.0, "min_top1": 0.0}
 
@@ -84,20 +85,6 @@ def test_where_none_reaches_the_target_the_least_kl_is_kept():
     assert bench.find(0.001).repair == replace(START, recompute_ratio=RATIOS[-1])
 
 
-# -- the prompts --------------------------------------------------------------------------------------------------------
-
-
-def test_prompts_are_drawn_by_the_seed(engine):
-    one, again, other = (make_prompts(engine, CHUNKS, 4, 3, seed) for seed in (0, 0, 1))
-    assert one == again != other
-    assert len(one) == 4
-    for prompt in one:
-        texts = [part.text for part in prompt if isinstance(part, Chunk)]
-        assert len(set(texts)) == 3
-        assert set(texts) <= set(CHUNKS)
-        assert any(prompt[-1].split("'")[1] in text for text in texts), "the question is about a chunk of the prompt"
-
-
 @pytest.mark.parametrize("options", [{"prompts": 1}, {"chunks_per_prompt": 9}, {"chunks_per_prompt": 0}])
 def test_too_little_text_is_refused(engine, options):
     with pytest.raises(InputError, match="can't be made of 8 chunks"):
@@ -130,7 +117,7 @@ def test_a_profile_is_used_by_every_engine_on_the_model_and_context(tiny_dir, tm
 def test_answers_use_the_profile_unless_told_otherwise(tiny_dir):
     engine = KVRagEngine.from_pretrained(tiny_dir)
     engine.precompute(CHUNKS)
-    prompt = make_prompts(engine, CHUNKS, 2, 4, 1)[0]
+    prompt = PROMPT
     before = engine.prefill(prompt, mode="stitch").repaired_tokens
     engine.calibrate(CHUNKS, **SMALL, **ANY)
     assert before > engine.prefill(prompt, mode="stitch").repaired_tokens == 0
@@ -141,7 +128,7 @@ def test_answers_use_the_profile_unless_told_otherwise(tiny_dir):
 def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
     engine = KVRagEngine.from_pretrained(tiny_dir)
     engine.precompute(CHUNKS)
-    prompt, given = make_prompts(engine, CHUNKS, 2, 4, 1)[0], RepairConfig(recompute_ratio=0.11)
+    prompt, given = PROMPT, RepairConfig(recompute_ratio=0.11)
     assert engine.explain(prompt).repair == "query_gain, ratio 0.03, first_k 1, shift 1 (default)"
     profile = engine.calibrate(CHUNKS, **SMALL, **ANY)
     kl = f"{profile.kept.mean_kl:.3f}"

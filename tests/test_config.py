@@ -157,7 +157,10 @@ def test_a_positional_value_is_named_by_its_field():
 def test_a_config_is_taken_as_a_dict_too():
     assert as_config(StoreConfig, {"ram_bytes": 5}, option="store_config") == StoreConfig(ram_bytes=5)
     assert as_config(StoreConfig, None, option="store_config") is None
-    with pytest.raises(ConfigError, match=r"repair is 'all'; pass a kvrag\.RepairConfig, or a dict"):
+    with pytest.raises(
+        ConfigError,
+        match=r"repair is 'all'; pass a kvrag\.RepairConfig, a dict of its options, 'auto', 'fast' or 'careful'",
+    ):
         as_config(RepairConfig, "all", option="repair")
     from_json = TypeAdapter(RepairConfig).validate_json('{"probe_span": [0.1, 0.5]}')
     assert from_json == RepairConfig(probe_span=(0.1, 0.5))

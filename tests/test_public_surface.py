@@ -85,7 +85,7 @@ def test_configs_hold_their_defaults():
     assert (blend.strategy, blend.recompute_ratio, blend.first_k, blend.shift) == ("hkvd", 0.15, 0, 0.0)
     assert SamplingConfig(stop="x").stop == ("x",)
     assert SamplingConfig(stop=None).stop == ()
-    assert len(set(STRATEGIES)) == 9
+    assert len(set(STRATEGIES)) == 10
     for bad in ({"ram_bytes": -1}, {"load_timeout_s": -1}, {"min_chunk_tokens": 0}):
         with pytest.raises(ConfigError):
             StoreConfig(**bad)

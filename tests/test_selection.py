@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvrag.blend.layout import Layout, Segment, place, rows_of
+from kvrag.blend.likeness import Likeness
 from kvrag.blend.select import decide, effective_ratio, select_rows
 from kvrag.config import RepairConfig
 
@@ -70,6 +71,45 @@ def test_none_selects_nothing_and_all_everything():
     nothing_stale = place([(5, "live", False, -1, False)])
     for strategy in ("all", "first_k", "boundary"):
         assert len(select_rows(nothing_stale, RepairConfig(strategy=strategy))) == 0
+
+
+def likeness_of(layout, seed=0):
+    """Rows of made-up values, as the repair compares them."""
+    torch.manual_seed(seed)
+    span = slice(layout.stale[0].start, layout.stale[-1].stop)
+    owner = torch.full((span.stop - span.start,), -1)
+    for number, chunk in enumerate(layout.stale):
+        owner[chunk.start - span.start : chunk.stop - span.start] = number
+    rows = torch.nn.functional.normalize(torch.randn(len(owner), 8), dim=1)
+    return Likeness(span, rows, owner, torch.ones(len(owner)))
+
+
+def test_runs_take_the_neighbours_of_what_the_question_attends_to():
+    mass = torch.full((330,), 1e-6)
+    mass[150], mass[212] = 1.0, 0.9  # row 212 is glue
+    mass[209] = 0.5  # near its chunk's end
+    config = RepairConfig("query_runs", recompute_ratio=0.16, first_k=0)
+    rows = select_rows(LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT)).tolist()
+    assert len(rows) == 32
+    assert {*range(146, 155)} <= set(rows)
+    assert {*range(205, 212)} <= set(rows)
+    assert not {212, 213} & set(rows)
+
+
+@pytest.mark.parametrize("ratio", [0.005, 0.01, 0.015, 0.5, 0.99, 1.0])
+def test_runs_keep_the_budget(ratio):
+    config = RepairConfig("query_runs", recompute_ratio=ratio)
+    rows = select_rows(LAYOUT, config, mass=torch.rand(330), likeness=likeness_of(LAYOUT))
+    assert torch.equal(rows, torch.unique(rows))
+    assert len(rows) == max(2, round(ratio * 200))
+    assert set(rows.tolist()) <= set(rows_of(LAYOUT.stale).tolist())
+
+
+def test_runs_stay_in_chunks_shorter_than_a_run():
+    layout = place([(3, "chunk", False, 0, False), (2, "chunk", False, 1, False), (4, "live", False, -1, False)])
+    config = RepairConfig("query_runs", recompute_ratio=0.6, first_k=0)
+    rows = select_rows(layout, config, mass=torch.tensor([0, 1.0, 0, 0, 0, 9, 9, 9, 9]), likeness=likeness_of(layout))
+    assert len(rows) == 3
 
 
 def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation():

@@ -18,10 +18,10 @@ try:
     import typer
 
     from kvrag.cli.ask import ask, explain, verify
-    from kvrag.cli.calibrate import calibrate
     from kvrag.cli.documents import example
     from kvrag.cli.estimate import estimate
     from kvrag.cli.kernels import app as kernels
+    from kvrag.cli.measure import calibrate, evaluate
     from kvrag.cli.output import say, write_anything
     from kvrag.cli.precompute import precompute
     from kvrag.cli.serve import serve
@@ -97,7 +97,22 @@ app = typer.Typer(
 )
 # All options of the demo, --help too, are read by the demo itself.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
-for command in (precompute, ask, serve, explain, verify, calibrate, estimate, stats, documents, fsck, gc, rm, export):
+for command in (
+    precompute,
+    ask,
+    serve,
+    explain,
+    evaluate,
+    verify,
+    calibrate,
+    estimate,
+    stats,
+    documents,
+    fsck,
+    gc,
+    rm,
+    export,
+):
     app.command(cls=Command)(command)
 app.command("import")(import_)
 app.add_typer(kernels)

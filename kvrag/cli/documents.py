@@ -147,18 +147,34 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
     """Read prompts: one per line of a ``.jsonl`` file, one per other file; raise :class:`InputError` if there is none."""
     prompts: list[Prompt] = []
     for file in files:
-        is_many = file.suffix == ".jsonl"
-        for number, line in enumerate(read_text(file).splitlines() if is_many else (), start=1):
-            where = f"line {number} of {str(file)!r}"
-            try:
-                values = [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                raise InputError(f"{where} is not JSON ({error}); write one JSON prompt per line") from None
-            prompts += [_prompt(value, where) for value in values]
-        prompts += [] if is_many else [read_prompt(file)]
+        if file.suffix == ".jsonl":
+            prompts += [_prompt(value, where) for where, value in read_lines(file, "prompt")]
+        else:
+            prompts.append(read_prompt(file))
     if not prompts:
         raise InputError("these files hold no prompt; write one JSON prompt per line of a .jsonl file")
     return prompts
+
+
+def read_lines(file: Path, what: str) -> Iterator[tuple[str, Any]]:
+    """Read a file with a JSON value per line: where it stands, for messages, and the value; empty lines are left out."""
+    for number, line in enumerate(read_text(file).splitlines(), start=1):
+        where = f"line {number} of {str(file)!r}"
+        if line.strip():
+            try:
+                yield where, json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{where} is not JSON ({error}); write one JSON {what} per line") from None
+
+
+def read_questions(file: Path) -> list[dict[str, Any]]:
+    """Read questions, a JSON object per line; raise :class:`InputError` for what is none."""
+    found = []
+    for where, value in read_lines(file, "question"):
+        if not isinstance(value, dict):
+            raise InputError(f'{where} is no question; write {{"question": ..., "answers": [...]}}')
+        found.append(value)
+    return found
 
 
 def _prompt(value: Any, where: str) -> Prompt:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_origin
@@ -24,7 +25,7 @@ from kvrag import spelling
 from kvrag.address import address
 from kvrag.cli.documents import SUFFIXES
 from kvrag.cli.output import progress
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, check_template_kwargs, option_fields
+from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_template_kwargs, option_fields
 from kvrag.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ _VARIABLES = _of_engine(
 )
 _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
+_NAMED = typer.Option(
+    "--repair",
+    help="auto (as calibrated for the model, else the default), fast (loses some facts) or careful.",
+    envvar="KVRAG_REPAIR",
+    rich_help_panel=_REPAIR,
+)
 _MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)
 
 _KV_DIR = _of_engine(
@@ -137,8 +144,12 @@ ESTIMATE: Group = (_option("model", Annotated[str | None, _MODEL]), *_STORED, *_
 ENGINE: Group = (*ESTIMATE, *_PROMPTS)
 DEMO: Group = (_PROMPTS[-1], *_RUN)
 CALIBRATE: Group = (ESTIMATE[0], _STORED[1], *_RUN, *_PROMPTS[:2])
+EVALUATE: Group = (*CALIBRATE, *_PROMPTS[2:4])
 Contexts = Annotated[list[str] | None, _CONTEXT]
-REPAIR: Group = tuple(_field(RepairConfig, name, _REPAIR) for name in ("strategy", "recompute_ratio"))
+REPAIR: Group = (
+    _option("named", Annotated[Literal["auto", "fast", "careful"] | None, _NAMED]),
+    *(_field(RepairConfig, name, _REPAIR) for name in ("strategy", "recompute_ratio")),
+)
 LIMITS: Group = tuple(
     _field(StoreConfig, name, _STORE, env=True) for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
 )
@@ -218,7 +229,14 @@ def engine_options(engine: Given, *, repair: Given | None = None, limits: Given 
     if "chat_template_kwargs" in options:
         options["chat_template_kwargs"] = _variables(options["chat_template_kwargs"])
     options["prefix"] = prefix if system is None else [{"role": "system", "content": system}]
-    return {**options, "repair": RepairConfig(**repair) if repair else None, "store_config": config}
+    return {**options, "repair": _repair(repair or {}), "store_config": config}
+
+
+def _repair(given: Given) -> RepairConfig | None:
+    """Return the repair that is named, changed by the options beside its name."""
+    changes = {name: value for name, value in given.items() if name != "named"}
+    named = as_config(RepairConfig, given.get("named"), option="--repair")
+    return replace(named or RepairConfig(), **changes) if changes else named
 
 
 def _variables(text: str) -> Given:

@@ -78,7 +78,7 @@ class Reuse(_Body):
     """kvrag's own options, in the field ``kvrag``: how KV is reused, and documents that go before the last user message."""
 
     mode: Mode = "auto"
-    repair: dict[str, Any] | None = None
+    repair: dict[str, Any] | str | None = None
     max_context: MaxContext = "raise"
     documents: list[Document] = Field(default_factory=list)
 

@@ -11,7 +11,8 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 
-from kvrag import Explanation, GenerationResult, KVRagEngine, RepairConfig
+from kvrag import Explanation, GenerationResult, KVRagEngine
+from kvrag.config import Repair
 from kvrag.types import MaxContext, Mode
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
@@ -51,7 +52,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         input: LanguageModelInput,
         *,
         mode: Mode | None = None,
-        repair: RepairConfig | None = None,
+        repair: Repair = None,
         namespace: str | None = None,
         max_context: MaxContext | None = None,
         tools: Sequence[Tool] | None = None,

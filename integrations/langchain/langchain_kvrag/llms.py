@@ -12,8 +12,8 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import run_in_executor
 
-from kvrag import Explanation, GenerationResult, KVRagEngine, RepairConfig
-from kvrag.config import check_template_kwargs
+from kvrag import Explanation, GenerationResult, KVRagEngine
+from kvrag.config import Repair, check_template_kwargs
 from kvrag.types import MaxContext, Mode
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
@@ -38,7 +38,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         input: LanguageModelInput,
         *,
         mode: Mode | None = None,
-        repair: RepairConfig | None = None,
+        repair: Repair = None,
         namespace: str | None = None,
         max_context: MaxContext | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,

@@ -28,7 +28,6 @@ from kvrag import (
     Explanation,
     KVRagEngine,
     PrecomputeReport,
-    RepairConfig,
     Retention,
     SamplingConfig,
     SyncReport,
@@ -36,7 +35,7 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import check_mode, check_template_kwargs
+from kvrag.config import Repair, check_mode, check_template_kwargs
 from kvrag.fields import ModelLike
 from kvrag.hooks import Content, OnError
 from kvrag.prompt.template import PromptEncoder
@@ -210,7 +209,7 @@ class KVRagLLM(ToolCallingLLM):
         *,
         formatted: bool = False,
         mode: Mode | None = None,
-        repair: RepairConfig | None = None,
+        repair: Repair = None,
         namespace: str | None = None,
         max_context: MaxContext | None = None,
         tools: Sequence[Any] | None = None,

@@ -1,0 +1,190 @@
+"""Commands that measure reuse on a model and on your documents: ``kvrag evaluate`` and ``kvrag calibrate``.
+
+``evaluate`` says which facts reuse keeps, and what it saves. ``calibrate`` finds and keeps the cheapest repair that reaches a target,
+behind each context.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrag.cli.documents import example, read_documents, read_questions, split_documents
+from kvrag.cli.options import CALIBRATE, EVALUATE, REPAIR, AsJson, Contexts, Given, name_model, open_engine, takes
+from kvrag.cli.output import facts, grid, say, show
+from kvrag.cli.report import page
+
+if TYPE_CHECKING:
+    from kvrag.calibrate import Profile, Trial
+    from kvrag.engine import KVRagEngine
+    from kvrag.evaluate import Compared, Evaluation
+
+_ANSWERS = "question|right answer|full prefill|reuse|"
+_CANDIDATES = "candidate|>repaired|>mean KL (nats)|>top-1|>lost|>computed"  # numbers of rows as shares of the prompt's
+_MODEL = typer.Argument(metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL.")
+_CORPUS = typer.Option("--corpus", help="Text files or folders; default: the example documents of a checkout.")
+_CHUNKS = typer.Option(min=1, help="Chunks per prompt: as many as you retrieve.")
+_CHUNK_TOKENS = typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")
+_SEED = typer.Option(min=0, help="Seed of the prompts.")
+_MIN_TOP1 = typer.Option(min=0, max=1, help="Smallest share of equal most likely tokens.")
+_QUESTIONS = typer.Option(
+    "--questions",
+    help='JSON lines: {"question": ..., "answers": [...]}, and "chunks": [...] if you have retrieved them.',
+)
+_HTML = typer.Option("--html", help="Write a page with tables and plots to this file, too.")
+_COUNT = typer.Option(min=2, help="Facts to plant in chunks and to ask for, where there are no --questions.")
+
+
+@takes(engine=EVALUATE, repair=REPAIR)
+def evaluate(
+    engine: Given,
+    repair: Given,
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _MODEL] = None,
+    corpus: Annotated[list[Path] | None, _CORPUS] = None,
+    questions: Annotated[Path | None, _QUESTIONS] = None,
+    html: Annotated[Path | None, _HTML] = None,
+    count: Annotated[int, _COUNT] = 30,
+    chunks: Annotated[int, _CHUNKS] = 6,
+    chunk_tokens: Annotated[int, _CHUNK_TOKENS] = 250,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound of an answer's tokens.")] = 32,
+    seed: Annotated[int, _SEED] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Answer questions about your documents by full prefill and with reuse: facts kept, lost and won, time, and disk.
+
+    Without --questions, facts are planted in your chunks and asked for. Takes minutes.
+    """
+    name_model(ctx, engine, words)
+    documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
+    asked = None if questions is None else read_questions(questions)
+    with closing(open_engine(engine, repair=repair)) as opened:
+        encoder = opened.loaded.encoder
+        split = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
+        options: Given = {"count": count, "chunks_per_prompt": chunks, "max_new_tokens": max_new_tokens, "seed": seed}
+        found = opened.evaluate([chunk.text for chunk in split], asked, **options)
+    title = f"{engine['model']} on {', '.join(map(str, corpus or ('the example documents',)))}"
+    if html is not None:
+        html.write_text(page(title, _totals(found), found.rows), "utf-8")
+        say(f"wrote {html}", err=True)
+    changed = [row for row in found.rows if row.is_lost or row.is_won]
+    tables = (
+        [grid("Answers that differ in what they have right", _ANSWERS, map(_answer_cells, changed))] if changed else []
+    )
+    value = {**asdict(found), "totals": _totals(found)}
+    show(value, *tables, facts(title, _totals(found)), as_json=as_json)
+
+
+def _answer_cells(row: Compared) -> tuple[str, ...]:
+    return row.question, row.answers[0], row.full, row.reuse, "lost" if row.is_lost else "won"
+
+
+def _totals(found: Evaluation) -> dict[str, str]:
+    """Return what an evaluation comes to, in words."""
+    rows, (low, high) = found.rows, found.lost_interval
+    full, reuse = (
+        sum(value) / len(rows) for value in ([r.full_ttft_ms for r in rows], [r.reuse_ttft_ms for r in rows])
+    )
+    per_chunk = found.chunk_bytes / max(1, found.num_chunks)
+    figures: dict[str, Any] = {
+        "questions": len(rows),
+        "score": f"{found.full_score:.3f} by full prefill, {found.reuse_score:.3f} with reuse (retention {found.retention:.1%})",
+        "lost": f"{sum(r.is_lost for r in rows)} of {sum(r.full_score >= 0.5 for r in rows)} that full prefill has right: "
+        f"{found.lost:.1%} (95% interval {low:.1%} to {high:.1%})",
+        "won": sum(r.is_won for r in rows),
+        "same answer": f"{found.same:.0%}, word for word",
+        "mean KL": f"{found.mean_kl:.4f} nats per answer token",
+        "first token": f"{reuse:,.0f} ms with reuse, {full:,.0f} ms by full prefill: {found.speedup:.1f} times sooner (median)",
+        "index": f"{found.num_chunks} chunks in {found.chunk_seconds:.1f} s, {per_chunk / 2**20:.2f} MiB each",
+        "repair": found.repair,
+    }
+    return {name: str(value) for name, value in figures.items()}
+
+
+@takes(engine=CALIBRATE)
+def calibrate(
+    engine: Given,
+    ctx: typer.Context,
+    words: Annotated[list[str] | None, _MODEL] = None,
+    corpus: Annotated[list[Path] | None, _CORPUS] = None,
+    chunk_context: Contexts = None,
+    target_kl: Annotated[float, typer.Option(min=0, help="Largest mean KL per answer token, in nats.")] = 0.02,
+    min_top1: Annotated[float, _MIN_TOP1] = 0.97,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts to make of the corpus.")] = 24,
+    chunks: Annotated[int, _CHUNKS] = 6,
+    chunk_tokens: Annotated[int, _CHUNK_TOKENS] = 250,
+    seed: Annotated[int, _SEED] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Find the repair that reaches a target at the least cost, on this model and your texts, and keep it as the default of both.
+
+    Takes minutes for each --chunk-context (default: none), which may be repeated. Exit status 1 if all of them miss the target.
+    """
+    name_model(ctx, engine, words)
+    documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
+    options: Given = {"max_mean_kl": target_kl, "min_top1": min_top1, "prompts": prompts, "seed": seed}
+    options["chunks_per_prompt"] = chunks
+    found: dict[str, Found] = {}
+    with ExitStack() as opened:
+        for context in chunk_context or ["none"]:
+            behind = open_engine({**engine, "chunk_context": context})
+            found[context] = _calibrated(opened.enter_context(closing(behind)), documents, chunk_tokens, options)
+    tables = [
+        grid(f"Chunks behind the context {name[:40]!r}", _CANDIDATES, map(_cells, f.trials))
+        for name, f in found.items()
+    ]
+    reached = {name: f.profile.kept.cost for name, f in found.items() if f.profile.is_reached}
+    best = min(reached, key=lambda name: reached[name], default=None)
+    kept = {f"behind {name[:40]!r}": _kept(f) for name, f in found.items()}
+    kept["least cost"] = f"behind {best[:40]!r}" if best else "the target was MISSED; what has the least KL is kept"
+    values = {name: {**asdict(f), "reached": name in reached} for name, f in found.items()}
+    show({"contexts": values, "best": best}, *tables, facts("What was kept", kept), as_json=as_json, ok=bool(best))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one context came to, and the file that it is kept in."""
+
+    profile: Profile
+    trials: list[Trial]
+    file: Path
+
+
+def _calibrated(engine: KVRagEngine, documents: dict[str, str], chunk_tokens: int, options: Given) -> Found:
+    from kvrag.calibrate import profile_file
+
+    encoder = engine.loaded.encoder
+    trials: list[Trial] = []
+    split = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
+
+    def note(trial: Trial) -> None:
+        trials.append(trial)
+        say(f"{len(trials)}. {', '.join(_cells(trial))}", err=True)
+
+    profile = engine.calibrate([chunk.text for chunk in split], **options, on_trial=note)
+    return Found(profile, trials, profile_file(engine))
+
+
+def _kept(found: Found) -> str:
+    result = "reached" if found.profile.is_reached else "missed"
+    where = found.file if found.file.is_file() else f"nowhere: {found.file} can't be written"
+    return f"{_cells(found.profile.kept)[0]}: target {result}; kept in {where}"
+
+
+def _cells(trial: Trial) -> tuple[str, ...]:
+    r = trial.repair
+    ends = " to ".join(f"{end:.0%}" for end in r.probe_span)
+    how = f"{r.strategy} {r.recompute_ratio:g}, first_k {r.first_k}, shift {r.shift:g}, layers {ends}"
+    kl, top1 = f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}", f"{trial.top1:.1%} ± {trial.top1_error:.1%}"
+    return (
+        "none" if r.strategy == "none" else how,
+        f"{trial.rows:.1%}",
+        kl,
+        top1,
+        f"{trial.lost:.0%}",
+        f"{trial.cost:.1%}",
+    )

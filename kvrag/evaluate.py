@@ -1,0 +1,248 @@
+"""Answer questions about your documents by full prefill and with reuse, and compare: which facts survive, and what it saves.
+
+The KV of their chunks is kept in memory, apart from the engine's store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvrag.config import Repair, StoreConfig
+from kvrag.errors import InputError
+from kvrag.precompute.quantise_check import kl_divergence
+from kvrag.progress import Progress, check_show
+from kvrag.questions import IS_RIGHT, Question, planted, prompt_of, read_question, score
+from kvrag.types import Exactness, Mode
+
+if TYPE_CHECKING:
+    from kvrag.engine import KVRagEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A question, answered by full prefill and with reuse.
+
+    ``full_score`` and ``reuse_score`` are 1 where the answer holds a right one, else its word F1. ``kl`` is KL(full ‖ reuse) in nats per
+    token of the full prefill's answer; ``is_same``: whether both answers have the same tokens. Times are to the first token, with the
+    load from memory.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    full: str
+    reuse: str
+    full_score: float
+    reuse_score: float
+    kl: float
+    is_same: bool
+    full_ttft_ms: float
+    reuse_ttft_ms: float
+    prompt_tokens: int
+    repaired_tokens: int
+    exactness: Exactness
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether full prefill answers right, and reuse wrong."""
+        return self.full_score >= IS_RIGHT > self.reuse_score
+
+    @property
+    def is_won(self) -> bool:
+        """Whether reuse answers right, and full prefill wrong."""
+        return self.reuse_score >= IS_RIGHT > self.full_score
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What reuse does to answers about some documents. ``repair`` says which repair was used, and where it comes from.
+
+    ``chunk_bytes`` and ``chunk_seconds`` are what the KV of ``num_chunks`` chunks takes in bytes, and took to compute.
+    """
+
+    rows: list[Compared]
+    repair: str
+    num_chunks: int
+    chunk_bytes: int
+    chunk_seconds: float
+
+    @property
+    def full_score(self) -> float:
+        """Mean score of full prefill."""
+        return fmean(row.full_score for row in self.rows)
+
+    @property
+    def reuse_score(self) -> float:
+        """Mean score of reuse."""
+        return fmean(row.reuse_score for row in self.rows)
+
+    @property
+    def retention(self) -> float:
+        """Score of reuse, divided by that of full prefill."""
+        return self.reuse_score / self.full_score if self.full_score else math.nan
+
+    @property
+    def lost(self) -> float:
+        """Share of the questions that full prefill answers right, and reuse wrong."""
+        right = sum(row.full_score >= IS_RIGHT for row in self.rows)
+        return sum(row.is_lost for row in self.rows) / right if right else math.nan
+
+    @property
+    def lost_interval(self) -> tuple[float, float]:
+        """Wilson's 95% interval of :attr:`lost`."""
+        right = sum(row.full_score >= IS_RIGHT for row in self.rows)
+        return wilson(sum(row.is_lost for row in self.rows), right) if right else (0.0, 1.0)
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean KL(full ‖ reuse) in nats per token of the full prefill's answers."""
+        return fmean(row.kl for row in self.rows)
+
+    @property
+    def same(self) -> float:
+        """Share of questions whose two answers have the same tokens."""
+        return fmean(row.is_same for row in self.rows)
+
+    @property
+    def speedup(self) -> float:
+        """Median of how many times sooner the first token comes with reuse."""
+        return median(row.full_ttft_ms / row.reuse_ttft_ms for row in self.rows)
+
+
+def evaluate_reuse(
+    engine: KVRagEngine,
+    chunks: Sequence[str],
+    questions: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    count: int = 30,
+    chunks_per_prompt: int = 6,
+    repair: Repair = None,
+    mode: Mode = "stitch",
+    max_new_tokens: int = 32,
+    seed: int = 0,
+    show_progress: bool | None = None,
+) -> Evaluation:
+    """Answer questions about your chunks by full prefill and with reuse, in turns, and compare. Takes minutes.
+
+    Parameters
+    ----------
+    engine, chunks
+        Chunk texts as your application splits them.
+    questions
+        Each with ``question`` and ``answers`` (or ``answer``), and ``chunks``, the texts that its prompt holds; without these, the chunks
+        that share most rare words with the question. ``None``: facts are planted in chunks, and asked for.
+    count, chunks_per_prompt, seed
+        How many facts are planted, how many chunks a prompt holds (as many as your application retrieves), and the seed of the draw.
+    repair, mode
+        Of the answers with reuse.
+    max_new_tokens
+        Upper bound of an answer's tokens.
+    show_progress
+        ``None``: show what takes long, as a bar on a terminal, as lines elsewhere; ``True``: a bar; ``False``: nothing.
+
+    Raises
+    ------
+    InputError
+        If there are too few chunks, or a question lacks a part; :class:`ContextLengthError` if a prompt exceeds the model's window.
+    UnsupportedModelError
+        If this model's KV can't be reused.
+    """
+    check_show(show_progress)
+    if questions is None:
+        asked = planted(engine, chunks, count, chunks_per_prompt, seed)
+    else:
+        asked = [read_question(question, chunks, chunks_per_prompt) for question in questions]
+    if not asked:
+        raise InputError("there is nothing to ask; pass at least one question")
+    with in_memory(engine) as own:
+        texts = list(dict.fromkeys(text for question in asked for text in question.chunks))
+        report = own.precompute(texts, show_progress=show_progress)
+        found = answered(own, asked, max_new_tokens, show_progress)
+        rows = [compare(own, reference, mode=mode, repair=repair) for reference in found]  # in turns
+        how = own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair
+    return Evaluation(rows, how, report.stored, report.stored_bytes, report.seconds)
+
+
+@contextmanager
+def in_memory(engine: KVRagEngine) -> Iterator[KVRagEngine]:
+    """Open an engine on the same model whose KV is kept in memory, until the block ends."""
+    given = engine.store_config
+    memory = StoreConfig(kv_dtype=given.read_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62)
+    options: dict[str, Any] = {"repair": engine.given_repair, "chat_template_kwargs": engine.chat_template_kwargs}
+    own = type(engine)(engine.source, prefix=engine.prefix, context=engine.context, store_config=memory, **options)
+    with closing(own):
+        yield own
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A question's prompt, and the answer of full prefill: tokens, text, float32 logits ``(T, vocab)`` that predict it, and its time."""
+
+    question: Question
+    prompt: Any
+    token_ids: list[int]
+    text: str
+    logits: torch.Tensor
+    ttft_ms: float
+    max_new_tokens: int
+
+    @property
+    def is_right(self) -> bool:
+        """Whether full prefill answers right."""
+        return score(self.text, self.question.answers) >= IS_RIGHT
+
+
+def answered(
+    engine: KVRagEngine, questions: Sequence[Question], max_new_tokens: int, show_progress: bool | None
+) -> Iterator[Reference]:
+    """Answer questions by full prefill, one by one, as the caller comes to them."""
+    with Progress("comparing answers", len(questions), unit="questions", show=show_progress) as progress:
+        for question in questions:
+            prompt = prompt_of(engine, question)
+            found = engine.generate(prompt, mode="full", max_new_tokens=max_new_tokens)
+            logits = engine.score(prompt, found.token_ids, mode="full").logits
+            yield Reference(question, prompt, found.token_ids, found.text, logits, found.ttft_ms, max_new_tokens)
+            progress.advance()
+
+
+def is_lost(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Repair) -> bool:
+    """Whether reuse answers wrong what full prefill answers right."""
+    found = engine.generate(reference.prompt, max_new_tokens=reference.max_new_tokens, mode=mode, repair=repair)
+    return reference.is_right and score(found.text, reference.question.answers) < IS_RIGHT
+
+
+def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Any) -> Compared:
+    """Answer a question with reuse, and compare with full prefill."""
+    prompt, options = reference.prompt, {"mode": mode, "repair": repair}
+    found = engine.generate(prompt, max_new_tokens=reference.max_new_tokens, **options)
+    logits = engine.score(prompt, reference.token_ids, **options).logits
+    question, answers = reference.question, reference.question.answers
+    return Compared(
+        question.text,
+        answers,
+        reference.text.strip(),
+        found.text.strip(),
+        score(reference.text, answers),
+        score(found.text, answers),
+        float(kl_divergence(reference.logits, logits).mean()),
+        found.token_ids == reference.token_ids,
+        reference.ttft_ms,
+        found.ttft_ms,
+        found.prompt_tokens,
+        found.repaired_tokens,
+        found.exactness,
+    )
+
+
+def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share, ``hits`` of ``count``."""
+    share, spread = hits / count, z * z / count
+    middle = share + spread / 2
+    width = z * math.sqrt(share * (1 - share) / count + spread / (4 * count))
+    return max(0.0, (middle - width) / (1 + spread)), min(1.0, (middle + width) / (1 + spread))

@@ -1,0 +1,132 @@
+"""Questions about documents, with answers that are known: those of the caller, or facts planted in the documents' chunks.
+
+A planted fact is a code for a place. It stands in one chunk, and one question asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from kvrag.errors import InputError
+from kvrag.types import Chunk
+
+if TYPE_CHECKING:
+    from kvrag.engine import KVRagEngine
+
+IS_RIGHT = 0.5  # score from which on an answer counts as right
+CHUNKS_PER_PROMPT = 2  # distinct ones that are precomputed: each stands in several prompts, beside others
+INSTRUCTION = "Answer with a few words and nothing else."
+NAMES = ("Amber", "Birch", "Cobalt", "Dune", "Ember", "Falcon", "Granite", "Harbor", "Indigo", "Juniper", "Kestrel")
+PLACES = ("archive", "bridge", "clinic", "depot", "foundry", "gallery", "hangar", "library", "museum", "orchard")
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_SENTENCE = re.compile(r"(?<=[.!?])\s")
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, the chunks that its prompt holds, in order, and answers that are right."""
+
+    text: str
+    chunks: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+def prompt_of(engine: KVRagEngine, question: Question) -> Any:
+    """Make a prompt of a question: a chat message where the model has a template for it."""
+    parts = [part for text in question.chunks for part in (Chunk(text), "\n\n")]
+    asked = f"{INSTRUCTION}\nQuestion: {question.text}"
+    if engine.encoder.has_chat_template:
+        return [{"role": "user", "content": [*parts, asked]}]
+    return [engine.prefix_text, *parts, f"{asked}\nAnswer:"]
+
+
+def planted(
+    engine: KVRagEngine, chunks: Sequence[str], count: int, chunks_per_prompt: int, seed: int
+) -> list[Question]:
+    """Plant a fact in each of some chunks, and draw prompts of such chunks, in random order, that ask for one of the facts."""
+    encoder, least, draw = engine.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
+    texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if len(encoder.chunk_ids(text)) >= least]
+    if len(texts) < chunks_per_prompt or chunks_per_prompt < 1 or count < 2:
+        raise InputError(
+            f"{count} prompts of {chunks_per_prompt} chunks can't be made of {len(texts)} chunks of at least {least} tokens; pass more "
+            "text, and ask for at least 2 prompts of at least 1 chunk"
+        )
+    places = [f"{name} {place}" for name, place in product(NAMES, PLACES)]
+    pool = draw.sample(texts, min(len(texts), len(places), CHUNKS_PER_PROMPT * max(count, chunks_per_prompt)))
+    facts = [(place, _code(draw)) for place in draw.sample(places, len(pool))]
+    told = [
+        _with(text, f"The access code of the {place} is {code}.", draw)
+        for text, (place, code) in zip(pool, facts, strict=True)
+    ]
+    found = []
+    for _ in range(count):
+        drawn = draw.sample(range(len(pool)), chunks_per_prompt)
+        place, code = facts[draw.choice(drawn)]
+        found.append(Question(f"What is the access code of the {place}?", tuple(told[i] for i in drawn), (code,)))
+    return found
+
+
+def _code(draw: random.Random) -> str:
+    """Draw a code of one of three kinds: digits, groups of digits, letters and digits."""
+    letters = "".join(draw.sample("ABCDEFGHKLMNPRSTUVWXYZ", 2))
+    kinds = (f"{draw.randint(10_000, 9_999_999)}", f"{draw.randint(100, 999)}-{draw.randint(1000, 9999)}")
+    return draw.choice((*kinds, f"{letters}{draw.randint(10, 99)}-{draw.randint(100, 999)}"))
+
+
+def _with(text: str, fact: str, draw: random.Random) -> str:
+    """Put a sentence between two of a text, or at its end."""
+    ends = [found.start() for found in _SENTENCE.finditer(text)] or [len(text)]
+    at = draw.choice(ends)
+    return f"{text[:at]} {fact}{text[at:]}"
+
+
+def read_question(given: Mapping[str, Any], chunks: Sequence[str], chunks_per_prompt: int) -> Question:
+    """Read a question of the caller's."""
+    text, answers = given.get("question"), given.get("answers", given.get("answer"))
+    answers = [answers] if isinstance(answers, str) else answers
+    own = given.get("chunks")
+    is_list = isinstance(answers, Sequence) and bool(answers) and all(isinstance(answer, str) for answer in answers)
+    if not isinstance(text, str) or not is_list or not (own is None or isinstance(own, Sequence)):
+        raise InputError(
+            f"a question is {dict(given)!r:.200}; it needs 'question', a text, and 'answers', a list of texts, and may have 'chunks', too"
+        )
+    return Question(text, tuple(own or best_chunks(text, chunks, chunks_per_prompt)), tuple(answers or ()))
+
+
+def best_chunks(question: str, chunks: Sequence[str], count: int) -> list[str]:
+    """Return the chunks that share most rare words with a question, the best first."""
+    texts = list(dict.fromkeys(chunks))
+    words = [Counter(normalised(text)) for text in texts]
+    known = Counter(word for each in words for word in each)
+    rare = {word: math.log(1 + len(texts) / known[word]) for word in set(normalised(question)) if known[word]}
+    worth = [sum(rare[word] for word in rare if word in each) / (1 + math.log(1 + each.total())) for each in words]
+    order = sorted(range(len(texts)), key=lambda index: -worth[index])
+    return [texts[index] for index in order[:count]]
+
+
+def normalised(text: str) -> list[str]:
+    """Return the words of a text as SQuAD compares them: lower case, without punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def score(answer: str, right: Sequence[str]) -> float:
+    """Return 1 where an answer holds one of the right ones, else its largest word F1 with any."""
+    words = normalised(answer)
+    return max((_score(words, normalised(each)) for each in right), default=0.0)
+
+
+def _score(words: list[str], right: list[str]) -> float:
+    if f" {' '.join(right)} " in f" {' '.join(words)} ":
+        return 1.0
+    same = sum((Counter(words) & Counter(right)).values())
+    return 2 * same / (len(words) + len(right)) if same else 0.0

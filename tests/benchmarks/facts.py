@@ -1,0 +1,430 @@
+"""Which facts survive reuse: questions with known answers, by full prefill and by each method, on models that can answer.
+
+Of each question and method a line of JSON is kept, so a run that ends goes on where it was. The reference is the full prefill of the same
+ids. *lost*: right by full prefill, wrong by reuse, as a share of what full prefill has right. Times are of stitching, choosing and
+repairing against that of a full prefill by the same forwards, wall and processor.
+
+    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python tests/benchmarks/facts.py --model qwen2.5-coder-0.5b --tasks needles --count 60
+
+A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred; ``p.`` before it: chunks are encoded
+behind the prefix alone, as by default, else behind a context, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import facts_tasks as tasks
+import torch
+from bench_quality import normalise, token_f1
+from common import bootstrap, machine, parser, write_result
+from facts_methods import METHODS, Method, Seen
+from facts_tasks import Question
+
+from kvrag import KVRagEngine
+from kvrag.blend.layout import Layout, place, rows_of
+from kvrag.blend.likeness import Likeness
+from kvrag.blend.repair import deviation, probe, repair
+from kvrag.blend.stitch import stitch
+from kvrag.generate.ending import end_ids
+from kvrag.model.rows import KVBuffer, Rows
+from kvrag.precompute.encode import context_ids, encode_chunks, encode_prefix
+from kvrag.verify import kl_divergence
+
+KL_TOKENS = 24
+
+
+def engine_of(name: str, threads: int) -> KVRagEngine:
+    """An evaluation model in float32 on so many threads; its KV is kept nowhere."""
+    torch.set_num_threads(threads)
+    folder = os.environ.get("KVRAG_EVAL_MODELS")
+    if not folder or not (Path(folder) / name).is_dir():
+        sys.exit(f"the model {name} is missing: set KVRAG_EVAL_MODELS to the folder that holds it")
+    return KVRagEngine.from_pretrained(str(Path(folder) / name), dtype="float32")
+
+
+class Clock:
+    """Wall and processor seconds of a block."""
+
+    def __enter__(self) -> Clock:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = (time.perf_counter() - self._wall, time.process_time() - self._cpu)
+
+
+class Case:
+    """One question, prefilled in full once."""
+
+    def __init__(self, engine: KVRagEngine, question: Question) -> None:
+        self.lm, self.encoder, self.question = engine.loaded.reusable, engine.loaded.encoder, question
+        mark = "\u2063CHUNKS\u2063"
+        head, tail = self._rendered(f"{mark}\n\n{question.tail}").split(mark)
+        self.prefix = self.encoder.live_ids(head, at_start=True)
+        self.chunks = [list(self.encoder.chunk_ids(c)) for c in question.chunks]
+        self.glue, self.tail = self.encoder.live_ids(question.separator), self.encoder.live_ids(tail)
+        ids = list(self.prefix)
+        for index, chunk in enumerate(self.chunks):
+            ids += (self.glue if index else []) + chunk
+        self.ids = torch.tensor(ids + self.tail)
+        self.ends = end_ids(engine.loaded)
+        self.scratch = self.lm.buffer(len(self.ids) + question.max_tokens + 1)
+        with Clock() as clock:
+            first, _ = self.lm.forward(self.ids, Rows.span(0, len(self.ids)), self.scratch)
+        self.full_s = clock.seconds
+        self.own = self.greedy(self.scratch, first[0, -1])
+        self.full = self.forced(self.scratch, first[0, -1])
+        self._stitched: dict[str, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
+        self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
+        self._deviation: dict[str, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
+        self.texts = [self.encoder.decode([i]) for i in self.ids.tolist()]
+
+    def _rendered(self, text: str) -> str:
+        if self.encoder.has_chat_template:
+            return str(self.encoder.render([{"role": "user", "content": text}]))
+        return f"{text}\nAnswer:"
+
+    def text(self, ids: Sequence[int]) -> str:
+        """An answer as text; of a model without a chat template, its first line."""
+        kept = [i for i in ids if i not in self.ends]
+        text = self.encoder.decode(kept).strip()
+        return text if self.encoder.has_chat_template else text.partition("\n")[0]
+
+    def forced(self, buffer: KVBuffer, first: torch.Tensor) -> torch.Tensor:
+        """Logits of the own answer's tokens, ``(T, vocab)``."""
+        answer = self.own[:KL_TOKENS]
+        if len(answer) == 1:
+            return first[None]
+        start = len(self.ids)
+        rest, _ = self.lm.forward(
+            torch.tensor(answer[:-1]), Rows.span(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
+        )
+        return torch.cat([first[None], rest[0]])
+
+    def greedy(self, buffer: KVBuffer, first: torch.Tensor, known: torch.Tensor | None = None) -> list[int]:
+        """The greedy answer; with ``known``, logits of the own answer's tokens, computed only from where it leaves that answer."""
+        answer, most = [int(first.argmax())], self.question.max_tokens
+        for row, token in zip(known[1:], self.own, strict=False) if known is not None else ():
+            if answer[-1] != token:
+                break
+            answer.append(int(row.argmax()))
+        while len(answer) < most and answer[-1] not in self.ends:
+            at = len(self.ids) + len(answer) - 1
+            step, _ = self.lm.forward(torch.tensor(answer[-1:]), Rows.span(at, at + 1), buffer)
+            answer.append(int(step[0, -1].argmax()))
+            if not self.encoder.has_chat_template and "\n" in self.encoder.decode(answer).strip(" "):
+                break
+        return answer[:most]
+
+    def stitched(self, encoded: str) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
+        """The stitched prompt, its layout and rotations, and the seconds of stitching."""
+        if encoded not in self._stitched:
+            context = context_ids("default", self.encoder, self.lm.reuse_window) if encoded == "context" else ()
+            _, prefix_kv = encode_prefix(self.lm, self.prefix)
+            behind, _ = encode_prefix(self.lm, [] if encoded == "alone" else self.prefix, context)
+            kvs = [encode_chunks(self.lm, behind, [chunk])[0] for chunk in self.chunks]
+            segments: list[Any] = [(len(self.prefix), "prefix", True, 0, False)] if prefix_kv else []
+            if prefix_kv is not None:
+                kvs.insert(0, prefix_kv)
+            for index, chunk in enumerate(self.chunks):
+                segments.append((len(self.glue) if index else 0, "live", False, -1, False))
+                segments.append(
+                    (len(chunk), "chunk", index == 0 and encoded == "prefix", index + (prefix_kv is not None), False)
+                )
+            segments.append((len(self.tail), "live", False, -1, False))
+            layout = place(segments)
+            rotary, buffer = self.lm.rotary(layout.num_tokens), self.lm.buffer(layout.num_tokens)
+            with Clock() as clock:
+                stitch(buffer, layout, kvs, rotary)
+            self._stitched[encoded] = buffer, layout, rotary, clock.seconds
+        return self._stitched[encoded]
+
+    def copy(self, source: KVBuffer) -> KVBuffer:
+        """Copy a stitched prompt into the scratch buffer."""
+        for layer in range(self.lm.num_layers):
+            self.scratch.keys(layer)[:, :, : source.capacity] = source.keys(layer)
+            self.scratch.values(layer)[:, :, : source.capacity] = source.values(layer)
+        return self.scratch
+
+    def measure(self, method: Method, budget: float) -> dict[str, Any]:
+        """Answer by a method, and compare."""
+        stitched, layout, rotary, spent = self.stitched(method.encoded)
+        rows_to_repair, times = rows_of(layout.stale), [spent]
+        key = (method.encoded, method.layers)
+        if key not in self._masses:
+            buffer = self.copy(stitched)
+            with Clock() as clock:
+                mass = probe(self.lm, buffer, layout, self.ids, span=method.layers)
+            self._masses[key] = mass, clock.seconds
+        mass, probe_s = self._masses[key]
+        name, change, source = method.choose.__name__, None, stitched
+        if name == "by_deviation":
+            if method.encoded not in self._deviation:
+                compared = self.lm.buffer(layout.num_tokens)
+                for layer in range(self.lm.num_layers):
+                    compared.keys(layer).copy_(stitched.keys(layer))
+                    compared.values(layer).copy_(stitched.values(layer))
+                with Clock() as clock:
+                    found = deviation(self.lm, compared, layout, self.ids)
+                self._deviation[method.encoded] = found, clock.seconds, compared
+            change, seconds, source = self._deviation[method.encoded]
+            times.append(seconds)
+        elif name not in ("none", "by_head"):
+            times.append(probe_s)
+        buffer = self.copy(source)
+        with Clock() as clock:
+            likeness = Likeness.of(buffer, layout, mass)
+            norm = torch.stack(
+                [stitched.values(i)[0].float().norm(dim=-1).mean(0) for i in range(self.lm.num_layers)]
+            ).mean(0)
+            num_rows = round(budget if budget > 1 else budget * len(rows_to_repair))
+            seen = Seen(layout, min(num_rows, len(rows_to_repair)), mass, change, likeness, norm, self.texts)
+            rows = method.choose(seen)
+            first = repair(
+                self.lm, buffer, layout, self.ids, rows, shift=method.shift, rotary=rotary, likeness=likeness
+            )
+        times.append(clock.seconds)
+        known = self.forced(buffer, first)
+        answer = self.greedy(buffer, first, known)
+        text = self.text(answer)
+        return {
+            "answer": text,
+            "score": score(self.question, text, self.text(self.own)),
+            "same": answer == self.own,
+            "kl": round(float(kl_divergence(self.full, known).mean()), 5),
+            "kl_first": round(float(kl_divergence(self.full[0], known[0])), 5),
+            "rows": round(len(rows) / len(rows_to_repair), 4),
+            "ttft_s": [round(sum(t[i] for t in times), 4) for i in (0, 1)],
+        }
+
+    def reference(self) -> dict[str, Any]:
+        """The full prefill's answer, and the score of an answer without any chunk."""
+        text = self.text(self.own)
+        ids = torch.tensor(self.prefix + self.tail)
+        buffer = self.lm.buffer(len(ids) + self.question.max_tokens + 1)
+        kept, self.ids = self.ids, ids
+        first, _ = self.lm.forward(ids, Rows.span(0, len(ids)), buffer)
+        blind = self.text(self.greedy(buffer, first[0, -1]))
+        self.ids = kept
+        return {
+            "answer": text,
+            "golds": list(self.question.golds),
+            "tokens": len(self.ids),
+            "score": score(self.question, text, text),
+            "blind": score(self.question, blind, text),
+            "ttft_s": [round(s, 4) for s in self.full_s],
+            "multi": self.question.is_multi_hop,
+        }
+
+
+def flat(text: str) -> str:
+    """Lower case, spaces and dashes alike, no commas."""
+    return " ".join(text.lower().replace("-", " ").replace(",", "").split())
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """F1 of the longest common subsequence of words."""
+    a, b = normalise(text), normalise(reference)
+    row = [0] * (len(b) + 1)
+    for word in a:
+        last = 0
+        for j, other in enumerate(b, 1):
+            last, row[j] = row[j], last + 1 if word == other else max(row[j], row[j - 1])
+    return 2 * row[-1] / max(1, len(a) + len(b))
+
+
+def score(question: Question, text: str, reference: str) -> float:
+    """Score of an answer in [0, 1]."""
+    if question.metric == "rouge":
+        return round(rouge_l(text, reference), 4)
+    if question.metric == "line":
+        first = text.strip().strip("`").removeprefix("python").strip().partition("\n")[0].strip()
+        return float(first == question.golds[0])
+    if question.metric == "f1":
+        return round(max(token_f1(text, list(question.golds)), float(any(holds(text, g) for g in question.golds))), 4)
+    found = [holds(text, gold) for gold in question.golds]
+    return sum(found) / len(found) if question.needs_all else float(any(found))
+
+
+def holds(text: str, gold: str) -> bool:
+    """Whether an answer holds a gold answer as whole words."""
+    clean = str.maketrans("", "", string.punctuation.replace("-", ""))
+    return f" {flat(gold).translate(clean)} " in f" {flat(text).translate(clean)} "
+
+
+def is_right(record: dict[str, Any]) -> bool:
+    """Whether an answer counts as right."""
+    return bool(record["score"] >= 0.5)
+
+
+def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator[Question]:
+    """The questions of a task."""
+    tokenizer = engine.loaded.encoder
+
+    def cut(text: str, tokens: int) -> str:
+        ids = list(tokenizer.chunk_ids(text))
+        return tokenizer.decode(ids[:tokens]).rpartition(" ")[0] if len(ids) > tokens else text
+
+    if task == "needles":
+        yield from tasks.needle_questions(cut, tuple(tasks.SHAPES[i] for i in shapes))
+    elif task in ("hotpotqa", "musique"):
+        yield from tasks.corpus(task)
+    else:
+        made = {"examples": tasks.examples, "code": partial(tasks.code, cut), "summary": tasks.summaries}
+        yield from made[task]()
+
+
+_engine: KVRagEngine | None = None
+
+
+def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Measure the methods on a question, in a process of its own engine."""
+    global _engine
+    task, number, methods, model, threads, shapes = item
+    _engine = _engine or engine_of(model, threads)
+    question = next(islice(questions(_engine, task, shapes), number, None))
+    out = []
+    with torch.inference_mode():
+        case = Case(_engine, question)
+        about = {"task": task, "kind": question.task, "number": number, "shapes": shapes}
+        out.append({**about, "method": "full", **case.reference()})
+        for name in methods:
+            kind, _, budget = name.partition("@")
+            out.append({**about, "method": name, **case.measure(METHODS[kind], float(budget or 0))})
+    return out
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def paired(
+    records: Iterable[dict[str, Any]], kinds: Sequence[str]
+) -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Return each method's answers, each with the full prefill's to the same question."""
+    records = [r for r in records if not kinds or r["kind"] in kinds]
+    full = {_key(r): r for r in records if r["method"] == "full"}
+    found = defaultdict(list)
+    for r in records:
+        if r["method"] != "full" and _key(r) in full:
+            found[r["method"]].append((full[_key(r)], r))
+    return found
+
+
+def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record["task"], record["number"], *record["shapes"]
+
+
+def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """What a method comes to: means over questions, with bootstrapped 95% intervals of retention and of what is lost."""
+    count = len(pairs)
+    full, reuse, blind = (
+        sum(x) / count for x in zip(*[(f["score"], r["score"], f["blind"]) for f, r in pairs], strict=True)
+    )
+    lost = [float(not is_right(r)) for f, r in pairs if is_right(f)]
+    sooner = [sorted(f["ttft_s"][i] / r["ttft_s"][i] for f, r in pairs)[count // 2] for i in (0, 1)]
+    return {
+        "questions": count,
+        "full": full,
+        "score": reuse,
+        "retention": reuse / full if full else None,
+        "right": len(lost),
+        "lost": sum(lost) / len(lost) if lost else None,
+        "lost_ci": bootstrap(lost) if lost else None,
+        "won": sum(is_right(r) for f, r in pairs if not is_right(f)),
+        "pgr": (reuse - blind) / (full - blind) if full > blind else None,
+        **{name: sum(r[name] for _, r in pairs) / count for name in ("kl", "kl_first", "same", "rows")},
+        "kl_ci": bootstrap([r["kl"] for _, r in pairs]),
+        "sooner": sooner[0],
+        "sooner_cpu": sooner[1],
+    }
+
+
+def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
+    """Print a row per method."""
+    names = (
+        "questions",
+        "full",
+        "score",
+        "retention",
+        "right",
+        "lost",
+        "won",
+        "pgr",
+        "kl",
+        "kl_first",
+        "same",
+        "rows",
+        "sooner",
+        "sooner_cpu",
+    )
+    print(f"{'method':16}", *(f"{name:>10}" for name in names))
+    for method, pairs in paired(records, kinds).items():
+        found = figures(pairs)
+        print(f"{method:16}", *(f"{found[name] if found[name] is not None else float('nan'):10.4g}" for name in names))
+
+
+SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
+QUICK = ["--count", "6", "--methods", "none", "p.gain@0.03", "mix50@200"]
+
+
+def main() -> None:
+    """Measure, keep a line per question and method, and write a summary."""
+    options = parser(__doc__, count=60, start=0, processes=2, threads=1)
+    options.add_argument("--model", default="qwen2.5-coder-0.5b")
+    options.add_argument("--tasks", nargs="+", default=["needles"], choices=["needles", *SIZES])
+    options.add_argument("--methods", nargs="+", default=["none", "p.gain@0.03", "p.gain@0.1", "mix50@200"])
+    options.add_argument(
+        "--shapes", nargs="+", type=int, default=[0, 1], help="of needles: places in facts_tasks.SHAPES"
+    )
+    options.add_argument("--kinds", nargs="*", default=[], help="kinds of questions in the table")
+    options.add_argument("--show", action="store_true", help="print the table of what is there, and measure nothing")
+    options.add_argument("--quick", action="store_true", help="six questions, three methods: minutes")
+    args = options.parse_args()
+    args = options.parse_args([*sys.argv[1:], *QUICK]) if args.quick else args
+    path = args.out / "facts" / f"{args.model}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not args.show:
+        measure(args, path)
+    records = [r for r in read(path) if r["task"] in args.tasks]
+    show(records, args.kinds)
+    summary = {name: figures(pairs) for name, pairs in paired(records, args.kinds).items()}
+    if not args.show:
+        about = {"machine": machine(), "model": args.model, "tasks": args.tasks, "shapes": args.shapes}
+        write_result(f"facts/{args.model}-{'-'.join(args.tasks)}", {**about, "summary": summary}, args.out)
+
+
+def measure(args: Any, path: Path) -> None:
+    """Measure what the file lacks."""
+    done = defaultdict(set)
+    for r in read(path):
+        done[_key(r)].add(r["method"])
+    every = [(t, n) for t in args.tasks for n in range(args.start, min(args.start + args.count, SIZES.get(t, 10**6)))]
+    missing = {key: [m for m in args.methods if m not in done[*key, *args.shapes]] for key in every}
+    todo = [(*key, names, args.model, args.threads, tuple(args.shapes)) for key, names in missing.items() if names]
+    start = time.perf_counter()
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool, path.open("a") as file:
+        for index, records in enumerate(pool.map(work, todo), 1):
+            for r in records:
+                if r["method"] not in done[_key(r)]:
+                    file.write(json.dumps(r) + "\n")
+            file.flush()
+            print(f"{index}/{len(todo)} {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
