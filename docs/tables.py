@@ -136,6 +136,42 @@ def quality(result: dict[str, Any]) -> str:
     return table(header, rows) + note + source(result, "quality.json")
 
 
+FACTS = {
+    "gain": "`query_gain`",
+    "runs9": "runs alone",
+    "mix75": "three quarters runs",
+    "mix50": "`query_runs`: half runs",
+}
+
+
+def facts(result: dict[str, Any]) -> str:
+    """Say of each repair which facts it keeps, how far its answers are, and how much sooner they begin."""
+    rows = []
+    for name, found in result["summary"].items():
+        kind, _, budget = name.removeprefix("p.").partition("@")
+        amount = f"{float(budget):.0%} of the rows" if float(budget) <= 1 else f"{budget} rows"
+        behind = "the prefix" if name.startswith("p.") else "prefix and context"
+        low, high = found["lost_ci"]
+        lost = f"{round(found['lost'] * found['right'])} of {found['right']} ({low:.0%} to {high:.0%})"
+        figures = (f"{found['score']:.2f} of {found['full']:.2f}", lost, str(found["won"]), f"{found['kl']:.3f}")
+        same, sooner = f"{found['same']:.0%}", f"{found['sooner_cpu']:.1f}"
+        rows.append([f"{FACTS[kind]}, {amount}", behind, *figures, same, sooner])
+    header = [
+        "repair",
+        "encoded behind",
+        "score",
+        "lost (95% interval)",
+        "won",
+        "KL, own answer",
+        "same answer",
+        "TTFT, times sooner",
+    ]
+    count = next(iter(result["summary"].values()))["questions"]
+    file = f"facts/{result['model']}-{'-'.join(result['tasks'])}.json"
+    lines = f"`tests/benchmarks/results/facts/{result['model']}.jsonl` has a line per question and repair.\n"
+    return table(header, rows) + f"\n{count} questions. " + source(result, file).lstrip() + lines
+
+
 def contexts(result: dict[str, Any]) -> str:
     """Compare what chunks may be encoded behind, by share of repaired rows."""
     summary, first = result["summary"], result["cases"][0]
@@ -1053,6 +1089,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ablations": ("ablations.json", ablations),
     "contexts": ("context.json", contexts),
     "contexts-short": ("context_short.json", contexts),
+    "facts": ("facts/qwen2.5-coder-0.5b-needles.json", facts),
     "heads": ("heads.json", heads),
     "speed": ("speed.json", speed),
     "chat": ("chat.json", chat),

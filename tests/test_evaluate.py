@@ -167,7 +167,9 @@ def test_a_repair_may_be_named(tiny_dir):
         assert KVRagEngine.from_pretrained(tiny_dir, repair=name).repair == config
         assert KVRagEngine.from_pretrained(tiny_dir).explain("x", repair=name).repair.endswith("(given)")
     assert KVRagEngine.from_pretrained(tiny_dir, repair="auto").repair == RepairConfig()
-    assert RepairConfig.fast().recompute_ratio <= RepairConfig().recompute_ratio < RepairConfig.careful().recompute_ratio
+    assert (
+        RepairConfig.fast().recompute_ratio <= RepairConfig().recompute_ratio < RepairConfig.careful().recompute_ratio
+    )
     with pytest.raises(ConfigError, match="'auto', 'fast' or 'careful'"):
         KVRagEngine.from_pretrained(tiny_dir, repair="slow")
 

@@ -38,6 +38,7 @@ from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, probe, repair
 from kvrag.blend.stitch import stitch
+from kvrag.evaluate import wilson
 from kvrag.generate.ending import end_ids
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import context_ids, encode_chunks, encode_prefix
@@ -330,7 +331,7 @@ def _key(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    """What a method comes to: means over questions, with bootstrapped 95% intervals of retention and of what is lost."""
+    """What a method comes to: means over questions, with 95% intervals of what is lost (Wilson) and of the KL (bootstrap)."""
     count = len(pairs)
     full, reuse, blind = (
         sum(x) / count for x in zip(*[(f["score"], r["score"], f["blind"]) for f, r in pairs], strict=True)
@@ -344,7 +345,7 @@ def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
         "retention": reuse / full if full else None,
         "right": len(lost),
         "lost": sum(lost) / len(lost) if lost else None,
-        "lost_ci": bootstrap(lost) if lost else None,
+        "lost_ci": wilson(round(sum(lost)), len(lost)) if lost else None,
         "won": sum(is_right(r) for f, r in pairs if not is_right(f)),
         "pgr": (reuse - blind) / (full - blind) if full > blind else None,
         **{name: sum(r[name] for _, r in pairs) / count for name in ("kl", "kl_first", "same", "rows")},
