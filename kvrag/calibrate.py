@@ -134,7 +134,9 @@ def calibrate_repair(
     asked = planted(engine, chunks, prompts, chunks_per_prompt, seed)
     with in_memory(engine) as own:
         own.precompute(list(dict.fromkeys(text for each in asked for text in each.chunks)), show_progress=show_progress)
-        references = list(answered(own, asked, ANSWER_TOKENS, show_progress))
+        references = list(
+            answered(own, asked, ANSWER_TOKENS, what="answering by full prefill", show_progress=show_progress)
+        )
         number = count(1)
 
         def measure(repair: RepairConfig) -> Trial:

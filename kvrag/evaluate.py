@@ -163,7 +163,7 @@ def evaluate_reuse(
     with in_memory(engine) as own:
         texts = list(dict.fromkeys(text for question in asked for text in question.chunks))
         report = own.precompute(texts, show_progress=show_progress)
-        found = answered(own, asked, max_new_tokens, show_progress)
+        found = answered(own, asked, max_new_tokens, what="comparing answers", show_progress=show_progress)
         rows = [compare(own, reference, mode=mode, repair=repair) for reference in found]  # in turns
         how = own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair
     return Evaluation(rows, how, report.stored, report.stored_bytes, report.seconds)
@@ -199,10 +199,10 @@ class Reference:
 
 
 def answered(
-    engine: KVRagEngine, questions: Sequence[Question], max_new_tokens: int, show_progress: bool | None
+    engine: KVRagEngine, questions: Sequence[Question], max_new_tokens: int, *, what: str, show_progress: bool | None
 ) -> Iterator[Reference]:
-    """Answer questions by full prefill, one by one, as the caller comes to them."""
-    with Progress("comparing answers", len(questions), unit="questions", show=show_progress) as progress:
+    """Answer questions by full prefill, one by one, as the caller comes to them; progress says ``what`` is done."""
+    with Progress(what, len(questions), unit="prompts", show=show_progress) as progress:
         for question in questions:
             prompt = prompt_of(engine, question)
             found = engine.generate(prompt, mode="full", max_new_tokens=max_new_tokens)

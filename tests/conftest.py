@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
+def cache_of_the_run(tmp_path_factory):
     """Keep what kvrag remembers for this run, away from the user's."""
     with pytest.MonkeyPatch.context() as patch:
         directory = tmp_path_factory.mktemp("cache")
@@ -119,10 +119,10 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_profiles(own_cache):
+def own_profiles(cache_of_the_run):
     """Let no profile outlive its test: engines of later tests on the same model would repair by it."""
     yield
-    shutil.rmtree(own_cache / "kvrag" / "profiles", ignore_errors=True)
+    shutil.rmtree(cache_of_the_run / "kvrag" / "profiles", ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

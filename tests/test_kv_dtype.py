@@ -234,7 +234,7 @@ def test_another_best_token_counts_where_it_was_about_as_likely():
     assert Verdict(0.0, 0.8, 32).passed
 
 
-def test_a_verdict_is_kept_and_a_damaged_one_made_again(engine_of, own_cache, monkeypatch):
+def test_a_verdict_is_kept_and_a_damaged_one_made_again(engine_of, cache_of_the_run, monkeypatch):
     calls: list[str] = []
 
     def counting(loaded, lm, kv_dtype):
@@ -242,7 +242,7 @@ def test_a_verdict_is_kept_and_a_damaged_one_made_again(engine_of, own_cache, mo
         return judge(loaded, lm, kv_dtype)
 
     monkeypatch.setattr(kvrag.precompute.quantise_check, "judge", counting)
-    monkeypatch.setenv("KVRAG_CACHE_DIR", str(own_cache / "verdicts here"))
+    monkeypatch.setenv("KVRAG_CACHE_DIR", str(cache_of_the_run / "verdicts here"))
     make(engine_of, kv_dtype="int8").precompute(CHUNKS)
     make(engine_of, kv_dtype="int8").precompute(CHUNKS)
     assert calls == ["int8"]
@@ -257,7 +257,7 @@ def test_a_verdict_is_kept_and_a_damaged_one_made_again(engine_of, own_cache, mo
         '{"mean_kl": "0", "top1": 1, "tokens": 1}',
         '{"mean_kl": 0}',
     ):
-        for file in (own_cache / "verdicts here" / "verdicts").iterdir():
+        for file in (cache_of_the_run / "verdicts here" / "verdicts").iterdir():
             file.write_text(damage)
             assert kept_verdict(file) is None
         calls.clear()

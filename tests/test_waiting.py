@@ -114,7 +114,7 @@ def shown(monkeypatch):
         def advance(self, count=1):
             self._row[2] += count
 
-    for module in ("model.load", "blend.cost", "verify", "calibrate", "precompute.run"):
+    for module in ("model.load", "blend.cost", "verify", "evaluate", "calibrate", "precompute.run"):
         monkeypatch.setattr(f"kvrag.{module}.Progress", Noted)
     return found
 
@@ -147,10 +147,13 @@ def test_verify_and_calibrate_count_their_prompts(shown, engine, show):
     assert all(row[3] is show for row in shown if row[0] == "computing KV")
     numbers = [int(row[0].split()[-1]) for row in counted[1:]]
     assert numbers == list(itertools.islice(itertools.count(1), len(numbers)))
+    shown.clear()
+    engine.evaluate(CHUNKS, count=2, chunks_per_prompt=2, max_new_tokens=1, show_progress=show)
+    assert ["comparing answers", 2, 2, show] in shown
 
 
 def test_a_switch_that_is_none_is_refused_before_anything_is_computed(engine, monkeypatch):
     monkeypatch.setattr(type(engine), "loaded", property(lambda _: pytest.fail("it was loaded")))
-    for act in (engine.verify, engine.calibrate, engine.precompute):
+    for act in (engine.verify, engine.evaluate, engine.calibrate, engine.precompute):
         with pytest.raises(ConfigError, match="show_progress is 'yes'; pass True, False, or None"):
             act(["a text"], show_progress="yes")
