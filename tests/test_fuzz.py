@@ -1,6 +1,6 @@
 """Random tiny models, prompts and repairs: what is labelled exact must be what transformers computes. No wrong answer goes unlabelled.
 
-``make fuzz`` runs 5,000 cases and writes tests/benchmarks/results/fuzz.json; CI runs 300, and ``make test`` 60. A case is
+``make fuzz`` runs 5,000 cases and writes tests/benchmarks/results/fuzz.json; ``make test-all`` runs 300, ``make test`` 60. A case is
 made by its number alone, so a failing one is run again by the line that its message gives.
 """
 
