@@ -29,7 +29,7 @@ PLACES = ("archive", "bridge", "clinic", "depot", "foundry", "gallery", "hangar"
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s")
-_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+_PUNCTUATION = str.maketrans("", "", string.punctuation)  # left out, so that half a code is no word
 
 
 @dataclass(frozen=True, slots=True)

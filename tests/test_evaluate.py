@@ -86,7 +86,8 @@ def test_a_prompt_is_a_chat_message_where_the_model_has_a_template(engine, monke
     ("answer", "right", "expected"),
     [
         ("The code is 231-4455.", ["231-4455"], 1.0),
-        ("It is 2314455", ["231-4455"], 0.0),
+        ("It is 2314455", ["231-4455"], 1.0),
+        ("RW79-308", ["VL79-308"], 0.0),
         ("An Ada Lovelace", ["Lovelace, Ada"], 1.0 * 2 * 2 / 4),
         ("Ada", ["Ada Lovelace"], 2 / 3),
         ("", ["Ada"], 0.0),
