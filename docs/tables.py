@@ -164,7 +164,7 @@ def facts(result: dict[str, Any]) -> str:
         "won",
         "KL, own answer",
         "same answer",
-        "TTFT, times sooner",
+        "first token, times sooner (processor time)",
     ]
     count = next(iter(result["summary"].values()))["questions"]
     file = f"facts/{result['model']}-{'-'.join(result['tasks'])}.json"

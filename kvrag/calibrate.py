@@ -25,12 +25,12 @@ from kvrag.blend.cost import IN_ROWS, Price
 from kvrag.blend.layout import Layout, place
 from kvrag.config import RepairConfig
 from kvrag.errors import OutOfMemoryError
-from kvrag.evaluate import Reference, answered, in_memory, is_lost
+from kvrag.evaluate import Reference, answered, in_memory
 from kvrag.identity.fingerprint import context_digest, digest
 from kvrag.identity.weights import cache_dir, keep
 from kvrag.precompute.quantise_check import kl_divergence
 from kvrag.progress import Progress, check_show
-from kvrag.questions import planted
+from kvrag.questions import IS_RIGHT, planted, score
 
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
@@ -186,7 +186,7 @@ def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], 
 
 def _trial(engine: KVRagEngine, references: Sequence[Reference], repair: RepairConfig, progress: Progress) -> Trial:
     """Measure a repair on all prompts."""
-    num_layers, figures, lost = engine.loaded.reusable.num_layers, [], []
+    num_layers, figures, lost = engine.loaded.reusable.num_layers, [], 0
     for reference in references:
         found = engine.score(reference.prompt, reference.token_ids, mode="stitch", repair=repair)
         is_same = found.logits.argmax(-1) == reference.logits.argmax(-1)
@@ -194,12 +194,13 @@ def _trial(engine: KVRagEngine, references: Sequence[Reference], repair: RepairC
         costs = found.repaired_tokens / total, Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total
         kl = kl_divergence(reference.logits, found.logits).mean()
         figures.append((*costs, float(kl), float(is_same.double().mean())))
-        if reference.is_right:
-            lost.append(not bool(is_same.all()) and is_lost(engine, reference, mode="stitch", repair=repair))
+        if reference.is_right and not is_same.all():
+            answer = engine.generate(reference.prompt, max_new_tokens=ANSWER_TOKENS, mode="stitch", repair=repair)
+            lost += score(answer.text, reference.question.answers) < IS_RIGHT
         progress.advance()
     rows, cost, kls, tops = zip(*figures, strict=True)
     errors = [stdev(values) / len(values) ** 0.5 for values in (kls, tops)]
-    share = fmean(lost) if lost else 0.0
+    share = lost / max(1, sum(reference.is_right for reference in references))
     return Trial(repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1], share)
 
 

@@ -88,16 +88,24 @@ class Evaluation:
         return self.reuse_score / self.full_score if self.full_score else math.nan
 
     @property
+    def num_right(self) -> int:
+        """Questions that full prefill answers right."""
+        return sum(row.full_score >= IS_RIGHT for row in self.rows)
+
+    @property
+    def num_lost(self) -> int:
+        """Of these, the questions that reuse answers wrong."""
+        return sum(row.is_lost for row in self.rows)
+
+    @property
     def lost(self) -> float:
-        """Share of the questions that full prefill answers right, and reuse wrong."""
-        right = sum(row.full_score >= IS_RIGHT for row in self.rows)
-        return sum(row.is_lost for row in self.rows) / right if right else math.nan
+        """Share of the questions right by full prefill that reuse answers wrong; NaN where none is right."""
+        return self.num_lost / self.num_right if self.num_right else math.nan
 
     @property
     def lost_interval(self) -> tuple[float, float]:
         """Wilson's 95% interval of :attr:`lost`."""
-        right = sum(row.full_score >= IS_RIGHT for row in self.rows)
-        return wilson(sum(row.is_lost for row in self.rows), right) if right else (0.0, 1.0)
+        return wilson(self.num_lost, self.num_right) if self.num_right else (0.0, 1.0)
 
     @property
     def mean_kl(self) -> float:
@@ -211,15 +219,10 @@ def answered(
             progress.advance()
 
 
-def is_lost(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Repair) -> bool:
-    """Whether reuse answers wrong what full prefill answers right."""
-    found = engine.generate(reference.prompt, max_new_tokens=reference.max_new_tokens, mode=mode, repair=repair)
-    return reference.is_right and score(found.text, reference.question.answers) < IS_RIGHT
-
-
-def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Any) -> Compared:
+def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Repair) -> Compared:
     """Answer a question with reuse, and compare with full prefill."""
-    prompt, options = reference.prompt, {"mode": mode, "repair": repair}
+    prompt = reference.prompt
+    options: dict[str, Any] = {"mode": mode, "repair": repair}
     found = engine.generate(prompt, max_new_tokens=reference.max_new_tokens, **options)
     logits = engine.score(prompt, reference.token_ids, **options).logits
     question, answers = reference.question, reference.question.answers

@@ -56,12 +56,12 @@ def planted(
     """Plant a fact in each of some chunks, and draw prompts of such chunks, in random order, that ask for one of the facts."""
     encoder, least, draw = engine.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
     texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if len(encoder.chunk_ids(text)) >= least]
-    if len(texts) < chunks_per_prompt or chunks_per_prompt < 1 or count < 2:
+    places = [f"{name} {place}" for name, place in product(NAMES, PLACES)]
+    if not 1 <= chunks_per_prompt <= min(len(texts), len(places)) or count < 2:
         raise InputError(
             f"{count} prompts of {chunks_per_prompt} chunks can't be made of {len(texts)} chunks of at least {least} tokens; pass more "
-            "text, and ask for at least 2 prompts of at least 1 chunk"
+            f"text, and ask for at least 2 prompts of 1 to {len(places)} chunks"
         )
-    places = [f"{name} {place}" for name, place in product(NAMES, PLACES)]
     pool = draw.sample(texts, min(len(texts), len(places), CHUNKS_PER_PROMPT * max(count, chunks_per_prompt)))
     facts = [(place, _code(draw)) for place in draw.sample(places, len(pool))]
     told = [
@@ -78,9 +78,11 @@ def planted(
 
 def _code(draw: random.Random) -> str:
     """Draw a code of one of three kinds: digits, groups of digits, letters and digits."""
+    number = draw.randint(10_000, 9_999_999)
     letters = "".join(draw.sample("ABCDEFGHKLMNPRSTUVWXYZ", 2))
-    kinds = (f"{draw.randint(10_000, 9_999_999)}", f"{draw.randint(100, 999)}-{draw.randint(1000, 9999)}")
-    return draw.choice((*kinds, f"{letters}{draw.randint(10, 99)}-{draw.randint(100, 999)}"))
+    return draw.choice(
+        (f"{number}", f"{number % 900 + 100}-{number // 7 + 1000}", f"{letters}{number % 90 + 10}-{number // 9}")
+    )
 
 
 def _with(text: str, fact: str, draw: random.Random) -> str:
@@ -92,15 +94,19 @@ def _with(text: str, fact: str, draw: random.Random) -> str:
 
 def read_question(given: Mapping[str, Any], chunks: Sequence[str], chunks_per_prompt: int) -> Question:
     """Read a question of the caller's."""
-    text, answers = given.get("question"), given.get("answers", given.get("answer"))
+    text = given.get("question")
+    answers = given.get("answers", given.get("answer"))
     answers = [answers] if isinstance(answers, str) else answers
-    own = given.get("chunks")
-    is_list = isinstance(answers, Sequence) and bool(answers) and all(isinstance(answer, str) for answer in answers)
-    if not isinstance(text, str) or not is_list or not (own is None or isinstance(own, Sequence)):
+    own = given.get("chunks") or []
+    if not isinstance(text, str) or not answers or not _are_texts(answers) or not _are_texts(own):
         raise InputError(
             f"a question is {dict(given)!r:.200}; it needs 'question', a text, and 'answers', a list of texts, and may have 'chunks', too"
         )
-    return Question(text, tuple(own or best_chunks(text, chunks, chunks_per_prompt)), tuple(answers or ()))
+    return Question(text, tuple(own or best_chunks(text, chunks, chunks_per_prompt)), tuple(answers))
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
 
 
 def best_chunks(question: str, chunks: Sequence[str], count: int) -> list[str]:

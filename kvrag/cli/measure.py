@@ -6,9 +6,11 @@ behind each context.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,21 +64,30 @@ def evaluate(
     name_model(ctx, engine, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
     asked = None if questions is None else read_questions(questions)
+    if html is not None:
+        html.touch()  # a path that can't be written to is found now, not after minutes
     with closing(open_engine(engine, repair=repair)) as opened:
         encoder = opened.loaded.encoder
         split = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
         options: Given = {"count": count, "chunks_per_prompt": chunks, "max_new_tokens": max_new_tokens, "seed": seed}
         found = opened.evaluate([chunk.text for chunk in split], asked, **options)
     title = f"{engine['model']} on {', '.join(map(str, corpus or ('the example documents',)))}"
+    totals = _totals(found)
     if html is not None:
-        html.write_text(page(title, _totals(found), found.rows), "utf-8")
+        html.write_text(page(title, totals, found.rows), "utf-8")
         say(f"wrote {html}", err=True)
     changed = [row for row in found.rows if row.is_lost or row.is_won]
     tables = (
         [grid("Answers that differ in what they have right", _ANSWERS, map(_answer_cells, changed))] if changed else []
     )
-    value = {**asdict(found), "totals": _totals(found)}
-    show(value, *tables, facts(title, _totals(found)), as_json=as_json)
+    show({**asdict(found), **_figures(found)}, *tables, facts(title, totals), as_json=as_json)
+
+
+def _figures(found: Evaluation) -> dict[str, float | None]:
+    """Return what an evaluation comes to, in numbers; JSON knows no NaN."""
+    names = ("full_score", "reuse_score", "retention", "lost", "num_right", "num_lost", "mean_kl", "same", "speedup")
+    values = {name: getattr(found, name) for name in names}
+    return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def _answer_cells(row: Compared) -> tuple[str, ...]:
@@ -86,16 +97,15 @@ def _answer_cells(row: Compared) -> tuple[str, ...]:
 def _totals(found: Evaluation) -> dict[str, str]:
     """Return what an evaluation comes to, in words."""
     rows, (low, high) = found.rows, found.lost_interval
-    full, reuse = (
-        sum(value) / len(rows) for value in ([r.full_ttft_ms for r in rows], [r.reuse_ttft_ms for r in rows])
-    )
+    full = fmean(row.full_ttft_ms for row in rows)
+    reuse = fmean(row.reuse_ttft_ms for row in rows)
     per_chunk = found.chunk_bytes / max(1, found.num_chunks)
     figures: dict[str, Any] = {
         "questions": len(rows),
         "score": f"{found.full_score:.3f} by full prefill, {found.reuse_score:.3f} with reuse (retention {found.retention:.1%})",
-        "lost": f"{sum(r.is_lost for r in rows)} of {sum(r.full_score >= 0.5 for r in rows)} that full prefill has right: "
+        "lost": f"{found.num_lost} of {found.num_right} that full prefill has right: "
         f"{found.lost:.1%} (95% interval {low:.1%} to {high:.1%})",
-        "won": sum(r.is_won for r in rows),
+        "won": sum(row.is_won for row in rows),
         "same answer": f"{found.same:.0%}, word for word",
         "mean KL": f"{found.mean_kl:.4f} nats per answer token",
         "first token": f"{reuse:,.0f} ms with reuse, {full:,.0f} ms by full prefill: {found.speedup:.1f} times sooner (median)",

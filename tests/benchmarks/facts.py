@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import string
 import sys
 import time
 from collections import defaultdict
@@ -28,7 +27,6 @@ from typing import Any
 
 import facts_tasks as tasks
 import torch
-from bench_quality import normalise, token_f1
 from common import bootstrap, machine, parser, write_result
 from facts_methods import METHODS, Method, Seen
 from facts_tasks import Question
@@ -42,6 +40,8 @@ from kvrag.evaluate import wilson
 from kvrag.generate.ending import end_ids
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import context_ids, encode_chunks, encode_prefix
+from kvrag.questions import IS_RIGHT, normalised
+from kvrag.questions import score as questions_score
 from kvrag.verify import kl_divergence
 
 KL_TOKENS = 24
@@ -231,14 +231,9 @@ class Case:
         }
 
 
-def flat(text: str) -> str:
-    """Lower case, spaces and dashes alike, no commas."""
-    return " ".join(text.lower().replace("-", " ").replace(",", "").split())
-
-
 def rouge_l(text: str, reference: str) -> float:
     """F1 of the longest common subsequence of words."""
-    a, b = normalise(text), normalise(reference)
+    a, b = normalised(text), normalised(reference)
     row = [0] * (len(b) + 1)
     for word in a:
         last = 0
@@ -255,20 +250,14 @@ def score(question: Question, text: str, reference: str) -> float:
         first = text.strip().strip("`").removeprefix("python").strip().partition("\n")[0].strip()
         return float(first == question.golds[0])
     if question.metric == "f1":
-        return round(max(token_f1(text, list(question.golds)), float(any(holds(text, g) for g in question.golds))), 4)
-    found = [holds(text, gold) for gold in question.golds]
+        return round(questions_score(text, question.golds), 4)
+    found = [questions_score(text, [gold]) == 1 for gold in question.golds]
     return sum(found) / len(found) if question.needs_all else float(any(found))
-
-
-def holds(text: str, gold: str) -> bool:
-    """Whether an answer holds a gold answer as whole words."""
-    clean = str.maketrans("", "", string.punctuation.replace("-", ""))
-    return f" {flat(gold).translate(clean)} " in f" {flat(text).translate(clean)} "
 
 
 def is_right(record: dict[str, Any]) -> bool:
     """Whether an answer counts as right."""
-    return bool(record["score"] >= 0.5)
+    return bool(record["score"] >= IS_RIGHT)
 
 
 def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator[Question]:
